@@ -1,0 +1,226 @@
+"""Compares engines in pairs: the measuring tool of all benchmarks.
+
+Separate launches of one and the same script differ by 25% on a shared machine. So all engines live in the same
+processes and step in turn, and what counts is the ratio of an engine's step to the baseline's step of the same round.
+The baseline runs a second time as the control: how far its ratio is from 1 is the noise of the run.
+
+    engines = [Engine(name="torch", build=build_torch), Engine(name="booster", build=build_booster)]
+    result = compare("a title", engines, Schedule(steps=50), World(size=2), memory_steps=4)
+    print(result.table())
+
+A build function belongs to a module, not into another function: the processes that run it are started afresh.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from _engine import MEASURED, NOT_INSTALLED, Engine, Step, build_engine, with_control
+from _environment import describe_run
+from _memory import Memory, measure_memory, worst
+from _ranks import RankError, World, on_ranks
+from _samples import Quartiles, Samples, largest_difference, paired_differences, paired_ratios
+from _table import format_table
+from _timing import Schedule, time_alternately
+
+__all__ = [
+    "Comparison",
+    "Engine",
+    "EngineReport",
+    "RankError",
+    "Schedule",
+    "Step",
+    "World",
+    "compare",
+    "report_engines",
+    "save",
+    "time_engines",
+]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The times and losses of one engine.
+
+    Attributes:
+        seconds: Quartiles of a step.
+        best_seconds: The fastest step.
+        ratio: Quartiles of the step over the baseline's step of the same round.
+        extra_seconds: Quartiles of the step minus the baseline's step of the same round.
+        num_steps: Timed steps.
+        last_loss: Mean over the ranks.
+        largest_loss_difference: To the baseline, over all steps and ranks.
+    """
+
+    seconds: Quartiles
+    best_seconds: float
+    ratio: Quartiles
+    extra_seconds: Quartiles
+    num_steps: int
+    last_loss: float
+    largest_loss_difference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What came of one engine: `outcome` is "measured", "not installed" or the traceback of its build."""
+
+    name: str
+    outcome: str
+    figures: Figures | None = None
+    memory: Memory | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """True where the engine could not be built, unless it is a peer that is not installed."""
+        return self.outcome not in (MEASURED, NOT_INSTALLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All engines of one run, the baseline first and its control second."""
+
+    title: str
+    world: World
+    schedule: Schedule
+    engines: list[EngineReport]
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an engine could not be built: the benchmark must end with exit code 1."""
+        return any(engine.has_failed for engine in self.engines)
+
+    @property
+    def control(self) -> EngineReport:
+        """The second copy of the baseline."""
+        return self.engines[1]
+
+    def engine(self, name: str) -> EngineReport:
+        """Returns the report of one engine."""
+        return next(engine for engine in self.engines if engine.name == name)
+
+    def table(self) -> str:
+        """Returns the figures for people to read."""
+        return format_table(self)
+
+    def document(self) -> dict[str, Any]:
+        """Returns the figures for JSON."""
+        return asdict(self)
+
+
+def compare(
+    title: str,
+    engines: Sequence[Engine],
+    schedule: Schedule,
+    world: World | None = None,
+    *,
+    memory_steps: int = 0,
+) -> Comparison:
+    """Measures the engines against the first one of them.
+
+    Args:
+        title: Heads the table.
+        engines: The baseline first; its control is added.
+        schedule: How many steps.
+        world: The processes; None: one.
+        memory_steps: Steps after which resident memory is read, in further processes; 0: memory is not measured.
+
+    Raises:
+        RankError: A step raised, a rank died or was too late, or the baseline could not be built.
+    """
+    world = world or World()
+    all_engines = with_control(engines)
+    memory = {engine.name: _memory_of(engine, world, memory_steps) for engine in engines} if memory_steps else {}
+    ranks = on_ranks(time_engines, world, all_engines, schedule)
+    return Comparison(title=title, world=world, schedule=schedule, engines=report_engines(all_engines, ranks, memory))
+
+
+def time_engines(engines: Sequence[Engine], schedule: Schedule) -> tuple[dict[str, str], dict[str, Samples]]:
+    """Builds the engines and steps them in turn; returns this rank's outcomes and samples.
+
+    Collective: every rank must call it with the same arguments.
+    """
+    steps: dict[str, Step] = {}
+    outcomes: dict[str, str] = {}
+    for engine in engines:
+        step, outcomes[engine.name] = build_engine(engine)
+        if step is not None:
+            steps[engine.name] = step
+    if engines[0].name not in steps:
+        raise RuntimeError(f"the baseline {engines[0].name!r} was not built: {outcomes[engines[0].name]}")
+    return outcomes, time_alternately(steps, schedule)
+
+
+def report_engines(
+    engines: Sequence[Engine],
+    ranks: Sequence[tuple[Mapping[str, str], Mapping[str, Samples]]],
+    memory: Mapping[str, Memory | None],
+) -> list[EngineReport]:
+    """Turns what `time_engines` returned on all ranks into one report per engine."""
+    outcomes = ranks[0][0]
+    samples = [of_rank for _, of_rank in ranks]
+    reports = []
+    for engine in engines:
+        name, outcome = engine.name, outcomes[engine.name]
+        figures = _figures(name, engines[0].name, samples) if outcome == MEASURED else None
+        reports.append(EngineReport(name=name, outcome=outcome, figures=figures, memory=memory.get(name)))
+    return reports
+
+
+def save(name: str, comparisons: Sequence[Comparison], arguments: Mapping[str, Any]) -> Path:
+    """Writes the figures with versions and machine into a JSON file under results/; returns its path."""
+    document = {
+        "benchmark": name,
+        **describe_run(arguments),
+        "comparisons": [comparison.document() for comparison in comparisons],
+    }
+    return write_json(f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}", document)
+
+
+def write_json(stem: str, document: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Writes a document to `<folder>/<stem>.json` and returns the path; NaN and inf become text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.json"
+    path.write_text(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and value - value != 0.0:
+        return str(value)
+    return value
+
+
+def _memory_of(engine: Engine, world: World, steps: int) -> Memory | None:
+    return worst(on_ranks(measure_memory, world, engine, steps, gives_memory_back=True))
+
+
+def _figures(name: str, baseline: str, ranks: Sequence[Mapping[str, Samples]]) -> Figures:
+    seconds, theirs = _slowest(name, ranks), _slowest(baseline, ranks)
+    return Figures(
+        seconds=Quartiles.of(seconds),
+        best_seconds=min(seconds),
+        ratio=Quartiles.of(paired_ratios(seconds, theirs)),
+        extra_seconds=Quartiles.of(paired_differences(seconds, theirs)),
+        num_steps=len(seconds),
+        last_loss=sum(samples[name].losses[-1] for samples in ranks) / len(ranks),
+        largest_loss_difference=max(
+            largest_difference(samples[name].losses, samples[baseline].losses) for samples in ranks
+        ),
+    )
+
+
+def _slowest(name: str, ranks: Sequence[Mapping[str, Samples]]) -> list[float]:
+    """Returns the duration of every step on its slowest rank: that is when the next step can begin."""
+    return [max(step) for step in zip(*(samples[name].seconds for samples in ranks), strict=True)]

@@ -1,0 +1,118 @@
+"""What the booster costs: a plain loop in one process, and the DDP plugin beside torch's own DDP over two.
+
+    python benchmarks/facade.py [--quick] [--memory] [--save] [--strict]
+
+Goals: at most 50 us a step more than raw torch on a tiny model of 8 layers; 0.97 to 1.01 of raw DDP, with the same
+bits of loss. Compare them with the control: a figure can't be truer than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ != "__mp_main__":  # a rank's sys.path comes from here anyway
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from _facade_engines import ddp_engines, loop_engines
+from _goals import Goal, print_goals
+from _pair import Comparison, RankError, Schedule, World, compare, save
+
+_MOST_EXTRA_US = 50.0
+_RATIO_BOUNDS = (0.97, 1.01)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code: 1 if an engine could not be built, or with --strict a goal missed."""
+    options = _parser().parse_args(arguments)
+    comparisons, goals = [], []
+    try:
+        for comparison, its_goals in _runs(options):
+            print(comparison.table(), end="\n\n", flush=True)
+            comparisons.append(comparison)
+            goals += its_goals
+    except RankError as error:
+        print(error, file=sys.stderr)
+        return 1
+    all_met = print_goals(goals)
+    if options.save:
+        print("saved", save("facade", comparisons, vars(options)))
+    has_failed = any(comparison.has_failed for comparison in comparisons)
+    return int(has_failed or (options.strict and not all_met))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", choices=["loop", "ddp"], help="one half; default: both")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps: for a look, not for a figure")
+    parser.add_argument("--memory", action="store_true", help="also measure resident memory, in further processes")
+    parser.add_argument("--save", action="store_true", help="write a JSON file under benchmarks/results/")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 if a goal is missed")
+    return parser
+
+
+def _runs(options: argparse.Namespace):
+    if options.only != "ddp":
+        for clips in (False, True):
+            yield _compare_loops(clips, options)
+    if options.only != "loop":
+        yield _compare_ddp("tiny", _schedule(1500, 50, options), options)
+        yield _compare_ddp("10m", _schedule(40, 3, options), options)
+
+
+def _schedule(steps: int, warmup: int, options: argparse.Namespace) -> Schedule:
+    return Schedule(steps=steps // 10 if options.quick else steps, warmup=warmup)
+
+
+def _compare_loops(clips: bool, options: argparse.Namespace) -> tuple[Comparison, list[Goal]]:
+    title = f"plain loop on the tiny model, {'clipped' if clips else 'not clipped'}"
+    schedule = _schedule(4000, 200, options)
+    comparison = compare(title, loop_engines(clips), schedule, memory_steps=4 * options.memory)
+    return comparison, [
+        Goal(
+            what=f"extra time per step, {title}",
+            value=_extra_us(comparison, "booster"),
+            high=_MOST_EXTRA_US,
+            unit=" us",
+            control=_extra_us(comparison, comparison.control.name),
+        ),
+        _same_bits(comparison, "booster"),
+    ]
+
+
+def _compare_ddp(size: str, schedule: Schedule, options: argparse.Namespace) -> tuple[Comparison, list[Goal]]:
+    title = f"data parallel, {'tiny model' if size == 'tiny' else f'{size} GPT'}"
+    comparison = compare(title, ddp_engines(size), schedule, World(size=2), memory_steps=4 * options.memory)
+    low, high = _RATIO_BOUNDS
+    return comparison, [
+        Goal(
+            what=f"TorchDDPPlugin over torch DDP, {title}",
+            value=_ratio(comparison, "TorchDDPPlugin"),
+            low=low,
+            high=high,
+            control=_ratio(comparison, comparison.control.name),
+        ),
+        _same_bits(comparison, "TorchDDPPlugin"),
+    ]
+
+
+def _extra_us(comparison: Comparison, name: str) -> float | None:
+    figures = comparison.engine(name).figures
+    return None if figures is None else figures.extra_seconds.median * 1e6
+
+
+def _ratio(comparison: Comparison, name: str) -> float | None:
+    figures = comparison.engine(name).figures
+    return None if figures is None else figures.ratio.median
+
+
+def _same_bits(comparison: Comparison, name: str) -> Goal:
+    figures = comparison.engine(name).figures
+    difference = None if figures is None else figures.largest_loss_difference
+    return Goal(what=f"largest loss difference, {comparison.title}", value=difference, high=0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What can go together in one call of boost(), checked before anything is changed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper
+
+__all__ = ["check_can_boost", "require_boosted_model", "require_boosted_optimizer"]
+
+# The user's own objects that were boosted: doing it again would average gradients twice.
+_boosted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def check_can_boost(
+    model: Any, optimizer: Any | None, dataloader: Any | None = None, lr_scheduler: Any | None = None
+) -> None:
+    """Raises ConfigError if these can't be boosted together; else remembers that they are."""
+    _check_model(model)
+    if optimizer is not None:
+        _check_optimizer(optimizer, model)
+    if dataloader is not None and not isinstance(dataloader, DataLoader):
+        raise ConfigError(
+            f"dataloader is a {type(dataloader).__name__}, not a torch DataLoader: give one, or leave it out and loop"
+            " over your own batches, a different part on each rank"
+        )
+    if lr_scheduler is not None:
+        _check_scheduler(lr_scheduler, optimizer)
+    _boosted.add(model)
+    if optimizer is not None:
+        _boosted.add(optimizer)
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, ModelWrapper) or (isinstance(model, nn.Module) and model in _boosted):
+        raise ConfigError(
+            f"boost() was given a model boosted already ({type(model).__name__}): boost each model once and keep"
+            " what boost() returned"
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"boost() was given a model of type {type(model).__name__}: it must be a torch.nn.Module")
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    if isinstance(optimizer, OptimizerWrapper) or (isinstance(optimizer, Optimizer) and optimizer in _boosted):
+        raise ConfigError(
+            "boost() was given an optimizer that is boosted already: boost each optimizer once, together with its model"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"boost() was given an optimizer of type {type(optimizer).__name__}: it must be a torch.optim.Optimizer"
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    foreign = [
+        f"group {index}, shape {tuple(parameter.shape)}"
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if id(parameter) not in known
+    ]
+    if foreign:
+        listed = "; ".join(foreign[:5]) + ("; ..." if len(foreign) > 5 else "")
+        raise ConfigError(
+            f"{len(foreign)} parameters of the optimizer are not the model's ({listed}): build the optimizer from"
+            " model.parameters() of the model that is passed along with it"
+        )
+
+
+def _check_scheduler(lr_scheduler: Any, optimizer: Any | None) -> None:
+    theirs = lr_scheduler.optimizer if isinstance(lr_scheduler, LRScheduler) else None
+    if theirs is not None and optimizer is not None and theirs is not optimizer:
+        raise ConfigError(
+            f"the {type(lr_scheduler).__name__} was built on another optimizer than the one passed to boost(): build it"
+            " on this one"
+        )
+
+
+def require_boosted_model(model: Any, caller: str) -> ModelWrapper:
+    """Returns the model if it was boosted, else raises ConfigError."""
+    if not isinstance(model, ModelWrapper):
+        raise ConfigError(
+            f"{caller}() was given a {type(model).__name__} that is not boosted: pass the model that boost() returned"
+        )
+    return model
+
+
+def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
+    """Returns the optimizer if it was boosted, else raises ConfigError."""
+    if not isinstance(optimizer, OptimizerWrapper):
+        raise ConfigError(
+            f"{caller}() was given a {type(optimizer).__name__} that is not boosted: pass the optimizer that boost()"
+            " returned"
+        )
+    return optimizer

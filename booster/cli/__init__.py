@@ -1,0 +1,31 @@
+"""The command line: `booster run` starts ranks, `booster check` looks whether everything is there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from booster.errors import BoosterError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code: 0 if all went well, 2 for arguments that can't work.
+
+    Args:
+        argv: The arguments without the program's name; None for those of this process.
+    """
+    from booster.cli import check, run  # here, so that neither costs the other's imports or a user of `import booster`
+
+    parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    run.add_parser(commands)
+    check.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.handle(arguments))
+    except BoosterError as error:
+        print(f"booster {arguments.command}: {error}", file=sys.stderr)
+        return 2

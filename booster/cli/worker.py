@@ -1,0 +1,138 @@
+"""Runs a user's script as one rank of `booster run`, as `python script.py` would, and reports how it failed.
+
+Started by path as the main program, it imports nothing but the standard library, so that the script still decides
+what happens before torch is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `script.py args...` or `-m module args...`; ends the process itself where the script failed."""
+    faulthandler.enable()  # a stack for SIGSEGV and the like
+    _die_with_launcher()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # whole lines at once, also under PYTHONUNBUFFERED: ranks share it
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    try:
+        if arguments[0] == "-m":
+            _run_module(arguments[1], arguments[2:])
+        else:
+            _run_script(arguments[0], arguments[1:])
+    except SystemExit as error:
+        code = _exit_code(error)
+        if code != 0:
+            _fail(error, code, show=isinstance(error.code, str))
+    except KeyboardInterrupt as error:
+        _fail(error, 128 + signal.SIGINT, show=False)  # the launcher says it once for all ranks
+    except Exception as error:
+        _fail(error, 1, show=True)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    sys.argv = [path, *arguments]
+    path = os.path.abspath(path)
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
+        sys.path[0] = os.path.dirname(path)
+    # A module of its own that stays: unlike runpy's, it is still there when threads and atexit functions use it, and
+    # processes that the script spawns find the script by it.
+    module: Any = types.ModuleType("__main__")
+    module.__file__, module.__builtins__ = path, __builtins__
+    sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102 - running the user's script is what this is for
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    sys.argv = [name, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
+        sys.path[0] = os.getcwd()
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _die_with_launcher() -> None:
+    """Asks Linux to end this process with the launcher, even if that is killed in a way that it can't handle."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _fail(error: BaseException, code: int, *, show: bool) -> None:
+    """Shows the error, leaves a report for the launcher and ends the process after the atexit functions ran."""
+    sys.last_value = error  # as the interpreter itself does: atexit functions see that this process failed
+    error = error.with_traceback(_without_our_frames(error.__traceback__))
+    _write_report(error)
+    if show and isinstance(error, SystemExit):
+        print(error.code, file=sys.stderr)
+    elif show:
+        sys.excepthook(type(error), error, error.__traceback__)
+    _ending["code"] = code
+    sys.exit(code)
+
+
+def _without_our_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _write_report(error: BaseException) -> None:
+    """Writes what torch's elastic agent reads, and the time in a finer unit: ranks often fail within one second."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time_ns()
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(now // 10**9),
+        "time_ns": now,
+        "exception": type(error).__name__,
+    }
+    report = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    # No room left must not hide the script's own error, which goes to stderr as well.
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        json.dump(report, file)
+
+
+# Note [Failed ranks end at once]: a process group waits in its destructor for the collectives that are still queued,
+# until their timeout, because other ranks never join them. A rank that failed would keep the launcher, and so all
+# other ranks, waiting for many minutes. So it ends without destructors, when all atexit functions are done: this one
+# is registered first, and those run in reverse order.
+_ending: dict[str, int] = {}
+
+
+def _end() -> None:
+    if "code" in _ending:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed by the script, or its reader is gone
+                stream.flush()
+        os._exit(_ending["code"])
+
+
+if __name__ == "__main__":
+    atexit.register(_end)
+    main(sys.argv[1:])

@@ -1,0 +1,148 @@
+"""A training script's own settings: a dict or a Python file, read as attributes."""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from booster.errors import ConfigError
+
+__all__ = ["Config"]
+
+
+class Config(Mapping[str, Any]):
+    """Settings that are read as attributes or as items; dicts inside them, also in lists, are read the same way.
+
+    A read-only mapping: `dict(config)`, `config.get("lr", 0.1)`, `"lr" in config` and `**config` work. A setting whose
+    name is a method of mappings (`items`, `keys`, `values`, `get`) or of this class is read as an item.
+
+    Example:
+        >>> config = Config({"lr": 0.1, "model": {"dim": 64}})
+        >>> config.model.dim, config["lr"]
+        (64, 0.1)
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Takes the settings; raises `ConfigError` where a name is not a string."""
+        for name in settings:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"config has the key {name!r}, which no attribute can be named: use strings as keys of the config"
+                )
+        self._settings = {name: _wrap(value) for name, value in settings.items()}
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Config:
+        """Runs a Python file and returns its top-level names as settings.
+
+        Left out are names that start with `_`, modules, and functions and classes that the file imported.
+
+        Raises:
+            ConfigError: There is no such file, or it is no `.py` file, or running it fails.
+        """
+        return cls(_visible(_run_file(_checked_path(Path(path)))))
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | Path) -> Config:
+        """Returns the config that a dict, the path of a Python file, or a config stands for.
+
+        Raises:
+            ConfigError: It is none of these, or the file can't be used.
+        """
+        if isinstance(source, Config):
+            return source
+        if isinstance(source, Mapping):
+            return cls(source)
+        if isinstance(source, str | Path):
+            return cls.from_file(source)
+        raise ConfigError(
+            f"config={source!r} is a {type(source).__name__}, which holds no named settings: "
+            "give a dict or the path of a Python file"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as plain dicts and lists, at every depth."""
+        return {name: _unwrap(value) for name, value in self._settings.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        # Only names that are not found in the usual way come here; "_settings" does while an object is being copied.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self._settings[name]
+        except KeyError:
+            known = ", ".join(self._settings) or "nothing"
+            raise AttributeError(f"config has no setting {name!r}; it has: {known}") from None
+
+    def __getitem__(self, name: str) -> Any:
+        return self._settings[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._settings)
+
+    def __len__(self) -> int:
+        return len(self._settings)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._settings]
+
+    def __repr__(self) -> str:
+        return f"Config({self.to_dict()!r})"
+
+
+def _wrap(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return Config(value)
+    if type(value) in (list, tuple):
+        return type(value)(_wrap(item) for item in value)
+    return value
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    if type(value) in (list, tuple):
+        return type(value)(_unwrap(item) for item in value)
+    return value
+
+
+def _checked_path(path: Path) -> Path:
+    if path.is_dir():
+        raise ConfigError(f"config={str(path)!r} is a directory, not settings: give the path of a Python file in it")
+    if path.suffix != ".py":
+        raise ConfigError(
+            f"config={str(path)!r} does not end in .py, and only Python files are read: rename it, or pass a dict"
+        )
+    if not path.is_file():
+        raise ConfigError(f"config={str(path)!r} is not there, seen from {Path.cwd()}: correct the path")
+    return path
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "booster_config", "__file__": str(path)}
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), namespace)  # noqa: S102 - the user's own
+    except Exception as error:
+        raise ConfigError(
+            f"config={str(path)!r} failed while it ran, with {type(error).__name__}: {error}; "
+            "correct the file: it runs like a script, with only itself and installed packages to import from"
+        ) from error
+    return namespace
+
+
+def _visible(namespace: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in namespace.items() if not name.startswith("_") and not _is_import(value)}
+
+
+def _is_import(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return True
+    if not (inspect.isroutine(value) or inspect.isclass(value)):
+        return isinstance(value, __future__._Feature)  # what `from __future__ import ...` leaves behind
+    return getattr(value, "__module__", None) != "booster_config"

@@ -1,0 +1,14 @@
+"""Data loading: equal parts for all ranks, a new order in every epoch, exact positions to save and restore."""
+
+from booster.data.active import active_loader
+from booster.data.dataloader import DistributedDataLoader
+from booster.data.prepare import prepare_dataloader, shard_dataloader
+from booster.data.sampler import DistributedBatchSampler
+
+__all__ = [
+    "DistributedBatchSampler",
+    "DistributedDataLoader",
+    "active_loader",
+    "prepare_dataloader",
+    "shard_dataloader",
+]

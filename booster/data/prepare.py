@@ -1,0 +1,226 @@
+"""From a dataset, or from a plain torch loader, to the loader that gives this rank its part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from booster.data.custom_sampler import CustomBatchSampler
+from booster.data.dataloader import DistributedDataLoader
+from booster.data.sampler import DistributedBatchSampler, EpochSampler, check_data_world
+from booster.data.seeding import derive_seed
+from booster.errors import ConfigError
+
+__all__ = ["prepare_dataloader", "shard_dataloader"]
+
+_LOADER_OPTIONS = (
+    "collate_fn",
+    "generator",
+    "in_order",
+    "multiprocessing_context",
+    "persistent_workers",
+    "pin_memory_device",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
+
+
+def prepare_dataloader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    shuffle: bool = False,
+    seed: int = 1024,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    distributed_sampler_cls: Any = None,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """A loader over this rank's part of a dataset, reshuffled in every epoch if it shuffles.
+
+    A map-style dataset gives a `DistributedDataLoader`: every rank gets equally many batches of equal length. Without
+    `drop_last` the last ones are shorter, and what is missing to equal lengths is repeated from the start of the
+    epoch's order; how many samples an epoch repeats or drops is logged once.
+
+    An `IterableDataset` can't be split from outside. For more than one rank it has to give each rank its own part by
+    itself and to say so by an attribute `is_sharded = True`; it then gets a plain torch DataLoader, whose state and
+    uneven end are the dataset's own affair.
+
+    Args:
+        dataset: With `__len__` and `__getitem__`, or an IterableDataset.
+        batch_size: Samples per rank and batch.
+        dp_rank: Which part this rank reads.
+        dp_size: How many parts there are.
+        shuffle: A new order in every epoch.
+        seed: Of the orders and of the workers' random states; the same on all ranks.
+        drop_last: Leaves out the last global batch if it is not full.
+        pin_memory: As torch's DataLoader has it.
+        num_workers: As torch's DataLoader has it. Random augmentation in workers depends on seed, epoch and the
+            sample's place in the epoch's order only, not on the number of workers.
+        distributed_sampler_cls: The user's own sampler, called as
+            `cls(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=shuffle)`, with `seed` and `drop_last` if it
+            takes them.
+        **kwargs: collate_fn, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor,
+            persistent_workers, pin_memory_device: as torch's DataLoader has them.
+
+    Raises:
+        ConfigError: an empty dataset, no batch left, ranks or sizes out of range, arguments that contradict.
+    """
+    _check_options(kwargs)
+    options = {"num_workers": num_workers, "pin_memory": pin_memory, **kwargs}
+    if isinstance(dataset, IterableDataset):
+        _check_iterable(dataset, dp_size, shuffle, distributed_sampler_cls)
+        check_data_world(dp_rank, dp_size, 1 if batch_size is None else batch_size)
+        if kwargs.get("generator") is None:  # else every rank's workers draw the same numbers
+            options["generator"] = torch.Generator().manual_seed(derive_seed("workers", seed, dp_rank))
+        return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
+    length = _length(dataset)
+    sampler: EpochSampler
+    if distributed_sampler_cls is None:
+        sampler = DistributedBatchSampler(length, batch_size, dp_rank, dp_size, shuffle, seed, drop_last)
+    else:
+        sampler = CustomBatchSampler(
+            distributed_sampler_cls,
+            dataset,
+            batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+    loader: DistributedDataLoader[Any] = DistributedDataLoader(
+        dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options
+    )
+    _announce(sampler)
+    return loader
+
+
+def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int = 1024) -> DataLoader[Any]:
+    """A loader for this rank's part of what a torch loader reads; loaders that are split already come back unchanged.
+
+    The batch size stays that of one rank. A shuffled loader gets the orders of `seed`, not those of its own
+    `generator`, whose state may differ between ranks: one rank reads the same global batches as several. With `dp_size` 1
+    a loader of a kind that can't be split comes back unchanged.
+
+    Raises:
+        ConfigError: a loader that is split for other ranks, or that can't be split (each rank would read the same).
+    """
+    split_for = _split_of(loader)
+    if split_for is not None:
+        if split_for != (dp_rank, dp_size):
+            raise ConfigError(
+                f"a dataloader split for rank {split_for[0]} of {split_for[1]}, boosted on rank {dp_rank} of "
+                f"{dp_size}: samples would be read twice or never; make it with num_replicas={dp_size}, "
+                f"rank={dp_rank}, or with plugin.prepare_dataloader"
+            )
+        return loader
+    obstacle = _obstacle(loader)
+    if obstacle is not None:
+        if dp_size == 1:
+            return loader  # the one rank reads everything, in whatever order the user's own sampler gives
+        raise ConfigError(
+            f"a dataloader with {obstacle}: it can't be split over {dp_size} ranks, and each would read the same data; "
+            "use plugin.prepare_dataloader(dataset, batch_size, ...), or a sampler of the kind of "
+            "torch.utils.data.DistributedSampler"
+        )
+    assert loader.batch_size is not None
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
+    return prepare_dataloader(
+        loader.dataset,
+        loader.batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        seed=seed,
+        drop_last=loader.drop_last,
+        pin_memory=loader.pin_memory,
+        num_workers=loader.num_workers,
+        **options,
+    )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    samplers = sorted({"sampler", "batch_sampler"} & set(options))
+    if samplers:
+        raise ConfigError(
+            f"prepare_dataloader({samplers[0]}=...): the batches of each rank, shuffled or not, are made here, and a "
+            "second sampler would contradict; pass distributed_sampler_cls=YourSampler, or make a torch DataLoader "
+            "with a DistributedSampler yourself"
+        )
+    unknown = sorted(set(options).difference(_LOADER_OPTIONS))
+    if unknown:
+        raise ConfigError(
+            f"prepare_dataloader got {', '.join(unknown)}, which torch's DataLoader does not take here: "
+            f"beside its own arguments it takes {', '.join(_LOADER_OPTIONS)}"
+        )
+    if not options.get("in_order", True):
+        raise ConfigError(
+            "prepare_dataloader(in_order=False): batches would come in the order in which workers happen to finish, "
+            "so the ranks' batches would not belong together and no position could be saved; leave in_order out"
+        )
+
+
+def _check_iterable(dataset: Any, dp_size: int, shuffle: bool, distributed_sampler_cls: Any) -> None:
+    name = type(dataset).__name__
+    if shuffle or distributed_sampler_cls is not None:
+        argument = "shuffle=True" if shuffle else "distributed_sampler_cls"
+        raise ConfigError(
+            f"prepare_dataloader({name}, {argument}): an IterableDataset decides its order by itself; shuffle inside "
+            "of the dataset and leave the argument out"
+        )
+    if dp_size > 1 and not getattr(dataset, "is_sharded", False):
+        raise ConfigError(
+            f"prepare_dataloader({name}) for {dp_size} ranks: an IterableDataset can't be split from outside, so each "
+            "rank would read the same data; let it yield this rank's part only and set dataset.is_sharded = True"
+        )
+
+
+def _length(dataset: Any) -> int:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"prepare_dataloader({type(dataset).__name__}): its samples are counted and read by number; give the "
+            "dataset __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset"
+        )
+    return len(dataset)
+
+
+def _announce(sampler: EpochSampler) -> None:
+    text = sampler.announcement()
+    if text is not None:
+        from booster.logger import get_dist_logger
+
+        get_dist_logger("booster.data").info(text, ranks=[0])
+
+
+def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
+    """(rank, ranks) that a loader's sampler is made for; None if it knows nothing of ranks."""
+    if isinstance(loader.batch_sampler, (DistributedBatchSampler, CustomBatchSampler)):
+        return loader.batch_sampler.dp_rank, loader.batch_sampler.dp_size
+    sampler: Any
+    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+            return sampler.rank, sampler.num_replicas
+    return None
+
+
+def _obstacle(loader: DataLoader[Any]) -> str | None:
+    """What keeps a loader from being made anew with another sampler, in words."""
+    sampler: Any = loader.sampler
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
+        return f"its own way of iterating ({type(loader).__name__})"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"an IterableDataset ({type(loader.dataset).__name__})"
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return f"batch_sampler={type(loader.batch_sampler).__name__}"
+    if type(sampler) not in (SequentialSampler, RandomSampler) or sampler.data_source is not loader.dataset:
+        return f"sampler={type(sampler).__name__}"
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):
+        return "a RandomSampler with replacement or num_samples"
+    return None

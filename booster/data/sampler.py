@@ -1,0 +1,237 @@
+"""Which samples each rank reads in which batch: equal counts on all ranks, from any position of any epoch.
+
+# Note [Global order]: an epoch has one order of the dataset, known from (seed, epoch) alone. The next batch of the
+# whole job is the next `batch_size * dp_size` samples of it, and rank r takes the r-th contiguous part. So the ranks'
+# batches one after another are the batch that one process with the large batch size reads, and a position is a
+# number of samples: it keeps its meaning when the number of ranks or the batch size changes. When less than a global
+# batch is left, either it is dropped, or every rank takes ceil(rest / dp_size) samples, and what the last ranks lack
+# is repeated from the start of the order. Repeats are therefore the very end of the last global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Sampler
+
+from booster.data.seeding import SampleBatch, derive_seed
+from booster.errors import ConfigError
+
+__all__ = ["BatchPlace", "DistributedBatchSampler", "EpochSampler", "check_data_world"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlace:
+    """What one rank gets of one global batch, and where the epoch stands after it."""
+
+    num_samples: int  # in this rank's batch, repeats included
+    num_repeated: int  # in the global batch; they are its very end
+    stop: int  # position after the batch
+    is_last: bool
+
+
+class EpochSampler(Protocol):
+    """What the loader asks of a batch sampler: any epoch, from any position. A position of 0 is the epoch's start."""
+
+    position_key: str  # what a position counts, under the name that the loader's state has for it
+
+    def start_at(self, epoch: int, position: int) -> None:
+        """The next `iter()` yields the batches of this epoch that follow this position."""
+
+    def num_batches(self, position: int = 0) -> int:
+        """How many batches this rank gets after this position of an epoch."""
+
+    def place(self, position: int) -> BatchPlace:
+        """The batch that begins at this position."""
+
+    def stream_seed(self, epoch: int) -> int:
+        """A seed for this epoch and rank, for what workers draw before their first sample."""
+
+    def describe(self) -> dict[str, Any]:
+        """What, beside epoch and position, says which samples follow: plain numbers, strings and booleans."""
+
+    def adopt(self, described: Mapping[str, Any], position: int) -> None:
+        """Goes on as the described sampler does; ConfigError where the samples to follow would not be its own."""
+
+    def announcement(self) -> str | None:
+        """What the user should know about the uneven end of an epoch; None where it is even."""
+
+    def __iter__(self) -> Iterator[list[int]]: ...
+
+    def __len__(self) -> int: ...
+
+
+def check_data_world(dp_rank: int, dp_size: int, batch_size: int) -> None:
+    """ConfigError unless these can be a rank's place in the data-parallel world and its batch size."""
+    if dp_size < 1 or not 0 <= dp_rank < dp_size:
+        raise ConfigError(
+            f"dp_rank={dp_rank} of dp_size={dp_size}: there are dp_size parts of the data, numbered from 0; "
+            "pass the plugin's own dp_rank and dp_size"
+        )
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ConfigError(
+            f"batch_size={batch_size!r}: every rank reads this many samples at a time; pass an integer of at least 1"
+        )
+
+
+class DistributedBatchSampler(Sampler[list[int]]):
+    """One rank's batches of an epoch: lists of indices, equally many and equally long on all ranks.
+
+    See Note [Global order]. The batches are `SampleBatch`: lists that also know their random stream.
+
+    Args:
+        num_samples: Length of the dataset, at least 1.
+        batch_size: Samples per rank and batch.
+        dp_rank: Which part of each global batch this rank reads.
+        dp_size: How many parts there are.
+        shuffle: A new order in every epoch; else the dataset's own.
+        seed: Of the orders; the same on all ranks.
+        drop_last: Leaves out the last global batch if it is not full, instead of repeating samples.
+
+    Raises:
+        ConfigError: an empty dataset, a rank outside of its world, or `drop_last` that leaves no batch at all.
+
+    Example:
+        >>> [list(DistributedBatchSampler(5, 2, rank, 2)) for rank in range(2)]
+        [[[0, 1], [4]], [[2, 3], [0]]]
+    """
+
+    position_key = "samples_consumed"
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+    ) -> None:
+        check_data_world(dp_rank, dp_size, batch_size)
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.shuffle = bool(shuffle)
+        self.seed = seed
+        self.drop_last = bool(drop_last)
+        self._check_not_empty()
+        self._epoch = 0
+        self._position = 0
+
+    def _check_not_empty(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigError("an empty dataset (length 0) has no batches: give every rank the same non-empty dataset")
+        if self.drop_last and self.num_samples < self.global_batch_size:
+            raise ConfigError(
+                f"drop_last=True leaves no batch: {self.num_samples} samples are less than one global batch of "
+                f"{self.global_batch_size} (batch_size={self.batch_size} on {self.dp_size} ranks); use "
+                "drop_last=False, which repeats samples, or a smaller batch_size"
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a full batch of all ranks together."""
+        return self.batch_size * self.dp_size
+
+    @property
+    def num_repeated(self) -> int:
+        """How many samples a full epoch reads twice, over all ranks."""
+        tail = self.num_samples % self.global_batch_size
+        return 0 if self.drop_last else -tail % self.dp_size
+
+    @property
+    def num_dropped(self) -> int:
+        """How many samples a full epoch leaves out, over all ranks."""
+        return self.num_samples % self.global_batch_size if self.drop_last else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next `iter()` yields this epoch from its start."""
+        self.start_at(epoch, 0)
+
+    def start_at(self, epoch: int, position: int) -> None:
+        """The next `iter()` yields the batches of this epoch after its first `position` samples (of all ranks)."""
+        self._epoch = epoch
+        self._position = position
+
+    def num_batches(self, position: int = 0) -> int:
+        """How many batches every rank gets after this position."""
+        rest = max(self.num_samples - position, 0)
+        return rest // self.global_batch_size if self.drop_last else -(-rest // self.global_batch_size)
+
+    def place(self, position: int) -> BatchPlace:
+        """The batch that begins at this position (in samples)."""
+        num_real = min(self.global_batch_size, self.num_samples - position)
+        num_samples = -(-num_real // self.dp_size)
+        stop = position + num_real
+        return BatchPlace(
+            num_samples=num_samples,
+            num_repeated=num_samples * self.dp_size - num_real,
+            stop=stop,
+            is_last=self.num_batches(stop) == 0,
+        )
+
+    def __len__(self) -> int:
+        return self.num_batches()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not itself a generator: epoch and position are those of this call, not those of the first `next`.
+        return self._walk(self._epoch, self._position)
+
+    def _walk(self, epoch: int, position: int) -> Iterator[SampleBatch]:
+        order = self._order(epoch)
+        for _ in range(self.num_batches(position)):
+            place = self.place(position)
+            first = position + self.dp_rank * place.num_samples
+            wanted = range(first, first + place.num_samples)
+            yield SampleBatch(self._read(order, wanted), stream=f"{self.seed}/{epoch}", start=first)
+            position = place.stop
+
+    def _order(self, epoch: int) -> torch.Tensor | None:
+        """The epoch's order; None for the dataset's own, which needs no memory."""
+        if not self.shuffle:
+            return None
+        generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def _read(self, order: torch.Tensor | None, wanted: range) -> Sequence[int]:
+        places = wanted if wanted.stop <= self.num_samples else [i % self.num_samples for i in wanted]
+        if order is None:
+            return places
+        return order[places.start : places.stop].tolist() if isinstance(places, range) else order[places].tolist()
+
+    def stream_seed(self, epoch: int) -> int:
+        """A seed for this epoch and rank, for what workers draw before their first sample."""
+        return derive_seed("workers", self.seed, epoch, self.dp_rank)
+
+    def describe(self) -> dict[str, Any]:
+        """What, beside epoch and position, fixes the samples to follow. Neither the ranks nor the batch size do."""
+        return {"seed": self.seed, "num_samples": self.num_samples, "shuffle": self.shuffle}
+
+    def adopt(self, described: Mapping[str, Any], position: int) -> None:
+        """Takes the described seed.
+
+        Raises:
+            ConfigError: another length of the dataset, or shuffled and not shuffled.
+        """
+        for key in ("num_samples", "shuffle"):
+            if described[key] != getattr(self, key):
+                raise ConfigError(
+                    f"a loader state with {key}={described[key]!r} for a loader with {key}={getattr(self, key)!r}: "
+                    "its position means other samples here; load it into a loader over the same dataset with the "
+                    "same shuffle, or start the data anew by not loading it"
+                )
+        self.seed = described["seed"]
+
+    def announcement(self) -> str | None:
+        """How many samples an epoch repeats or drops, in words; None where it is even."""
+        given = f"{self.num_samples} samples, batch_size={self.batch_size} on {self.dp_size} ranks"
+        if self.num_repeated:
+            return f"{given}: every epoch repeats {self.num_repeated} at its end to give all ranks equally many"
+        if self.num_dropped:
+            return f"{given}, drop_last=True: every epoch drops the last {self.num_dropped} of its order"
+        return None

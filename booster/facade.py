@@ -1,0 +1,335 @@
+"""The one object that a training loop talks to; it holds no strategy and asks the plugin."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.boost_checks import check_can_boost, require_boosted_model, require_boosted_optimizer
+from booster.checkpoint_io import CheckpointIO
+from booster.comm import barrier, group_rank
+from booster.data import active_loader
+from booster.errors import ConfigError
+from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from booster.metrics import gather_for_metrics
+from booster.mixed_precision import mixed_precision_from_name
+from booster.registry import plugin_from_name
+from booster.single_device import SingleDevicePlugin
+from booster.summary import summarize
+
+__all__ = ["Booster"]
+
+
+class Booster:
+    """Turns an ordinary training loop into one that runs under a parallel strategy.
+
+    Args:
+        device: Where to compute, without a plugin that decides it; None: the accelerator if there is one, else the CPU.
+        mixed_precision: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex', 'fp8', or a `MixedPrecision`; None: the
+            parameters' own format.
+        plugin: A `Plugin`, or the name of one, built in or registered by another package; None: one device.
+
+    Raises:
+        ConfigError: An unknown name, or an argument that the plugin decides by itself.
+
+    Example:
+        >>> import torch
+        >>> from booster import Booster
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> booster = Booster(device="cpu")
+        >>> model, optimizer, *_ = booster.boost(model, optimizer)
+        >>> booster.backward(model(torch.ones(2, 3)).square().mean(), optimizer)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
+        plugin: str | Plugin | None = None,
+    ) -> None:
+        self.plugin = _resolve_plugin(plugin, device)
+        self.mixed_precision = _resolve_precision(mixed_precision, self.plugin)
+        self._checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    # Boosting.
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Returns the boosted model, optimizer, criterion, dataloader and scheduler; what was left out stays None.
+
+        Call it once for each model and its optimizer: a GAN's generator and discriminator, a teacher without optimizer.
+
+        Args:
+            model: Any `nn.Module`.
+            optimizer: Any torch optimizer over parameters of the model, in any number of groups.
+            criterion: Computes the loss; runs in the model's number format.
+            dataloader: A plain loader is replaced by one that gives this rank its part; its batch size is per rank.
+            lr_scheduler: A scheduler on `optimizer`.
+
+        Collective: every rank must call it, for the same objects in the same order.
+
+        Raises:
+            ConfigError: Something was boosted before, is of the wrong type, or does not belong together.
+            DesyncError: The ranks' models differ.
+        """
+        check_can_boost(model, optimizer, dataloader, lr_scheduler)
+        self.plugin.place(model, optimizer)
+        if self.mixed_precision is not None:
+            self.mixed_precision.prepare(model)
+        boosted, wrapped, criterion, dataloader, lr_scheduler = self.plugin.configure(
+            model, optimizer, criterion, dataloader, lr_scheduler
+        )
+        if self.mixed_precision is not None:
+            boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns the user's model inside of a boosted one; any other module as it is."""
+        return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+    def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader[Any]:
+        """Returns a loader of this rank's part of the dataset; see `Plugin.prepare_dataloader`."""
+        return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+
+    # Training.
+
+    def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper, num_items: float | None = None) -> None:
+        """Computes gradients of a scalar loss; use it in place of `loss.backward()`.
+
+        Args:
+            loss: A tensor with one element.
+            optimizer: The boosted optimizer of the parameters.
+            num_items: How many tokens or samples this rank's loss *sums* over. The gradient of the step then is the sum
+                over all ranks and micro-steps divided by the global count, however unevenly the items are spread.
+                None: the mean over ranks.
+
+        Collective: every data-parallel rank must call it.
+
+        Raises:
+            ConfigError: An optimizer that was not boosted, or a loss that is no scalar or needs no gradient.
+        """
+        require_boosted_optimizer(optimizer, "backward").backward(loss, num_items=num_items)
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        """Returns a context in which backward() adds up gradients on this rank; ranks meet in the next one outside.
+
+        Raises:
+            ConfigError: The plugin can't do without.
+        """
+        if not self.plugin.support_no_sync():
+            raise ConfigError(
+                f"{type(self.plugin).__name__} reduces gradients in every backward(): leave no_sync() out"
+            )
+        return self.plugin.no_sync(model, optimizer)
+
+    @contextmanager
+    def accumulate(self, model: ModelWrapper, optimizer: OptimizerWrapper, steps: int) -> Iterator[bool]:
+        """Makes one step out of several micro-batches: the gradient is the mean over them, as of one large batch.
+
+        Inside, `optimizer.step`, `zero_grad` and clipping wait for the last micro-batch; ranks communicate only there.
+        The last batch of a loader ends a step too, and the mean is over the micro-batches that there were. With
+        `num_items` in backward() the gradient is divided by the global count instead.
+
+        Args:
+            model: The boosted model.
+            optimizer: Its boosted optimizer.
+            steps: Micro-batches per step.
+
+        Yields:
+            True for the last micro-batch of a step: the one to step an LR scheduler in.
+        """
+        if steps < 1:
+            raise ConfigError(f"accumulate(steps={steps}): a step needs at least one micro-batch; give 1 or more")
+        optimizer = require_boosted_optimizer(optimizer, "accumulate")
+        loader = active_loader()
+        is_last = optimizer.num_micro_steps + 1 >= steps or (loader is not None and loader.is_last_batch)
+        with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.micro_step(is_last):
+            yield is_last
+
+    def clip_grad_norm_(
+        self, optimizer: OptimizerWrapper, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clips the global norm of the optimizer's true gradients; returns it as it was, a 0-dim tensor on every rank.
+
+        None where `accumulate` waits for further micro-batches. Collective.
+        """
+        return require_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: ModelWrapper,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Runs forward and backward for the next batch of an iterator, under any plugin.
+
+        Args:
+            data_iter: Gives this rank's batches: a mapping of the model's keyword arguments, a sequence of its
+                positional ones, or its only one.
+            model: The boosted model.
+            criterion: Called with (outputs, batch); returns the loss.
+            optimizer: The boosted optimizer; None: forward only.
+            return_loss: Put the detached loss into the result.
+            return_outputs: Put the outputs into the result.
+
+        Returns:
+            {"loss": tensor or None, "outputs": outputs or None}.
+
+        Collective.
+        """
+        model = require_boosted_model(model, "execute_pipeline")
+        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
+    # Looking.
+
+    def summary(self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None) -> str:
+        """Prints on the main process what really runs, and returns it on every rank.
+
+        Plugin, ranks per axis, and for every param group the formats of parameter, compute, reduction, master, state.
+        """
+        text = summarize(self.plugin, require_boosted_model(model, "summary"), optimizer)
+        self.print(text)
+        return text
+
+    def gather_for_metrics(self, data: Any) -> Any:
+        """Returns the ranks' tensors joined along dimension 0, without the samples that fill up a loader's last batch.
+
+        Args:
+            data: A tensor with one entry per sample (or a scalar per rank), or any nesting of them.
+
+        Collective: every rank must call it, with tensors of the same shapes.
+        """
+        return gather_for_metrics(data)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self.plugin.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on the rank that prints and writes logs."""
+        return group_rank() == 0
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the main process."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Waits until every rank is here. Collective."""
+        barrier()
+
+    # Checkpoints.
+
+    def save_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+    ) -> None:
+        """Writes the model; see `CheckpointIO.save_model`. Collective."""
+        self._checkpoint_io.save_model(
+            require_boosted_model(model, "save_model"),
+            checkpoint,
+            shard=shard,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+        )
+
+    def load_model(self, model: ModelWrapper, checkpoint: str | PathLike[str], strict: bool = True) -> None:
+        """Fills the model; see `CheckpointIO.load_model`. Collective."""
+        self._checkpoint_io.load_model(require_boosted_model(model, "load_model"), checkpoint, strict=strict)
+
+    def save_optimizer(
+        self,
+        optimizer: OptimizerWrapper,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+    ) -> None:
+        """Writes the optimizer; see `CheckpointIO.save_optimizer`. Collective."""
+        self._checkpoint_io.save_optimizer(
+            require_boosted_optimizer(optimizer, "save_optimizer"),
+            checkpoint,
+            shard=shard,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+        )
+
+    def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | PathLike[str]) -> None:
+        """Fills the optimizer; see `CheckpointIO.load_optimizer`. Collective."""
+        self._checkpoint_io.load_optimizer(require_boosted_optimizer(optimizer, "load_optimizer"), checkpoint)
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+        """Writes the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
+        self._checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+        """Takes over what `save_lr_scheduler` wrote. Collective."""
+        self._checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | None) -> Plugin:
+    if plugin is None:
+        return SingleDevicePlugin(device)
+    resolved = plugin_from_name(plugin) if isinstance(plugin, str) else plugin
+    if not isinstance(resolved, Plugin):
+        raise ConfigError(
+            f"plugin={plugin!r} is a {type(plugin).__name__}, not a Plugin: pass an object such as"
+            " TorchDDPPlugin(), not its class, or a name such as 'torch_ddp'"
+        )
+    if device is not None and resolved.control_device():
+        raise ConfigError(
+            f"device={device!r} was given together with {type(resolved).__name__}, which puts every rank on its own"
+            " device: leave device out"
+        )
+    return resolved
+
+
+def _resolve_precision(precision: str | MixedPrecision | None, plugin: Plugin) -> MixedPrecision | None:
+    if precision is None or precision == "fp32":
+        return None
+    if plugin.control_precision():
+        raise ConfigError(
+            f"mixed_precision={precision!r} was given with {type(plugin).__name__}, which has a precision of its"
+            f" own: write {type(plugin).__name__}(precision=...), one of {', '.join(plugin.supported_precisions())}"
+        )
+    if isinstance(precision, MixedPrecision):
+        return precision
+    if not isinstance(precision, str):
+        raise ConfigError(
+            f"mixed_precision={precision!r} is a {type(precision).__name__}: pass a name such as 'bf16', or a"
+            " MixedPrecision object such as BF16MixedPrecision()"
+        )
+    return mixed_precision_from_name(precision)

@@ -1,0 +1,20 @@
+"""The contracts between the facade, the plugins, the number formats and the checkpoints."""
+
+from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPrecision
+from booster.interface.model import ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer_state import OptimizerState, TensorSpec
+from booster.interface.plugin import Plugin
+from booster.interface.tensor_slice import TensorSlice
+
+__all__ = [
+    "LossScaler",
+    "MasterWeights",
+    "MixedPrecision",
+    "ModelWrapper",
+    "OptimizerState",
+    "OptimizerWrapper",
+    "Plugin",
+    "TensorSlice",
+    "TensorSpec",
+]

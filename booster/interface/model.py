@@ -1,0 +1,148 @@
+"""The model side of a plugin: runs the plugin's forward, shows the user's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import CheckpointError
+from booster.interface.mixed_precision import MixedPrecision
+from booster.interface.tensor_slice import TensorSlice
+
+__all__ = ["ModelWrapper"]
+
+
+class ModelWrapper(nn.Module):
+    """The boosted model.
+
+    Calling it runs what the plugin made of the user's model, in the number format that was asked for. Parameter,
+    buffer and module names, `state_dict` and `load_state_dict` are those of the user's model.
+
+    Args:
+        module: The user's model.
+        forward_module: What runs the forward, such as a `DistributedDataParallel` around `module`; None: `module`.
+        is_primary: True on exactly one of the ranks that hold the same parameters: the one that writes them.
+    """
+
+    module: nn.Module
+    forward_module: nn.Module
+    precision: MixedPrecision | None
+
+    def __init__(self, module: nn.Module, forward_module: nn.Module | None = None, *, is_primary: bool = True) -> None:
+        super().__init__()
+        self.module = module
+        self.precision = None
+        self._is_primary = is_primary
+        self._load_hooks: list[Callable[[], None]] = []
+        # Kept out of the submodules: its names would appear a second time, with the plugin's prefix.
+        self.__dict__["forward_module"] = module if forward_module is None else forward_module
+        first = next(module.parameters(), None)
+        self._device_type = "cpu" if first is None else first.device.type
+
+    def unwrap(self) -> nn.Module:
+        """Returns the user's model."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the plugin's forward; arguments and result are those of the user's model."""
+        precision = self.precision
+        if precision is None:
+            return self.forward_module(*args, **kwargs)
+        args, kwargs = precision.convert_inputs(args, kwargs)
+        with precision.forward_context(self._device_type):
+            outputs = self.forward_module(*args, **kwargs)
+        return precision.convert_outputs(outputs)
+
+    def train(self, mode: bool = True) -> ModelWrapper:
+        """Sets training or evaluation mode of the user's model and of what the plugin made of it."""
+        super().train(mode)
+        self.forward_module.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            # Not passed through: a method that computes a loss would go round the plugin, and its gradients with it.
+            raise AttributeError(
+                f"{name!r} belongs to your {type(module).__name__}, and the boosted model runs only its forward: "
+                f"write booster.unwrap_model(model).{name}"
+            ) from None
+
+    # The user's own names.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the user's parameters under the user's names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the user's buffers under the user's names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the user's modules under the user's names."""
+        modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(memo, prefix, remove_duplicate)
+        return modules
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the user's model's `state_dict`: what this rank holds."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads into the user's model; fp32 master weights follow."""
+        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        self.notify_loaded()
+        return result
+
+    # What a CheckpointIO reads and fills.
+
+    def tensor_slices(self) -> list[TensorSlice]:
+        """Returns what this rank holds of every parameter and persistent buffer, tied ones once, in model order.
+
+        The slices' tensors are the model's own memory: filling them loads the model; call `notify_loaded` after it.
+
+        Raises:
+            CheckpointError: The model's state holds something that is no tensor.
+        """
+        state = self.module.state_dict()
+        return [TensorSlice.whole(names[0], state[names[0]], primary=self._is_primary) for names in self._tied(state)]
+
+    def tied_names(self) -> dict[str, tuple[str, ...]]:
+        """Returns for every slice's name the further names that the same memory has in the model."""
+        return {names[0]: tuple(names[1:]) for names in self._tied(self.module.state_dict()) if len(names) > 1}
+
+    def register_load_hook(self, hook: Callable[[], None]) -> None:
+        """Has `hook()` called whenever the weights were loaded from outside."""
+        self._load_hooks.append(hook)
+
+    def notify_loaded(self) -> None:
+        """Tells the hooks that the weights were changed from outside."""
+        for hook in self._load_hooks:
+            hook()
+
+    @staticmethod
+    def _tied(state: Mapping[str, Any]) -> list[list[str]]:
+        """Groups the state's names by the memory they stand for; the first name of each group is the one saved."""
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for name, tensor in state.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(
+                    f"{name!r} of the model's state is a {type(tensor).__name__}, and a checkpoint without pickle holds"
+                    " only tensors: return a tensor from get_extra_state(), or save it in `extra`"
+                )
+            has_memory = tensor.numel() > 0 and tensor.device.type != "meta"
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if has_memory else (name,)
+            groups.setdefault(key, []).append(name)
+        return list(groups.values())

@@ -1,0 +1,440 @@
+"""The optimizer side of a plugin: backward, clip and step by one rule, whatever is scaled, averaged or copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.errors import ConfigError
+from booster.interface.gradient_window import GradientWindow
+from booster.interface.mixed_precision import LossScaler, MasterWeights
+from booster.interface.model import ModelWrapper
+from booster.interface.optimizer_state import OptimizerState
+
+__all__ = ["OptimizerWrapper"]
+
+
+class OptimizerWrapper(Optimizer):
+    """The boosted optimizer.
+
+    It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are
+    those of the user's optimizer. Gradients between `backward` and the first `clip_*`, `get_grad_norm` or `step` are
+    raw; see Note [Gradient window].
+
+    A plugin that shards gradients or states subclasses this and overrides the methods under "What a plugin overrides".
+
+    Args:
+        optim: The user's optimizer.
+        model: The boosted model whose parameters it updates.
+        data_parallel_group: The ranks over which the plugin averages gradients; None: the world, or this process
+            alone where nothing was launched.
+        is_primary: True on exactly one of the ranks that hold the same optimizer states.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: ModelWrapper,
+        *,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        is_primary: bool = True,
+    ) -> None:
+        # Optimizer.__init__ is not called on purpose: it would make a second set of groups and states.
+        self.optim = optim
+        self.model = model
+        self.data_parallel_group = data_parallel_group
+        self.is_primary = is_primary
+        self.loss_scaler: LossScaler | None = None
+        self.master_weights: MasterWeights | None = None
+        self.step_was_skipped = False
+        self.num_skipped_steps = 0
+        self._window = GradientWindow()
+        self._defers_step = False
+        self._counts_next_backward = False
+        self._num_micro_steps = 0
+        self._last_norm: torch.Tensor | None = None
+        self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
+
+    # What passes through.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's optimizer's groups, live: an LR scheduler changes them here."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's states."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's optimizer's default hyperparameters."""
+        return self.optim.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # not there yet: __init__ did not run
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def unwrap(self) -> Optimizer:
+        """Returns the user's optimizer."""
+        return self.optim
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the user's optimizer.
+
+        Raises:
+            ConfigError: The parameters are kept in fp32 copies, which were made when the optimizer was boosted.
+        """
+        if self.master_weights is not None:
+            raise ConfigError(
+                "add_param_group() after boost() would leave the new parameters without fp32 master weights: add the"
+                " group before boost()"
+            )
+        self.optim.add_param_group(param_group)
+
+    # Backward.
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None = None,
+        retain_graph: bool = False,
+        *,
+        num_items: float | None = None,
+    ) -> None:
+        """Computes gradients of a scalar loss, multiplied by the loss scale if there is one.
+
+        Args:
+            loss: A tensor with one element.
+            inputs: Tensors to compute gradients for; None: every leaf.
+            retain_graph: Keep the graph for another backward.
+            num_items: How many items (tokens, samples) this rank's loss *sums* over. The step's gradient then is the
+                sum over all ranks and backward() calls divided by the count over all ranks and calls. None: the
+                gradient is the mean over ranks, and the sum over calls as in torch.
+
+        Collective: every data-parallel rank must call it, as the plugin reduces gradients in it.
+
+        Raises:
+            ConfigError: The loss is no scalar or needs no gradient, or the gradients of the window are final already.
+        """
+        self._check_loss(loss)
+        self._open_window(num_items)
+        if self.loss_scaler is not None:
+            loss = loss * self.loss_scaler.scale
+        loss.backward(inputs=inputs, retain_graph=retain_graph)
+
+    def backward_by_grad(
+        self,
+        tensor: torch.Tensor,
+        grad: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Computes gradients from that of an inner tensor, which carries the loss scale already.
+
+        Args:
+            tensor: The tensor whose gradient is known.
+            grad: Its gradient, of the same shape, as a scaled backward() elsewhere gave it.
+            inputs: Tensors to compute gradients for; None: every leaf.
+            retain_graph: Keep the graph for another backward.
+        """
+        self._open_window(None)
+        torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"the loss is a {type(loss).__name__}, not a tensor: pass the tensor that the criterion returned"
+            )
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}, and backward() needs one number: reduce it, for example with"
+                " loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on any parameter that needs a gradient: compute it outside of torch.no_grad()"
+                " and without detach(), and check requires_grad of the parameters"
+            )
+
+    def _open_window(self, num_items: float | None) -> None:
+        if self._window.is_final and not self._has_gradients():
+            self._window = GradientWindow()  # the user cleared them by model.zero_grad() or by hand
+        if self._window.is_final and self._window.was_multiplied:
+            raise ConfigError(
+                "backward() after the gradients of this step were unscaled or averaged (by clip, norm or step()): the"
+                " new ones would not add up with them. Call optimizer.zero_grad() after step(), and clip after the last"
+                " backward()"
+            )
+        self._window.is_final = False
+        self._window.has_stepped = False
+        self._window.norm = None
+        self._window.count_backward(num_items)
+        if self._counts_next_backward:  # a micro-step may have several backward() calls, and counts once
+            self._window.num_averaged += 1
+            self._counts_next_backward = False
+
+    @contextmanager
+    def micro_step(self, is_last: bool) -> Iterator[None]:
+        """Averages gradients over the micro-steps of a window, and holds back step and clip until the last one.
+
+        Args:
+            is_last: This micro-step ends the window: `clip_*` and `step` act.
+
+        `zero_grad` is held back while gradients wait for their step.
+        """
+        self._num_micro_steps += 1
+        self._defers_step = not is_last
+        self._counts_next_backward = True
+        try:
+            yield
+        finally:
+            self._defers_step = self._counts_next_backward = False
+            if is_last:
+                self._num_micro_steps = 0
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of `Booster.accumulate` since the last step."""
+        return self._num_micro_steps
+
+    # Gradients.
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor | None:
+        """Scales the gradients so that their norm is at most `max_norm`; returns the norm before that.
+
+        The norm is that of all parameters of this optimizer over all ranks, of unscaled gradients: equal on every rank
+        and to what one process would compute.
+
+        Args:
+            max_norm: Largest norm allowed.
+            norm_type: Order of the norm, `float("inf")` included.
+            error_if_nonfinite: Raise a RuntimeError if the norm is inf or nan.
+
+        Returns:
+            The norm as a 0-dim tensor; None where `Booster.accumulate` holds the step back.
+
+        Collective: every rank must call it.
+        """
+        if self._defers_step:
+            return None
+        self._finalize_gradients()
+        norm = self._remember_norm(norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient norm of order {norm_type} is {norm.item()}: a loss or a gradient is not finite. Find it"
+                " with torch.autograd.set_detect_anomaly(True), or pass error_if_nonfinite=False"
+            )
+        if not self._window.found_nonfinite:
+            nn.utils.clip_grads_with_norm_(self._optimized_parameters(), max_norm, norm)
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamps every element of the true gradients to [-clip_value, clip_value].
+
+        Collective: every rank must call it.
+        """
+        if self._defers_step:
+            return
+        self._finalize_gradients()
+        nn.utils.clip_grad_value_(self._optimized_parameters(), clip_value)
+
+    def get_grad_norm(self) -> float | None:
+        """Returns the 2-norm of the window's true gradients before clipping, or of the last step's after zero_grad().
+
+        If `clip_grad_by_norm` computed another norm in this window, that one is returned. None before any gradient.
+
+        Collective: every rank must call it.
+        """
+        if self._window.norm is None and self._window.is_open:
+            self._finalize_gradients()
+            self._remember_norm(2.0)
+        return None if self._last_norm is None else float(self._last_norm)
+
+    def register_gradient_hook(self, hook: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Has `hook(gradients)` called once a window, with the true gradients that this rank holds."""
+        self._gradient_hooks.append(hook)
+
+    def _remember_norm(self, norm_type: float) -> torch.Tensor:
+        norm = self._total_norm(norm_type)
+        self._window.norm = self._last_norm = norm
+        return norm
+
+    def _finalize_gradients(self) -> None:
+        if self._window.is_final:
+            return
+        if self._window.num_backwards == 0:
+            self._check_nothing_bypassed()
+            return
+        scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        multiplier = self._window.multiplier(scale, self.data_parallel_group)
+        if self.master_weights is not None:
+            self.master_weights.take_gradients()
+        gradients = self._gradients()
+        if multiplier != 1.0:
+            self._multiply(gradients, multiplier)
+        if self.loss_scaler is not None:
+            self._window.found_nonfinite = self._any_nonfinite(gradients)
+        self._window.was_multiplied = multiplier != 1.0 or self.master_weights is not None
+        self._window.is_final = True
+        for hook in self._gradient_hooks:
+            hook(gradients)
+
+    def _check_nothing_bypassed(self) -> None:
+        if (self.loss_scaler is not None or self.master_weights is not None) and self._has_gradients():
+            raise ConfigError(
+                "some gradients did not come from booster.backward(loss, optimizer): with this mixed precision"
+                " they lack the loss scale. Replace loss.backward() by booster.backward(loss, optimizer)"
+            )
+
+    # Step.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters, or skips if a loss-scaled gradient overflowed on any rank.
+
+        `step_was_skipped` tells which; a skipped step changes no parameter and no state but the loss scale.
+
+        Args:
+            closure: Recomputes the loss, for optimizers that need it (LBFGS).
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: A closure together with loss scaling or master weights.
+        """
+        if self._defers_step:
+            return None
+        if closure is not None:
+            return self._step_with_closure(closure)
+        self._finalize_gradients()
+        self.step_was_skipped = self._window.found_nonfinite
+        if self.step_was_skipped:
+            self.num_skipped_steps += 1
+        else:
+            self._update_parameters()
+        if self.loss_scaler is not None and self._window.num_backwards > 0 and not self._window.has_stepped:
+            self.loss_scaler.update(self.step_was_skipped)
+        self._window.has_stepped = True
+        return None
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        if self.loss_scaler is not None or self.master_weights is not None:
+            raise ConfigError(
+                f"{type(self.optim).__name__}.step(closure) computes gradients inside of the step, where they cannot be"
+                " unscaled: use fp32 or mixed_precision='bf16' with an optimizer that needs a closure"
+            )
+        result = self.optim.step(closure)
+        self._window.has_stepped = True
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
+        if self._window.num_averaged > 0 and self._window.is_open:
+            return
+        if self.master_weights is not None:
+            for parameter in self._working_parameters():
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+        self.optim.zero_grad(set_to_none)
+        self._window = GradientWindow()
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the user's optimizer's `state_dict`, with the loss scaler's state under "loss_scaler"."""
+        state = self.optim.state_dict()
+        if self.loss_scaler is not None:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned."""
+        state_dict = dict(state_dict)
+        scaler_state = state_dict.pop("loss_scaler", None)
+        self.optim.load_state_dict(state_dict)
+        if self.loss_scaler is not None and scaler_state is not None:
+            self.loss_scaler.load_state_dict(scaler_state)
+
+    def checkpoint_state(self) -> OptimizerState:
+        """Returns the view of this optimizer's state that a CheckpointIO reads and fills."""
+        return OptimizerState(self)
+
+    # What a plugin overrides.
+
+    def _update_parameters(self) -> None:
+        """Steps the user's optimizer and brings the result into the model."""
+        self.optim.step()
+        if self.master_weights is not None:
+            self.master_weights.write_working()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients that this rank holds, as the optimizer will use them."""
+        return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
+
+    def _total_norm(self, norm_type: float) -> torch.Tensor:
+        """Returns the norm of all true gradients over all ranks, as a 0-dim tensor."""
+        return nn.utils.get_total_norm(self._gradients(), norm_type)
+
+    def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Returns whether any rank holds a gradient with inf or nan. Here all ranks hold the same gradients."""
+        dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        dense = [gradient for gradient in dense if gradient.numel() > 0]
+        if not dense:
+            return False
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
+        return not bool(torch.isfinite(largest).all())
+
+    def _multiply(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
+        if gradients:
+            torch._foreach_mul_(list(gradients), factor)
+
+    # Parameters.
+
+    def _optimized_parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optim.param_groups for parameter in group["params"]]
+
+    def _working_parameters(self) -> list[nn.Parameter]:
+        return [self.working_parameter(parameter) for parameter in self._optimized_parameters()]
+
+    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns the model's parameter for one of `param_groups`, which may hold its fp32 copy."""
+        return parameter if self.master_weights is None else self.master_weights.working_parameter(parameter)
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._working_parameters())
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optim, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"Calls the user's optimizer's `{name}`."
+    return method
+
+
+# Optimizer's own versions would write into hook tables that the user's optimizer never reads.
+for _name in (
+    "register_step_pre_hook",
+    "register_step_post_hook",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+):
+    setattr(OptimizerWrapper, _name, _delegate(_name))

@@ -1,0 +1,177 @@
+"""What a checkpoint holds of an optimizer: tensors by parameter name, and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster.errors import CheckpointError
+from booster.interface.tensor_slice import TensorSlice
+
+if TYPE_CHECKING:
+    from booster.interface.optimizer import OptimizerWrapper
+
+__all__ = ["OptimizerState", "TensorSpec"]
+
+MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and number format of a logical tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class OptimizerState:
+    """A live view of an optimizer's state for a CheckpointIO.
+
+    Tensors are named `<parameter name>.<state name>`, fp32 master weights `<parameter name>.master`. Everything else
+    (hyperparameters, numbers, the loss scaler) is in `values()`. A plugin that shards states overrides `slices` and
+    `_new_state_tensor`, which decide what part of each logical tensor this rank holds.
+
+    Args:
+        optimizer: The optimizer to read and fill.
+    """
+
+    def __init__(self, optimizer: OptimizerWrapper) -> None:
+        self.optimizer = optimizer
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the optimizer's parameters (masters where it has them) by the user's names, in group order."""
+        names: dict[int, str] = {}
+        for name, parameter in self.optimizer.model.named_parameters():
+            names.setdefault(id(parameter), name)
+        found: dict[str, nn.Parameter] = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                found[names[id(self.optimizer.working_parameter(parameter))]] = parameter
+        return found
+
+    def slices(self) -> list[TensorSlice]:
+        """Returns what this rank holds of every state tensor and master weight; filling them loads the state.
+
+        Raises:
+            CheckpointError: A state is neither a tensor nor a plain value (LBFGS keeps lists of tensors).
+        """
+        primary = self.optimizer.is_primary
+        found = [TensorSlice.whole(name, tensor, primary=primary) for name, tensor in self._state_tensors()]
+        return found + [TensorSlice.whole(name, tensor, primary=primary) for name, tensor in self._masters()]
+
+    def values(self) -> dict[str, Any]:
+        """Returns the plain part: param groups with parameter names, shapes, numbers per parameter, the scaler."""
+        named = self.named_parameters()
+        name_of = {id(parameter): name for name, parameter in named.items()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        scaler = self.optimizer.loss_scaler
+        return {
+            "optimizer": type(self.optimizer.unwrap()).__name__,
+            "param_groups": groups,
+            "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
+            "numbers": {
+                name: numbers for name, parameter in named.items() if (numbers := self._numbers(name, parameter))
+            },
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+            "num_skipped_steps": self.optimizer.num_skipped_steps,
+        }
+
+    def check(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> None:
+        """Raises one error that lists everything in a stored state that does not fit this optimizer.
+
+        Args:
+            specs: The stored tensors by name.
+            values: The stored plain part.
+
+        Raises:
+            CheckpointError: Other groups, parameters or shapes, or no numbers for a loss scaler that is there.
+        """
+        problems = list(self._differences(specs, values))
+        if problems:
+            listed = "".join(f"\n  - {problem}" for problem in problems)
+            raise CheckpointError(
+                f"the stored optimizer state does not fit this optimizer, nothing was loaded:{listed}\nBuild the"
+                " optimizer with the same param groups over the same model as the one that was saved"
+            )
+
+    def allocate(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> list[TensorSlice]:
+        """Replaces the state by an empty one of the stored names and shapes, takes over the values, returns the slices.
+
+        Args:
+            specs: The stored tensors by name.
+            values: The stored plain part.
+
+        Call `check` first: this does not.
+        """
+        named = self.named_parameters()
+        state = self.optimizer.state
+        state.clear()
+        for full_name, spec in specs.items():
+            name, key = full_name.rsplit(".", 1)
+            if key != MASTER:
+                state[named[name]][key] = self._new_state_tensor(named[name], key, spec)
+        for name, numbers in values["numbers"].items():
+            state[named[name]].update(numbers)
+        for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
+            group.update({key: value for key, value in stored.items() if key != "params"})
+        scaler = self.optimizer.loss_scaler
+        if scaler is not None and values["loss_scaler"] is not None:
+            scaler.load_state_dict(values["loss_scaler"])
+        self.optimizer.num_skipped_steps = int(values["num_skipped_steps"])
+        return [part for part in self.slices() if part.name in specs]
+
+    def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
+        """Returns an empty state tensor where torch's own load_state_dict would put it, in the same format."""
+        if key == "step":
+            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            return torch.empty(spec.shape, dtype=spec.dtype, device=parameter.device if on_device else "cpu")
+        floats = spec.dtype.is_floating_point and parameter.is_floating_point()
+        return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
+
+    def _state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.named_parameters().items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}.{key}", value
+
+    def _masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.named_parameters().items():
+            if self.optimizer.working_parameter(parameter) is not parameter:
+                yield f"{name}.{MASTER}", parameter.detach()
+
+    def _numbers(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        state = self.optimizer.state.get(parameter, {})
+        numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        for key, value in numbers.items():
+            if value is not None and not isinstance(value, (bool, int, float, str)):
+                raise CheckpointError(
+                    f"{type(self.optimizer.unwrap()).__name__} keeps a {type(value).__name__} as state {key!r} of"
+                    f" {name!r}, and a checkpoint without pickle holds tensors and plain values: save the model alone"
+                )
+        return numbers
+
+    def _differences(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> Iterator[str]:
+        named = self.named_parameters()
+        stored_groups, groups = values["param_groups"], self.optimizer.param_groups
+        if len(stored_groups) != len(groups):
+            yield f"{len(stored_groups)} param groups are stored, the optimizer has {len(groups)}"
+            return
+        name_of = {id(parameter): name for name, parameter in named.items()}
+        for index, (stored, group) in enumerate(zip(stored_groups, groups, strict=True)):
+            ours, theirs = {name_of[id(p)] for p in group["params"]}, set(stored["params"])
+            yield from (f"group {index}: {name!r} is missing in the checkpoint" for name in sorted(ours - theirs))
+            yield from (f"group {index}: {name!r} is not in this optimizer" for name in sorted(theirs - ours))
+        for name, shape in values["shapes"].items():
+            if name in named and tuple(shape) != tuple(named[name].shape):
+                yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {tuple(named[name].shape)} here"
+        unknown = [full for full in specs if full.rsplit(".", 1)[0] not in values["shapes"]]
+        yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))

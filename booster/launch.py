@@ -1,0 +1,318 @@
+"""Starting the distributed world, from explicit numbers or from what a launcher put into the environment."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from booster.config import Config
+from booster.device import current_device, default_backend, device_type, set_device
+from booster.errors import ConfigError
+from booster.launch_environment import Place, has_torch_variables, read_openmpi, read_slurm, read_torch
+from booster.launch_settings import LaunchSettings
+from booster.logger import get_dist_logger
+from booster.random_state import set_seed
+from booster.rendezvous import Card, meet, open_store
+
+__all__ = [
+    "get_config",
+    "get_default_parser",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
+
+ConfigSource = Mapping[str, Any] | str | Path | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _World:
+    settings: LaunchSettings
+    local_rank: int
+    config: Config | None
+    is_ours: bool  # made here, not adopted from the user's own init_process_group
+
+
+_world: _World | None = None
+_registered_at_exit = False
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    config: ConfigSource = None,
+    *,
+    timeout_seconds: float = 600,
+) -> None:
+    """Joins the world of ranks, chooses this rank's device and seeds every source of random numbers.
+
+    A second call with the same settings does nothing. A process group that the user initialised with the same rank
+    and world size is adopted, and left to the user to destroy. Ours is destroyed when the process ends.
+
+    Collective: every rank must call it, with the same settings but for its ranks.
+
+    Args:
+        rank: This process's number in the world.
+        world_size: Number of processes.
+        host: Address of rank 0's machine. Not used in a world of one.
+        port: A free port there. Not used in a world of one.
+        backend: "nccl", "gloo", ...; None for nccl on CUDA devices, else gloo.
+        local_rank: This process's number on its machine, and that of its accelerator; None to count it out by the
+            names of the machines.
+        seed: The same for all generators on all ranks, 0 .. 2**32 - 1.
+        verbose: Whether rank 0 logs a line when all ranks are there.
+        config: The script's own settings, a dict or the path of a Python file, read through `booster.get_config()`.
+        timeout_seconds: The longest wait here and in every later collective.
+
+    Raises:
+        ConfigError: The settings can't work, differ from an earlier call's or between the ranks.
+        RankFailedError: A rank did not come in time.
+    """
+    settings = LaunchSettings(
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        port=port,
+        backend=backend or _known_backend(),
+        local_rank=local_rank,
+        seed=seed,
+        timeout_seconds=timeout_seconds,
+    )
+    loaded = None if config is None else Config.load(config)
+    if _already_launched(settings, loaded):
+        return
+    if dist.is_initialized():
+        _adopt(settings, loaded)
+    else:
+        _start(settings, loaded)
+    set_seed(seed)
+    if verbose:
+        get_dist_logger().info(
+            f"launched {world_size} rank(s) on {current_device().type} with {settings.backend}, seed {seed}", ranks=[0]
+        )
+
+
+def launch_from_torch(
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    config: ConfigSource = None,
+    *,
+    timeout_seconds: float = 600,
+) -> None:
+    """Launches with what `booster run` or torchrun put into the environment; without them it starts a world of one.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The arguments are those of `launch`.
+    Collective: every rank must call it.
+
+    Raises:
+        ConfigError: Some of the variables are missing or no numbers, or see `launch`.
+    """
+    if has_torch_variables():
+        place = read_torch()
+    elif dist.is_initialized() and _world is not None:  # launched in another way: this call is the second
+        known = _world.settings
+        place = Place(
+            rank=known.rank,
+            world_size=known.world_size,
+            local_rank=known.local_rank,
+            host=known.host,
+            port=known.port,
+        )
+    elif dist.is_initialized():
+        place = Place(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
+    else:
+        place = Place(rank=0, world_size=1, local_rank=0)
+        get_dist_logger().info(
+            "no launcher's variables in the environment: a world of one; for more start with `booster run`"
+        )
+    _launch_at(place, backend, seed, verbose, config, timeout_seconds)
+
+
+def launch_from_slurm(
+    host: str,
+    port: int,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    config: ConfigSource = None,
+    *,
+    timeout_seconds: float = 600,
+) -> None:
+    """Launches with SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID, as `srun` sets them; see `launch`."""
+    _launch_at(read_slurm(host, port), backend, seed, verbose, config, timeout_seconds)
+
+
+def launch_from_openmpi(
+    host: str,
+    port: int,
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    config: ConfigSource = None,
+    *,
+    timeout_seconds: float = 600,
+) -> None:
+    """Launches with OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK, as OpenMPI's `mpirun` sets them; see `launch`."""
+    _launch_at(read_openmpi(host, port), backend, seed, verbose, config, timeout_seconds)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """Returns a parser with the arguments that `launch` takes, for a script to add its own to."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=str, help="path of the config file")
+    parser.add_argument("--host", type=str, help="address of rank 0's machine")
+    parser.add_argument("--port", type=int, help="a free port on that machine")
+    parser.add_argument("--world_size", type=int, help="number of processes")
+    parser.add_argument("--rank", type=int, help="number of this process")
+    parser.add_argument("--local_rank", type=int, help="number of this process on its machine")
+    parser.add_argument("--backend", type=str, default=None, help="communication backend; default: by the device")
+    return parser
+
+
+def get_config() -> Config:
+    """Returns the config that the launch was given.
+
+    Raises:
+        ConfigError: Nothing was launched yet, or without a config.
+    """
+    if _world is None:
+        raise ConfigError(
+            "get_config() before a launch has nothing to read: call booster.launch_from_torch(config=...) first"
+        )
+    if _world.config is None:
+        raise ConfigError("get_config() has nothing to read: the launch got no config; pass config=... to it")
+    return _world.config
+
+
+def launched_local_rank() -> int | None:
+    """Returns this rank's number on its machine as the launch found it, None where nothing is launched."""
+    return _world.local_rank if _world is not None and dist.is_initialized() else None
+
+
+def leave() -> None:
+    """Destroys all process groups and forgets the launch; another one may follow. Does nothing where there are none.
+
+    Collective: every rank should call it, when no collective is running any more.
+    """
+    global _world
+    _world = None
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _launch_at(
+    place: Place, backend: str | None, seed: int, verbose: bool, config: ConfigSource, timeout_seconds: float
+) -> None:
+    launch(
+        place.rank,
+        place.world_size,
+        place.host,
+        place.port,
+        backend,
+        place.local_rank,
+        seed,
+        verbose,
+        config,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _already_launched(settings: LaunchSettings, config: Config | None) -> bool:
+    global _world
+    if _world is not None and not dist.is_initialized():
+        _world = None  # the user destroyed the group
+    if _world is None:
+        return False
+    names = [field.name for field in fields(LaunchSettings)]
+    differing = [name for name in names if getattr(settings, name) != getattr(_world.settings, name)]
+    if differing:
+        earlier = ", ".join(f"{name}={getattr(_world.settings, name)!r}" for name in differing)
+        now = ", ".join(f"{name}={getattr(settings, name)!r}" for name in differing)
+        raise ConfigError(
+            f"launched before with {earlier} and now with {now}, but a process has one world: "
+            "launch once, or call DistCoordinator().destroy() in between"
+        )
+    if config is not None and config != _world.config:
+        raise ConfigError(
+            f"launched before with config={_world.config!r} and now with config={config!r}, but there is one config: "
+            "give it at the first launch"
+        )
+    return True
+
+
+def _adopt(settings: LaunchSettings, config: Config | None) -> None:
+    global _world
+    existing = f"rank={dist.get_rank()}, world_size={dist.get_world_size()}"
+    asked = f"rank={settings.rank}, world_size={settings.world_size}"
+    if existing != asked:
+        raise ConfigError(
+            f"torch.distributed is initialised with {existing} and the launch asks for {asked}: leave out your own "
+            "init_process_group, or launch with the same numbers"
+        )
+    local_rank = settings.local_rank if settings.local_rank is not None else _local_rank_guess(settings.rank)
+    _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=False)
+
+
+def _local_rank_guess(rank: int) -> int:
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    return int(local_rank) if local_rank.isdigit() else rank
+
+
+def _start(settings: LaunchSettings, config: Config | None) -> None:
+    global _world
+    rank, world_size, seconds = settings.rank, settings.world_size, settings.timeout_seconds
+    settings.check_meeting_place()
+    store = open_store(settings.host, settings.port, rank, world_size, seconds)
+    card = Card(host=socket.gethostname(), world_size=world_size, backend=settings.backend, seed=settings.seed)
+    counted = meet(store, rank, card, seconds)
+    local_rank = counted if settings.local_rank is None else settings.local_rank
+    device = set_device(local_rank)
+    dist.init_process_group(
+        settings.backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=seconds),
+        # Bound to its device, nccl needs no guess at the first barrier and can split groups.
+        device_id=device if "nccl" in settings.backend else None,
+    )
+    _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=True)
+    _destroy_at_exit()
+
+
+def _destroy_at_exit() -> None:
+    global _registered_at_exit
+    if not _registered_at_exit:
+        atexit.register(_leave_at_exit)
+        _registered_at_exit = True
+
+
+def _leave_at_exit() -> None:
+    # After an uncaught error (sys.last_value) other ranks may never join the collectives that are still queued here,
+    # and destroying a group waits for those until their timeout.
+    if _world is not None and _world.is_ours and getattr(sys, "last_value", None) is None:
+        leave()
+
+
+def _known_backend() -> str:
+    if dist.is_available() and dist.is_initialized():
+        return str(dist.get_backend())
+    return default_backend(device_type())

@@ -1,0 +1,50 @@
+"""The number formats that `Booster(mixed_precision=...)` knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from booster.errors import ConfigError
+from booster.interface.mixed_precision import MixedPrecision
+from booster.mixed_precision.autocast import BF16MixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision.fp8 import FP8MixedPrecision
+from booster.mixed_precision.fp16_apex import FP16ApexMixedPrecision
+from booster.mixed_precision.fp16_naive import FP16NaiveMixedPrecision
+
+__all__ = [
+    "BF16MixedPrecision",
+    "FP8MixedPrecision",
+    "FP16ApexMixedPrecision",
+    "FP16NaiveMixedPrecision",
+    "FP16TorchMixedPrecision",
+    "MixedPrecision",
+    "mixed_precision_from_name",
+]
+
+_BY_NAME: dict[str, Callable[[], MixedPrecision]] = {
+    "fp16": FP16TorchMixedPrecision,
+    "bf16": BF16MixedPrecision,
+    "fp16_naive": FP16NaiveMixedPrecision,
+    "fp16_apex": FP16ApexMixedPrecision,
+    "fp8": FP8MixedPrecision,
+}
+
+
+def mixed_precision_from_name(name: str) -> MixedPrecision:
+    """Returns a new precision of that name with its default arguments.
+
+    Args:
+        name: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex' or 'fp8'.
+
+    Raises:
+        ConfigError: No precision of that name.
+    """
+    if isinstance(name, str) and name in _BY_NAME:
+        return _BY_NAME[name]()
+    near = difflib.get_close_matches(str(name).lower(), _BY_NAME, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"mixed_precision={name!r} is not known.{hint} Known names: {', '.join(_BY_NAME)}; None keeps the model's own"
+        " format"
+    )

@@ -1,0 +1,146 @@
+"""How the ranks of one launch find each other: a store, and a first meeting at which they compare their settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # no __all__ there
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from booster.errors import BoosterError, ConfigError, RankFailedError
+
+__all__ = ["Card", "meet", "open_store"]
+
+# Note [Restarts]: torch's elastic launcher keeps its store over a restart of the ranks, with the addresses of the
+# dead ones in it, and init_method="env://" reads those. Keys of our own per attempt, and per launch within a process
+# (a script may destroy its group and launch again), keep each world apart.
+_num_opened = 0
+
+_GRACE_SECONDS = (
+    5  # the others wait for longer than rank 0 does, so that its verdict, which names the late, comes first
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a rank shows at the meeting. All but the host has to be equal on every rank.
+
+    Attributes:
+        host: The machine's name, from which ranks that were not told count their local rank.
+        world_size: Number of ranks.
+        backend: Communication backend.
+        seed: Seed of all generators.
+    """
+
+    host: str
+    world_size: int
+    backend: str
+    seed: int
+
+
+def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds: float) -> Store:
+    """Returns a store of this launch's own, shared by its ranks; a world of one needs neither host nor port.
+
+    Rank 0 serves it, unless torch's elastic launcher, which started this process, already does.
+    Collective: every rank must call it; the others wait for the server up to the timeout.
+
+    Raises:
+        ConfigError: Rank 0 can't serve at that port.
+        RankFailedError: The server can't be reached in time.
+    """
+    global _num_opened
+    _num_opened += 1
+    prefix = f"booster/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/launch_{_num_opened}"
+    if world_size == 1:
+        return PrefixStore(prefix, HashStore())
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store = TCPStore(host, port, world_size, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        raise _unreachable(host, port, rank, serves, timeout_seconds, error) from error
+    return PrefixStore(prefix, store)
+
+
+def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> int:
+    """Waits for every rank, compares their cards and returns this rank's number among those on the same host.
+
+    Collective: every rank must call it.
+
+    Raises:
+        ConfigError: The ranks were launched with different settings; on every rank.
+        RankFailedError: A rank did not come in time: the message names it.
+    """
+    store.set(f"card/{rank}", json.dumps(asdict(card)))
+    if rank == 0:
+        store.set("verdict", json.dumps(_judge(store, card, timeout_seconds)))
+    try:
+        store.wait(["verdict"], timedelta(seconds=timeout_seconds + _GRACE_SECONDS))
+        verdict = json.loads(store.get("verdict"))
+    except dist.DistError as error:
+        raise RankFailedError(
+            f"rank {rank} waited {timeout_seconds:g} s at the launch for rank 0 to see all {card.world_size} ranks, "
+            "and it never did: look at rank 0's output, or allow more time with timeout_seconds=..."
+        ) from error
+    if verdict["missing"]:
+        raise _missing(verdict["missing"], card.world_size, timeout_seconds)
+    if verdict["difference"]:
+        raise ConfigError(verdict["difference"])
+    hosts: list[str] = verdict["hosts"]
+    return hosts[:rank].count(hosts[rank])
+
+
+def _judge(store: Store, mine: Card, timeout_seconds: float) -> dict[str, object]:
+    keys = [f"card/{rank}" for rank in range(mine.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_seconds))
+    except dist.DistStoreError:  # the timeout: found out here who is late, and told to those who are there
+        return {"missing": [rank for rank, key in enumerate(keys) if not store.check([key])]}
+    cards = [Card(**json.loads(store.get(key))) for key in keys]
+    return {
+        "missing": [],
+        "difference": _first_difference(cards),
+        "hosts": [card.host for card in cards],
+    }
+
+
+def _first_difference(cards: list[Card]) -> str | None:
+    for rank, card in enumerate(cards):
+        for name in ("world_size", "backend", "seed"):
+            first, other = getattr(cards[0], name), getattr(card, name)
+            if other != first:
+                return (
+                    f"rank 0 was launched with {name}={first!r} and rank {rank} with {name}={other!r}, "
+                    "but all ranks make one world: launch them with the same settings"
+                )
+    return None
+
+
+def _missing(ranks: list[int], world_size: int, timeout_seconds: float) -> RankFailedError:
+    return RankFailedError(
+        f"rank(s) {ranks} of world_size={world_size} did not come to the launch within {timeout_seconds:g} s: "
+        "look why they did not start, or allow more time with timeout_seconds=..."
+    )
+
+
+def _unreachable(
+    host: str, port: int, rank: int, serves: bool, timeout_seconds: float, error: Exception
+) -> BoosterError:
+    if serves:
+        return ConfigError(
+            f"rank 0 can't serve at port={port} of this machine ({_first_line(error)}): "
+            "choose a free port, the same on all ranks"
+        )
+    return RankFailedError(
+        f"rank {rank} on {socket.gethostname()} could not reach the store at {host}:{port} within "
+        f"{timeout_seconds:g} s ({_first_line(error)}): look whether rank 0 runs there and the port is open"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,106 @@
+"""The strategy without a plugin: one process, one device, the same user loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.comm import group_size
+from booster.data import shard_dataloader
+from booster.device import current_device
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
+from booster.placement import move_to_device
+
+if TYPE_CHECKING:
+    from booster.checkpoint_io import CheckpointIO
+
+__all__ = ["SingleDevicePlugin"]
+
+
+class SingleDevicePlugin(Plugin):
+    """Runs the model on one device of one process.
+
+    Args:
+        device: Where to; None: the accelerator if there is one, else the CPU.
+
+    Raises:
+        ConfigError: Several processes were launched: each would train a model of its own.
+    """
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
+        processes = max(group_size(), _launched_processes())
+        if processes > 1:
+            raise ConfigError(
+                f"Booster() without a plugin runs one process, but {processes} were launched: each would train a model"
+                " of its own. Choose how they work together, for example Booster(plugin='torch_ddp')"
+            )
+        self._device = current_device() if device is None else torch.device(device)
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", self._device.type]
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
+
+    def control_precision(self) -> bool:
+        return False
+
+    def control_device(self) -> bool:
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+    @property
+    def dp_rank(self) -> int:
+        return 0
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        move_to_device(model, optimizer, self._device)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[
+        ModelWrapper,
+        OptimizerWrapper | None,
+        Callable[..., Any] | None,
+        DataLoader[Any] | None,
+        LRScheduler | None,
+    ]:
+        boosted = ModelWrapper(model)
+        wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted)
+        if dataloader is not None:
+            dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the order that several ranks would read
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def control_checkpoint_io(self) -> bool:
+        return False
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        from booster.checkpoint_io import GeneralCheckpointIO
+
+        return GeneralCheckpointIO()
+
+
+def _launched_processes() -> int:
+    """Returns how many processes torch's launcher started, whether or not this one has called launch() yet."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return int(world_size) if "RANK" in os.environ and world_size.isdigit() else 1

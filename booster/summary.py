@@ -1,0 +1,51 @@
+"""A table of what really runs: strategy, ranks, and the number formats of every param group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
+
+__all__ = ["summarize"]
+
+_HEAD = ("group", "parameters", "parameter", "compute", "reduction", "master", "state")
+
+
+def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
+    """Returns the table as text. No communication."""
+    axes = ", ".join(f"{axis}={size}" for axis, size in plugin.axis_sizes().items())
+    precision = "fp32" if model.precision is None else type(model.precision).__name__
+    lines = [
+        f"plugin: {type(plugin).__name__}   ranks: {axes}   device: {plugin.device}   mixed precision: {precision}",
+        f"model: {type(model.unwrap()).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+    ]
+    return "\n".join(lines + (_table([_HEAD, *_rows(plugin, model, optimizer)]) if optimizer is not None else []))
+
+
+def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterable[tuple[str, ...]]:
+    for index, group in enumerate(optimizer.param_groups):
+        kept = group["params"]
+        working = [optimizer.working_parameter(parameter) for parameter in kept]
+        masters = [master for master, parameter in zip(kept, working, strict=True) if master is not parameter]
+        compute = None if model.precision is None else model.precision.compute_dtype
+        states = [value for parameter in kept for value in optimizer.state.get(parameter, {}).values()]
+        yield (
+            str(index),
+            f"{sum(parameter.numel() for parameter in working):,}",
+            _formats(parameter.dtype for parameter in working),
+            _formats([compute] if compute is not None else [parameter.dtype for parameter in working]),
+            _formats(plugin.reduction_dtype(parameter.dtype) for parameter in working),
+            _formats(master.dtype for master in masters) or "none",
+            _formats(value.dtype for value in states if isinstance(value, torch.Tensor)) or "none yet",
+        )
+
+
+def _formats(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

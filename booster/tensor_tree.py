@@ -1,0 +1,77 @@
+"""Applies a function to every tensor in a nested batch or model output."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors"]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Returns `tree` with every tensor replaced by `function(tensor)`; the tree that was given is not changed.
+
+    Looked into are mappings (dict, its subclasses, transformers' ModelOutput and BatchEncoding), lists, tuples,
+    namedtuples and dataclass instances, to any depth. Everything else is returned as it is, and so is every container
+    in which nothing changed.
+
+    Args:
+        function: Called with each tensor.
+        tree: A tensor, a container of tensors, or anything else.
+
+    Example:
+        >>> map_tensors(lambda t: t.double(), {"x": torch.ones(2), "name": "a"})["x"].dtype
+        torch.float64
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, MutableMapping):
+        return _map_mapping(function, tree)
+    if isinstance(tree, (list, tuple)):
+        return _map_sequence(function, tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _map_dataclass(function, tree)
+    return tree
+
+
+def _map_mapping(function: Callable[[torch.Tensor], Any], tree: MutableMapping[Any, Any]) -> Any:
+    changed = _changes(function, dict(tree.items()))
+    if not changed:
+        return tree
+    result = copy.copy(tree)  # keeps what the class adds: a default factory, attributes, the order
+    for key, value in changed.items():
+        result[key] = value
+    return result
+
+
+def _map_sequence(function: Callable[[torch.Tensor], Any], tree: list[Any] | tuple[Any, ...]) -> Any:
+    changed = _changes(function, dict(enumerate(tree)))
+    if not changed:
+        return tree
+    values = [changed.get(index, value) for index, value in enumerate(tree)]
+    if isinstance(tree, list):
+        result = copy.copy(tree)
+        result[:] = values
+        return result
+    make = getattr(type(tree), "_make", None)  # a namedtuple's constructor takes its fields one by one
+    return make(values) if make is not None else type(tree)(values)
+
+
+def _map_dataclass(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)}
+    changed = _changes(function, fields)
+    if not changed:
+        return tree
+    result = copy.copy(tree)
+    for name, value in changed.items():
+        object.__setattr__(result, name, value)  # a frozen one refuses setattr, and the copy is ours
+    return result
+
+
+def _changes(function: Callable[[torch.Tensor], Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    mapped = {key: map_tensors(function, value) for key, value in items.items()}
+    return {key: value for key, value in mapped.items() if value is not items[key]}

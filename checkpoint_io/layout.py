@@ -1,0 +1,165 @@
+"""Which tensor goes into which file, and what the files are called: Hugging Face's layout, as pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "MODEL",
+    "OPTIMIZER",
+    "SINGLE_FILE_SUFFIXES",
+    "FileNames",
+    "FilePlan",
+    "Kind",
+    "index_document",
+    "plan_files",
+]
+
+SAFETENSORS_SUFFIXES = (".safetensors",)
+BIN_SUFFIXES = (".bin", ".pt", ".pth")
+SINGLE_FILE_SUFFIXES = SAFETENSORS_SUFFIXES + BIN_SUFFIXES
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a directory holds, and how its files begin in each format."""
+
+    name: str
+    safetensors_stem: str
+    bin_stem: str
+
+    def names(self, *, is_safetensors: bool, prefix: str | None = None) -> FileNames:
+        """Returns the file names of this kind in one format and under one prefix."""
+        if is_safetensors:
+            return FileNames(stem=self.safetensors_stem, suffix="safetensors", prefix=prefix)
+        return FileNames(stem=self.bin_stem, suffix="bin", prefix=prefix)
+
+    def names_of(self, file_name: str) -> FileNames | None:
+        """Returns the names that an index or an unsharded file of this kind belongs to; None for any other file."""
+        for is_safetensors in (True, False):
+            plain = self.names(is_safetensors=is_safetensors)
+            index = re.fullmatch(rf"{plain.stem}\.{plain.suffix}\.index(?:\.({_PREFIX.pattern}))?\.json", file_name)
+            single = re.fullmatch(rf"{plain.stem}(?:\.({_PREFIX.pattern}))?\.{plain.suffix}", file_name)
+            match = index or single
+            if match is None:
+                continue
+            found = self.names(is_safetensors=is_safetensors, prefix=match.group(1))
+            if file_name in (found.index, found.single):
+                return None if found.is_shard_like(file_name) else found
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileNames:
+    """Names of the files of one checkpoint in a directory.
+
+    Attributes:
+        stem: How every tensor file begins.
+        suffix: "safetensors" or "bin".
+        prefix: Hugging Face's `variant`, between stem and number.
+    """
+
+    stem: str
+    suffix: str
+    prefix: str | None
+
+    @property
+    def single(self) -> str:
+        """Name of the only tensor file."""
+        return f"{self._begin}.{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """Name of the file that says which tensor is in which shard."""
+        variant = f".{self.prefix}" if self.prefix else ""
+        return f"{self.stem}.{self.suffix}.index{variant}.json"
+
+    @property
+    def groups(self) -> str:
+        """Name of the file with the optimizer's plain values."""
+        return f"optimizer_groups.{self.prefix}.json" if self.prefix else "optimizer_groups.json"
+
+    def shard(self, number: int, num_shards: int) -> str:
+        """Returns the name of a shard, counted from 1."""
+        return f"{self._begin}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
+
+    def owns(self, file_name: str) -> bool:
+        """Returns whether a save under these names may have written the file."""
+        shard = rf"{re.escape(self._begin)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
+        return file_name in (self.single, self.index) or re.fullmatch(shard, file_name) is not None
+
+    @staticmethod
+    def is_shard_like(file_name: str) -> bool:
+        """Returns whether the name is numbered as shards are."""
+        return re.search(r"-\d{5,}-of-\d{5,}\.", file_name) is not None
+
+    @property
+    def _begin(self) -> str:
+        return f"{self.stem}.{self.prefix}" if self.prefix else self.stem
+
+
+MODEL = Kind(name="model", safetensors_stem="model", bin_stem="pytorch_model")
+OPTIMIZER = Kind(name="optimizer", safetensors_stem="optimizer", bin_stem="optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """Which tensors go into which file.
+
+    Attributes:
+        files: Tensor names by file name, in the order of the model.
+        index: Name of the index file; None where there is a single file without one.
+    """
+
+    files: dict[str, tuple[str, ...]]
+    index: str | None
+
+
+def is_valid_prefix(prefix: str) -> bool:
+    """Returns whether file names can carry the prefix and be told apart again."""
+    return _PREFIX.fullmatch(prefix) is not None and not FileNames.is_shard_like(f"{prefix}.")
+
+
+def plan_files(
+    sizes: Mapping[str, int], names: FileNames, *, max_shard_bytes: int, always_index: bool = False
+) -> FilePlan:
+    """Returns the shards for tensors of these sizes: whole tensors, in order, none but a lone one above the maximum.
+
+    Args:
+        sizes: Bytes of every tensor by name.
+        names: How the files are called.
+        max_shard_bytes: Largest shard; a single larger tensor has a larger one for itself.
+        always_index: Number the files and write an index even where there is only one.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1 and not always_index:
+        return FilePlan(files={names.single: tuple(shards[0])}, index=None)
+    files = {names.shard(number, len(shards)): tuple(shard) for number, shard in enumerate(shards, start=1)}
+    return FilePlan(files=files, index=names.index)
+
+
+def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int | None = None) -> dict[str, Any]:
+    """Returns the index as transformers writes it.
+
+    Args:
+        plan: The files.
+        sizes: Bytes of every tensor by name.
+        num_parameters: Elements of the model's parameters; None: not said, as for optimizers.
+    """
+    counted = {} if num_parameters is None else {"total_parameters": num_parameters}
+    file_of = {name: file_name for file_name, names in plan.files.items() for name in names}
+    return {
+        "metadata": {**counted, "total_size": sum(sizes.values())},
+        "weight_map": dict(sorted(file_of.items())),
+    }

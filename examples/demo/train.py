@@ -1,0 +1,119 @@
+"""Trains a small GPT on the source of Python's standard library.
+
+Run: booster run --nproc-per-node 2 examples/demo/train.py --output runs/demo
+     booster run --nproc-per-node 2 examples/demo/train.py --output runs/demo --resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from text import ByteWindows, read_library, unigram_entropy
+from torch.optim.lr_scheduler import OneCycleLR
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from booster import Booster, launch_from_torch
+
+LENGTH, BATCH = 128, 16
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--stop-after", type=int, default=None, help="save a checkpoint after this step and end")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--plugin", default="torch_ddp")
+    parser.add_argument("--mixed-precision", default=None)
+    return parser.parse_args()
+
+
+def build_model() -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=192, n_layer=4, n_head=6, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=10, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def save(booster, directory, step, model, optimizer, scheduler, loader) -> None:
+    booster.save_model(model, directory, shard=True, size_per_shard=4)
+    booster.save_optimizer(optimizer, directory, shard=True)
+    booster.save_lr_scheduler(scheduler, directory / "lr_scheduler.json")
+    if booster.is_main_process:
+        (directory / "progress.json").write_text(json.dumps({"step": step, "loader": loader.state_dict()}))
+    booster.wait_for_everyone()
+
+
+def load(booster, directory, model, optimizer, scheduler, loader) -> int:
+    booster.load_model(model, directory)
+    booster.load_optimizer(optimizer, directory)
+    booster.load_lr_scheduler(scheduler, directory / "lr_scheduler.json")
+    progress = json.loads((directory / "progress.json").read_text())
+    loader.load_state_dict(progress["loader"])
+    return progress["step"]
+
+
+@torch.no_grad()
+def validate(booster, model, loader) -> float:
+    model.eval()
+    losses = []
+    for windows in loader:
+        logits = model(windows.to(booster.device)).logits[:, :-1].transpose(1, 2)
+        per_window = torch.nn.functional.cross_entropy(logits, windows[:, 1:].to(logits.device), reduction="none")
+        losses.append(booster.gather_for_metrics(per_window.mean(1)))
+    model.train()
+    return float(torch.cat(losses).mean())
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    launch_from_torch(seed=42)
+    booster = Booster(plugin=arguments.plugin, mixed_precision=arguments.mixed_precision)
+
+    validation_text = read_library(is_validation=True)[:400_000]
+    loader = booster.prepare_dataloader(ByteWindows(read_library(is_validation=False), LENGTH), BATCH, shuffle=True)
+    validation_loader = booster.prepare_dataloader(ByteWindows(validation_text, LENGTH), BATCH)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    scheduler = OneCycleLR(optimizer, max_lr=4e-3, total_steps=arguments.steps, pct_start=0.15)
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    booster.summary(model, optimizer)
+
+    checkpoint = arguments.output / "checkpoint"
+    step = load(booster, checkpoint, model, optimizer, scheduler, loader) if arguments.resume else 0
+    last = arguments.stop_after or arguments.steps
+    bar = tqdm(total=arguments.steps, initial=step, disable=not booster.is_main_process, unit="step", mininterval=1.0)
+    batches, start, first = iter(loader), time.perf_counter(), step
+    while step < last:
+        windows = next(batches, None)
+        if windows is None:
+            batches = iter(loader)
+            continue
+        loss = model(windows.to(booster.device), labels=windows.to(booster.device)).loss
+        booster.backward(loss, optimizer)
+        booster.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        step += 1
+        speed = (step - first) * BATCH * LENGTH * booster.plugin.dp_size / (time.perf_counter() - start)
+        memory = psutil.Process().memory_info().rss / 2**20
+        bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s, {memory:,.0f} MiB", refresh=False)
+        bar.update()
+    bar.close()
+
+    save(booster, checkpoint, step, model, optimizer, scheduler, loader)
+    entropy = unigram_entropy(validation_text)
+    validation_loss = validate(booster, model, validation_loader)
+    booster.print(f"step {step}: validation loss {validation_loss:.3f}, unigram entropy {entropy:.3f} nats per byte")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Which kernels there are, and whether each runs natively or as its reference in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from booster.kernels.float8 import GRADIENT_DTYPE, native_problem
+
+__all__ = ["KernelStatus", "kernel_status", "register_probe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelStatus:
+    """How one kernel would run in this process.
+
+    Attributes:
+        name: The kernel's name.
+        status: "native" where the compiled kernel runs, "reference" where plain torch stands in for it.
+        reason: Why: what it was built with, or what is missing.
+    """
+
+    name: str
+    status: Literal["native", "reference"]
+    reason: str
+
+
+_Probe = Callable[[str], KernelStatus]
+
+
+def register_probe(probe: _Probe) -> None:
+    """Adds a kernel to the list: `probe(device_type)` looks at it without building anything."""
+    _probes.append(probe)
+
+
+def kernel_status(device_type: str = "cpu") -> list[KernelStatus]:
+    """Returns the state of every registered kernel, in the order of registration.
+
+    Args:
+        device_type: The kind of device that they would run on: "cpu", "cuda", ...
+    """
+    return [probe(device_type) for probe in _probes]
+
+
+def _float8_matmul(device_type: str) -> KernelStatus:
+    name = "float8 matmul"
+    if device_type == "cpu":
+        return KernelStatus(name=name, status="reference", reason="emulated in fp32, which is faster on the CPU")
+    problem = native_problem(device_type) or native_problem(device_type, GRADIENT_DTYPE)
+    if problem is not None:
+        return KernelStatus(name=name, status="reference", reason=f"emulated in fp32: {problem}")
+    return KernelStatus(name=name, status="native", reason=f"torch's scaled matmul on {device_type}")
+
+
+_probes: list[_Probe] = [_float8_matmul]

@@ -1,0 +1,23 @@
+"""The built-in strategies, each imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from booster.plugins.torch_ddp import TorchDDPPlugin
+
+__all__ = ["BUILT_IN", "TorchDDPPlugin"]
+
+# The name for Booster(plugin="..."), the module, the class.
+BUILT_IN: dict[str, tuple[str, str]] = {
+    "torch_ddp": ("booster.plugins.torch_ddp", "TorchDDPPlugin"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, cls in BUILT_IN.values():
+        if cls == name:
+            return getattr(importlib.import_module(module), cls)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,149 @@
+"""Batch normalisation over the batches of all data-parallel ranks, on any device.
+
+Torch's own `SyncBatchNorm` takes accelerator tensors only. On other devices its replacement here makes a data-parallel
+step equal one process's step on the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from booster.comm import all_gather_equal, all_reduce_sum
+
+__all__ = ["SynchronizedBatchNorm", "convert_batch_norm"]
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalises with the mean and variance over all ranks. Two collectives: 2C+1 numbers forward, 2C backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NC: torch.Tensor, weight_C: torch.Tensor, bias_C: torch.Tensor, eps: float, group: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean_C, var_C, count = _global_moments(x_NC, group)
+        invstd_C = torch.rsqrt(var_C + eps)
+        normal_NC = (x_NC - mean_C) * invstd_C
+        ctx.save_for_backward(normal_NC, invstd_C, weight_C)
+        ctx.count, ctx.group = count, group
+        ctx.mark_non_differentiable(mean_C, var_C, count)
+        return normal_NC * weight_C + bias_C, mean_C, var_C, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NC: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        normal_NC, invstd_C, weight_C = ctx.saved_tensors
+        grad_weight_C, grad_bias_C = (grad_NC * normal_NC).sum(0), grad_NC.sum(0)
+        sums_2C = all_reduce_sum(torch.stack([grad_weight_C, grad_bias_C]), ctx.group) / ctx.count
+        grad_x_NC = (grad_NC - sums_2C[1] - normal_NC * sums_2C[0]) * (invstd_C * weight_C)
+        return grad_x_NC, grad_weight_C, grad_bias_C, None, None
+
+
+def _global_moments(
+    x_NC: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns mean, biased variance and number of rows over all ranks.
+
+    Ranks' moments are joined as in Chan, Golub, LeVeque 1979: no difference of large sums as in E[x^2] - E[x]^2.
+    """
+    channels = x_NC.shape[1]
+    mean_C = x_NC.mean(0) if len(x_NC) else x_NC.new_zeros(channels)
+    spread_C = (x_NC - mean_C).square().sum(0)
+    mine = torch.cat([mean_C, spread_C, x_NC.new_tensor([float(len(x_NC))])])
+    ranks_RK = all_gather_equal(mine, group).view(-1, len(mine))
+    means_RC, spreads_RC, counts_R1 = ranks_RK.split([channels, channels, 1], dim=1)
+    count = counts_R1.sum()
+    mean_C = (means_RC * counts_R1).sum(0) / count
+    var_C = (spreads_RC + counts_R1 * (means_RC - mean_C).square()).sum(0) / count
+    return mean_C, var_C, count
+
+
+class SynchronizedBatchNorm(_BatchNorm):
+    """Batch normalisation over all ranks of a group, for inputs of shape (batch, channels, ...).
+
+    Same parameters, buffers and evaluation as `torch.nn.BatchNorm*d`. In training every rank of the group must call it
+    as often as the others.
+
+    Args:
+        source: The module to replace; its parameters and buffers are taken over as the same objects.
+        group: The ranks to normalise over; None: the world.
+    """
+
+    def __init__(self, source: _BatchNorm, group: dist.ProcessGroup | None) -> None:
+        super().__init__(source.num_features, source.eps, source.momentum, affine=False, track_running_stats=False)
+        self.affine, self.track_running_stats = source.affine, source.track_running_stats
+        self.weight, self.bias = source.weight, source.bias
+        self.running_mean, self.running_var = source.running_mean, source.running_var
+        self.num_batches_tracked = source.num_batches_tracked
+        self.training = source.training
+        self.group = group
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions (batch, channels, ...), got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns the normalised input, in its dtype; statistics are fp32."""
+        self._check_input_dim(input)
+        if not self.training:
+            return self._forward_local(input)
+        weight = self.weight if self.weight is not None else input.new_ones(self.num_features)
+        bias = self.bias if self.bias is not None else input.new_zeros(self.num_features)
+        rows_NC = input.movedim(1, -1).reshape(-1, self.num_features)
+        # Low-precision inputs would lose the variance; fp64 models keep theirs.
+        compute = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)
+        with torch.autocast(input.device.type, enabled=False):
+            out_NC, mean_C, var_C, count = _Normalize.apply(
+                rows_NC.to(compute), weight.to(compute), bias.to(compute), self.eps, self.group
+            )
+        self._update_running(mean_C, var_C, count)
+        out: torch.Tensor = out_NC.reshape(input.movedim(1, -1).shape).movedim(-1, 1)
+        return out.to(input.dtype)
+
+    def _forward_local(self, x: torch.Tensor) -> torch.Tensor:
+        use_batch = self.running_mean is None or self.running_var is None
+        return functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps
+        )
+
+    @torch.no_grad()
+    def _update_running(self, mean_C: torch.Tensor, var_C: torch.Tensor, count: torch.Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:  # a cumulative average
+            momentum = 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
+        unbiased_C = var_C * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), momentum)
+
+
+def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Replaces the model's BatchNorm modules, in place, by ones that normalise over all ranks.
+
+    On CUDA torch's `SyncBatchNorm` is used, elsewhere `SynchronizedBatchNorm`. Parameters stay the same objects, and
+    modules that appear under several names stay shared.
+    """
+    replaced: dict[nn.Module, nn.Module] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+                continue
+            if child not in replaced:
+                replaced[child] = _replacement(child, device, group)
+            setattr(parent, name, replaced[child])
+
+
+def _replacement(module: _BatchNorm, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+    if device.type == "cuda":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+        return converted
+    return SynchronizedBatchNorm(module, group)

@@ -1,0 +1,157 @@
+"""Data parallelism by torch's own DistributedDataParallel: every rank holds the whole model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.comm import group_rank, group_size, is_initialized
+from booster.data import shard_dataloader
+from booster.device import current_device
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
+from booster.placement import make_replicas_equal, move_to_device
+from booster.plugins.sync_batch_norm import convert_batch_norm
+
+if TYPE_CHECKING:
+    from booster.checkpoint_io import CheckpointIO
+
+__all__ = ["TorchDDPPlugin"]
+
+# torch 2.13 renamed the argument, and warns at the old name. What it does before training, place() does in any case.
+_SIGNATURE = inspect.signature(DistributedDataParallel.__init__).parameters
+_BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
+
+
+class TorchDDPPlugin(Plugin):
+    """Every rank holds the whole model and optimizer; gradients are averaged while backward runs.
+
+    Memory per rank: parameters, gradients and optimizer states in full. Bytes sent per rank and step: 2(P-1)/P of the
+    gradients. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+
+    Args:
+        broadcast_buffers: Give all ranks the first rank's buffers before each forward.
+        bucket_cap_mb: Gradients are summed in buckets of this many MiB.
+        find_unused_parameters: Needed where a step may leave some parameters out on some rank.
+        check_reduction: Kept for callers of older versions; torch's DistributedDataParallel ignores it.
+        gradient_as_bucket_view: Gradients are views of the buckets: saves one copy of them.
+        static_graph: The same parameters are used, in the same order, in every step.
+        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
+
+    Raises:
+        ConfigError: Before `launch`, or with a bucket size below zero.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        sync_batch_norm: bool = True,
+    ) -> None:
+        if not is_initialized():
+            raise ConfigError(
+                "TorchDDPPlugin was made before the processes know each other: call booster.launch_from_torch() and"
+                " start the script with `booster run`"
+            )
+        if bucket_cap_mb <= 0:
+            raise ConfigError(
+                f"bucket_cap_mb={bucket_cap_mb} holds no gradient: give a size in MiB above 0, such as 25"
+            )
+        self._ddp_arguments: dict[str, Any] = {
+            _BROADCAST_BUFFERS: broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        self._sync_batch_norm = sync_batch_norm
+        self._device = current_device()
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", self._device.type]
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
+
+    def control_precision(self) -> bool:
+        return False
+
+    def control_device(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dp_size(self) -> int:
+        return group_size()
+
+    @property
+    def dp_rank(self) -> int:
+        return group_rank()
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        move_to_device(model, optimizer, self._device)
+        make_replicas_equal(model)
+        if self._sync_batch_norm and self.dp_size > 1:
+            convert_batch_norm(model, self._device)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[
+        ModelWrapper,
+        OptimizerWrapper | None,
+        Callable[..., Any] | None,
+        DataLoader[Any] | None,
+        LRScheduler | None,
+    ]:
+        is_primary = self.dp_rank == 0
+        boosted = ModelWrapper(model, self._distributed(model), is_primary=is_primary)
+        wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted, is_primary=is_primary)
+        if dataloader is not None:
+            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # a teacher: nothing to average, and DistributedDataParallel refuses it
+        device_ids = None if self._device.type == "cpu" else [self._device]
+        # place() has compared and broadcast the weights already, in the precision they had then.
+        return DistributedDataParallel(model, device_ids=device_ids, init_sync=False, **self._ddp_arguments)
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        if model is None:
+            raise ConfigError("no_sync() was called without a model: write booster.no_sync(model, optimizer)")
+        forward_module = model.forward_module
+        return forward_module.no_sync() if isinstance(forward_module, DistributedDataParallel) else nullcontext()
+
+    def control_checkpoint_io(self) -> bool:
+        return False
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        from booster.checkpoint_io import GeneralCheckpointIO
+
+        return GeneralCheckpointIO()

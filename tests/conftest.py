@@ -1,0 +1,80 @@
+"""Fails every test that leaves something behind, and ends the live ranks with the session."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+# Set by pytest itself around the phases of a test.
+_PYTEST_VARIABLES = {"PYTEST_CURRENT_TEST"}
+_JOIN_SECONDS = 1.0  # for a thread that is on its way out
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Fails a test that leaks environment variables, threads, process groups or files in the current directory."""
+    environment, directory = _environment(), os.getcwd()
+    threads, files = set(threading.enumerate()), _files(directory)
+    yield
+    leaks = [
+        *_environment_leaks(environment),
+        *_directory_leaks(directory, files),
+        *_thread_leaks(threads),
+        *_process_group_leaks(),
+    ]
+    if leaks:
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    pool = sys.modules.get("harness.pool")
+    if pool is not None:
+        pool.close_pools()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _PYTEST_VARIABLES}
+
+
+def _environment_leaks(before: dict[str, str]) -> Iterator[str]:
+    """Names the variables that differ, and puts them back for the tests that follow."""
+    after = _environment()
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) == after.get(name):
+            continue
+        yield f"environment variable {name}={after.get(name)!r}, was {before.get(name)!r}"
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+
+
+def _files(directory: str) -> set[str]:
+    """Returns what lies in a directory, without the caches that tools keep there."""
+    return {entry.name for entry in os.scandir(directory) if not entry.name.startswith((".", "__pycache__"))}
+
+
+def _directory_leaks(directory: str, before: set[str]) -> Iterator[str]:
+    if os.getcwd() != directory:
+        yield f"current directory {os.getcwd()}"
+        os.chdir(directory)
+    yield from (f"file {name} in {directory}" for name in sorted(_files(directory) - before))
+
+
+def _thread_leaks(before: set[threading.Thread]) -> Iterator[str]:
+    for thread in threading.enumerate():
+        if thread in before or thread.daemon:
+            continue
+        thread.join(_JOIN_SECONDS)
+        if thread.is_alive():
+            yield f"thread {thread.name}"
+
+
+def _process_group_leaks() -> Iterator[str]:
+    dist = sys.modules.get("torch.distributed")  # not imported here: many tests need no torch
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        yield f"a process group of {dist.get_world_size()} ranks"
+        dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""One rank's process: waits for jobs, runs them in a clean surrounding, and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+
+from harness import ddp_logger
+from harness.failures import RankFailure
+from harness.forkserver import LAUNCHER_VARIABLES, WORKER_ENVIRONMENT
+from harness.messages import Job, Reply, Returned, Settle
+from harness.rank_state import RankGroup, job_surroundings
+from harness.reference import resolve
+
+# A worker whose parent is gone ends itself this many seconds after the parent would have ended it.
+_ORPHAN_SECONDS = 30.0
+
+
+def worker_main(connection: Connection, rank: int, world_size: int, stack_path: str) -> None:
+    """Runs jobs until the parent closes the connection or a job fails. Never returns."""
+    stacks = open(stack_path, "w")  # noqa: SIM115 - it belongs to faulthandler for as long as the process lives
+    _prepare_process(stacks.fileno())
+    group = RankGroup(rank, world_size)
+    reply: Reply | None = None
+    while not isinstance(reply, RankFailure):
+        try:
+            request: Job | Settle = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):  # the parent is done, or gone
+            os._exit(0)
+        if isinstance(request, Settle):
+            reply = group.settle()
+        else:
+            faulthandler.dump_traceback_later(request.timeout + _ORPHAN_SECONDS, exit=True, file=stacks)
+            reply = _run(request, group)
+            faulthandler.cancel_dump_traceback_later()
+        _send(connection, reply)
+    # Leaves at once: open sockets close, which wakes the ranks that wait for this one, and nothing else can block.
+    os._exit(1)
+
+
+def _prepare_process(stack_fd: int) -> None:
+    # A fatal signal writes the stack of every thread to the file; so the parent sends SIGABRT to learn where a rank is.
+    faulthandler.enable(file=stack_fd)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends the workers
+    os.environ.update(WORKER_ENVIRONMENT)
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    torch.set_num_threads(1)
+    torch.distributed.set_debug_level_from_env()
+    ddp_logger.install()
+    gc.freeze()
+
+
+def _run(job: Job, group: RankGroup) -> Returned | RankFailure:
+    try:
+        with job_surroundings(group.rank, group.world_size):
+            group.join(job.store_path, job.timeout)
+            function = resolve(job.function)
+            args, kwargs = pickle.loads(job.arguments)
+            result = _packed(function(*args, **kwargs))
+    except BaseException as error:
+        return _failure(group.rank, error)
+    return Returned(result=result)
+
+
+def _packed(result: object) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(result).__name__} that can't be sent to the test: {error}. "
+            "Return plain values (numbers, strings, tensors) or None."
+        ) from error
+
+
+def _failure(rank: int, error: BaseException) -> RankFailure:
+    name = type(error).__qualname__
+    module = type(error).__module__
+    return RankFailure(
+        rank=rank,
+        kind="skipped" if name == "Skipped" else "raised",
+        summary=str(error) if name == "Skipped" else f"{name}: {error}",
+        detail="".join(traceback.format_exception(error)),
+        error_type=name if module == "builtins" else f"{module}.{name}",
+        at=time.monotonic(),
+    )
+
+
+def _send(connection: Connection, reply: Reply) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A parent that was interrupted no longer listens; the loop then ends at its next receive.
+    with contextlib.suppress(BrokenPipeError):
+        connection.send_bytes(pickle.dumps(reply))

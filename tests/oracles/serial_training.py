@@ -1,0 +1,155 @@
+"""Plain torch in one process: what every plugin, world size and precision is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Record:
+    """What a training run left behind.
+
+    Attributes:
+        losses: Mean loss over the global batch, per step.
+        norms: 2-norm of the true gradient before clipping, per step.
+        weights: Every parameter and buffer at the end, by name, in fp32 or its own integer dtype.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def make_optimizer(name: str, groups: list) -> torch.optim.Optimizer:
+    """Returns an optimizer that does not blow up rounding noise.
+
+    Some gradients are zero but for rounding (the key bias of an attention layer). Adam with a tiny eps turns that noise
+    into steps of full length and any sign, in one process as well; eps=1e-3 lets it stay noise.
+    """
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.01)
+
+
+def train_serial(
+    entry, *, precision: str | None, steps: int, batch_size: int, accumulation: int, max_norm: float, optimizer: str
+) -> Record:
+    """Trains on the global batches with nothing but torch."""
+    model = entry.build()
+    record = Record()
+    if precision in ("fp16_naive", "fp16_apex_o2"):
+        loop: Loop = HalfLoop(model, entry, optimizer, keep_batch_norm=precision == "fp16_apex_o2")
+    else:
+        loop = AutocastLoop(model, entry, optimizer, precision)
+    for step in range(steps):
+        batches = [entry.make_batch(step * accumulation + index, batch_size) for index in range(accumulation)]
+        record.losses.append(loop.backward(batches))
+        record.norms.append(loop.clip_and_step(max_norm))
+    record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return record
+
+
+class Loop:
+    """Backward over the micro-batches of one step, then clip and step."""
+
+    def backward(self, batches: list) -> float:
+        raise NotImplementedError
+
+    def clip_and_step(self, max_norm: float) -> float:
+        raise NotImplementedError
+
+
+class AutocastLoop(Loop):
+    """fp32 weights; fp16 and bf16 by torch's autocast, fp16 with torch's GradScaler."""
+
+    def __init__(self, model: nn.Module, entry, optimizer: str, precision: str | None) -> None:
+        self.model, self.entry = model, entry
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(optimizer, entry.param_groups(model))
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16_apex_o1": torch.float16}.get(precision or "")
+        self.context: Callable[[], AbstractContextManager] = (
+            nullcontext if dtype is None else lambda: torch.autocast("cpu", dtype)
+        )
+        self.scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+
+    def backward(self, batches: list) -> float:
+        total = 0.0
+        self.optimizer.zero_grad()
+        for batch in batches:
+            with self.context():
+                loss = self.entry.loss(self.model, batch)
+            self.scaler.scale(loss / len(batches)).backward()
+            total += float(loss) / len(batches)
+        return total
+
+    def clip_and_step(self, max_norm: float) -> float:
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return float(norm)
+
+
+class HalfLoop(Loop):
+    """fp16 weights with fp32 masters, written out by hand; the loss scale is constant as nothing overflows here."""
+
+    SCALE = 2.0**8
+
+    def __init__(self, model: nn.Module, entry, optimizer: str, keep_batch_norm: bool) -> None:
+        self.model, self.entry = model, entry
+        exact = [parameter.detach().clone() for parameter in model.parameters()]
+        for module in model.modules():
+            if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm)):
+                for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                    if tensor.is_floating_point():
+                        tensor.data = tensor.data.half()
+        self.working = list(model.parameters())
+        self.masters = [nn.Parameter(value, w.requires_grad) for value, w in zip(exact, self.working, strict=True)]
+        master_of = {id(w): m for w, m in zip(self.working, self.masters, strict=True)}
+        groups = []
+        for group in entry.param_groups(model):
+            group = group if isinstance(group, dict) else {"params": [group]}
+            groups.append({**group, "params": [master_of[id(p)] for p in group["params"]]})
+        self.optimizer = make_optimizer(optimizer, groups)
+
+    def backward(self, batches: list) -> float:
+        total = 0.0
+        self.model.zero_grad()
+        for batch in batches:
+            loss = self.entry.loss(HalfInputs(self.model), batch)
+            (loss / len(batches) * self.SCALE).backward()
+            total += float(loss) / len(batches)
+        return total
+
+    def clip_and_step(self, max_norm: float) -> float:
+        for working, master in zip(self.working, self.masters, strict=True):
+            master.grad = None if working.grad is None else working.grad.float() / self.SCALE
+        norm = nn.utils.clip_grad_norm_([m for m in self.masters if m.requires_grad], max_norm)
+        self.optimizer.step()
+        for working, master in zip(self.working, self.masters, strict=True):
+            working.data.copy_(master.data)
+        return float(norm)
+
+
+class HalfInputs(nn.Module):
+    """Feeds a half model floating inputs in half and hands its outputs on in fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        from booster.tensor_tree import map_tensors
+
+        def half(tensor):
+            return tensor.half() if tensor.is_floating_point() else tensor
+
+        def single(tensor):
+            return tensor.float() if tensor.is_floating_point() else tensor
+
+        return map_tensors(single, self.model(*map_tensors(half, args), **map_tensors(half, kwargs)))

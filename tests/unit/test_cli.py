@@ -1,0 +1,199 @@
+"""The command line in one process: arguments, the report on failed ranks, and the look at the installation."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch.distributed.launcher.api as launcher
+
+from booster.cli import check, failure, main
+from booster.cli import run as run_command
+
+
+@dataclass
+class Failed:
+    exitcode: int
+    local_rank: int = 0
+    pid: int = 99
+    error_file_data: dict = field(default_factory=lambda: {"message": "<NONE>"})
+
+
+def told(stack, time_ns, exitcode=1):
+    extra = {"py_callstack": stack, "time_ns": time_ns}
+    return Failed(exitcode, error_file_data={"message": {"message": "", "extraInfo": extra}})
+
+
+MINE = "Traceback\nValueError: mine\n"
+PEER = "Traceback\nRuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1\n"
+
+
+def test_the_first_error_is_the_cause_and_comes_last():
+    failures = {0: told(MINE.replace("mine", "later"), 5), 1: told(MINE, 4, exitcode=7)}
+    text = failure.report(failures, 2)
+    assert text.splitlines()[0] == "booster run: rank 0 of 2 (local rank 0, pid 99) failed with exit code 1"
+    assert text.endswith("failed with exit code 7, first of all:\nTraceback\nValueError: mine")
+    assert failure.exit_code_of(failures) == 7
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause", "code"),
+    [
+        ({0: told(PEER, 1), 1: told(MINE, 2)}, 1, 1),
+        ({0: told(PEER, 1), 1: Failed(-9)}, 1, 137),
+        ({0: Failed(-15), 1: Failed(7)}, 1, 7),
+        ({0: Failed(-15), 1: told(PEER, 1, exitcode=3)}, 1, 3),
+        ({0: Failed(-6), 1: told(MINE, 1)}, 1, 1),
+        ({2: Failed(-15)}, 2, 143),
+    ],
+)
+def test_what_is_only_a_consequence_is_not_the_cause(failures, cause, code):
+    assert failure.exit_code_of(failures) == code
+    assert f"rank {cause} of 4" in re.findall("booster run: .*", failure.report(failures, 4))[-1]
+
+
+def test_a_killed_rank_is_explained():
+    assert failure.report({0: Failed(-9)}, 1).endswith("killed by SIGKILL, as the system does when memory runs out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "no file 'nowhere.py'"),
+        (["--nproc-per-node", "0", "-m", "x"], "--nproc-per-node=0"),
+        (["--nproc_per_node", "many", "-m", "x"], "--nproc-per-node=many"),
+        (["--node-rank", "1", "-m", "x"], "--node-rank=1 with --nnodes=1"),
+        (["--nnodes", "2", "-m", "x"], "--nnodes=2 without --master-addr"),
+        (["--max-restarts", "-1", "-m", "x"], "--max-restarts=-1"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments, message, capsys):
+    assert main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would have been started, in place of starting it."""
+    calls = []
+
+    class Recorder:
+        def __init__(self, config, entrypoint):
+            self.config, self.entrypoint = config, entrypoint
+
+        def __call__(self, *arguments):
+            calls.append((self.config, arguments, os.environ["OMP_NUM_THREADS"]))
+
+    monkeypatch.setattr(launcher, "elastic_launch", Recorder)
+    return calls
+
+
+@pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node"])
+def test_run_hands_over_ranks_and_arguments(started, spelling, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["run", spelling, "3", "--max-restarts", "2", str(script), "--nproc-per-node", "${local_rank} $$"]) == 0
+    config, arguments, _ = started[0]
+    assert (config.nproc_per_node, config.max_restarts, config.min_nodes, config.max_nodes) == (3, 2, 1, 1)
+    assert arguments[1:] == (str(script), "--nproc-per-node", "$${local_rank} $$$$")
+    assert config.rdzv_endpoint == "localhost:0"
+
+
+def test_run_of_a_module_on_several_machines(started):
+    main(
+        [
+            "run",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            "1",
+            "--master-addr",
+            "head",
+            "--master-port",
+            "77",
+            "-m",
+            "package.train",
+            "-x",
+        ]
+    )
+    config, arguments, _ = started[0]
+    assert arguments[1:] == ("-m", "package.train", "-x")
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", "head:77")
+    assert config.rdzv_configs["rank"] == 1
+
+
+def test_cores_are_shared_out_unless_the_user_did(started, monkeypatch):
+    monkeypatch.setattr(run_command, "_num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    main(["run", "--nproc-per-node", "3", "-m", "x"])
+    assert "OMP_NUM_THREADS" not in os.environ
+    main(["run", "--nproc-per-node", "9", "-m", "x"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    main(["run", "--nproc-per-node", "3", "-m", "x"])
+    assert [threads for _, _, threads in started] == ["2", "1", "5"]
+
+
+def test_auto_takes_every_core_or_device(started, monkeypatch):
+    monkeypatch.setattr("booster.device.device_type", lambda: "cpu")
+    monkeypatch.setattr(run_command, "_num_cores", lambda: 6)
+    main(["run", "--nproc-per-node", "auto", "-m", "x"])
+    monkeypatch.setattr("booster.device.device_type", lambda: "cuda")
+    monkeypatch.setattr("booster.device.num_devices", lambda: 4)
+    main(["run", "--nproc-per-node", "auto", "-m", "x"])
+    assert [config.nproc_per_node for config, _, _ in started] == [6, 4]
+
+
+def test_check_says_what_is_there(capsys):
+    assert main(["check", "-i"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("OK")
+    for start in (
+        "  python",
+        "  torch",
+        "  safetensors",
+        "  booster",
+        "  backends       gloo yes",
+        "  devices",
+        "  c++",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+
+
+def test_check_fails_where_something_is_missing(capsys, monkeypatch):
+    versions = {"torch": "2.9.1", "tqdm": None}
+    monkeypatch.setattr(check, "_version", lambda name: versions.get(name, "99.0"))
+    assert main(["check", "-i"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        last == "MISSING: torch 2.9.1 is too old (pip install 'torch>=2.10'); tqdm is not installed (pip install tqdm)"
+    )
+
+
+def test_check_without_distributed(capsys, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_available", lambda: False)
+    assert main(["check", "-i"]) == 1
+    assert "without torch.distributed" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_check_without_a_compiler(capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["check", "-i"]) == 0
+    assert "c++            not found" in capsys.readouterr().out
+
+
+def test_check_alone_says_what_to_write(capsys):
+    assert main(["check"]) == 2
+    assert "booster check -i" in capsys.readouterr().err
+
+
+def test_check_knows_the_projects_dependencies():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    stated = {}
+    for requirement in project["dependencies"]:
+        name, _, least = requirement.partition(">=")
+        stated[name] = tuple(int(part) for part in least.split(".")) if least else None
+    assert stated == check.REQUIRED

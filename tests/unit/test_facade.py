@@ -1,0 +1,308 @@
+"""The facade in one process: with no plugin the same loop runs, and every mistake has an error that says what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from booster import Booster, ConfigError, ModelWrapper, OptimizerWrapper, Plugin
+from booster.mixed_precision import BF16MixedPrecision
+from booster.plugins import TorchDDPPlugin
+from booster.registry import plugin_names
+
+
+def make(**arguments):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    booster = Booster(device="cpu", **arguments)
+    return booster, *booster.boost(model, optimizer)[:2]
+
+
+def test_the_loop_equals_plain_torch_bit_for_bit():
+    booster, model, optimizer = make()
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    raw_optimizer = torch.optim.AdamW(raw.parameters(), lr=0.1)
+    for step in range(5):
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        booster.backward(model(inputs).square().mean(), optimizer)
+        raw(inputs).square().mean().backward()
+        norm = booster.clip_grad_norm_(optimizer, 0.1)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(raw.parameters(), 0.1))
+        assert optimizer.get_grad_norm() == float(norm)
+        for one in (optimizer, raw_optimizer):
+            one.step()
+            one.zero_grad()
+    for mine, plain in zip(model.parameters(), raw.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_boost_returns_five_in_order():
+    booster = Booster(device="cpu")
+    model, criterion = nn.Linear(2, 1), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loader = DataLoader(TensorDataset(torch.randn(5, 2), torch.randn(5, 1)), batch_size=2)
+    boosted, wrapped, same_criterion, new_loader, same_scheduler = booster.boost(
+        model, optimizer, criterion, loader, scheduler
+    )
+    assert isinstance(boosted, ModelWrapper)
+    assert isinstance(wrapped, OptimizerWrapper)
+    assert same_criterion is criterion
+    assert len(new_loader) == 3
+    assert same_scheduler is scheduler
+    assert booster.boost(nn.Linear(1, 1))[1:] == (None, None, None, None)
+    assert booster.unwrap_model(boosted) is model
+    assert booster.unwrap_model(model) is model
+
+
+def test_names_are_the_users():
+    _, model, _ = make()
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert list(model.state_dict()) == list(model.module.state_dict())
+    assert [name for name, _ in model.named_modules()] == ["", "0", "1", "2"]
+    assert not model.eval().module[0].training
+    assert model.train().module[0].training
+
+
+def test_schedulers_work_on_either_optimizer():
+    booster = Booster(device="cpu")
+    model = nn.Linear(2, 1)
+    raw = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = torch.optim.lr_scheduler.StepLR(raw, 1, gamma=0.5)
+    model, optimizer, *_ = booster.boost(model, raw, lr_scheduler=before)
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    booster.backward(model(torch.ones(1, 2)).sum(), optimizer)
+    optimizer.step()
+    before.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    after.step()
+    assert math.isclose(raw.param_groups[0]["lr"], 0.05)
+
+
+def test_a_method_of_the_model_does_not_go_round_the_plugin():
+    class Model(nn.Linear):
+        def training_step(self, x):
+            return self(x).sum()
+
+    model, *_ = Booster(device="cpu").boost(Model(2, 1))
+    with pytest.raises(AttributeError, match=r"write booster\.unwrap_model\(model\)\.training_step"):
+        model.training_step(torch.ones(1, 2))
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = model.nothing_like_it
+
+
+def test_accumulate_averages_and_flushes_at_the_end_of_a_loader():
+    booster, model, optimizer = make()
+    data = torch.randn(7, 3)
+    loader = booster.prepare_dataloader(data, batch_size=1)
+    sizes, last = [], 0
+    for index, inputs in enumerate(loader, start=1):
+        with booster.accumulate(model, optimizer, steps=3) as is_last:
+            booster.backward(model(inputs).square().mean(), optimizer)
+            if is_last:
+                norm = booster.clip_grad_norm_(optimizer, float("inf"))
+                chunk = data[last:index]
+                raw = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+                raw.load_state_dict(model.state_dict())
+                raw(chunk).square().mean().backward()
+                torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in raw.parameters()]))
+                sizes.append(index - last)
+                last = index
+            else:
+                assert booster.clip_grad_norm_(optimizer, 0.0) is None
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert moved == is_last
+            optimizer.zero_grad()
+    assert sizes == [3, 3, 1]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_accumulate_with_zero_grad_before_or_after(first):
+    booster, model, optimizer = make()
+    for index in range(4):
+        with booster.accumulate(model, optimizer, steps=2):
+            if first:
+                optimizer.zero_grad()
+            booster.backward(model(torch.full((1, 3), index + 1.0)).sum(), optimizer)
+            optimizer.step()
+            if not first:
+                optimizer.zero_grad()
+    assert next(iter(optimizer.state.values()))["step"] == 2
+
+
+def test_execute_pipeline_runs_under_any_plugin():
+    booster, model, optimizer = make()
+    batches = iter([{"input": torch.ones(2, 3)}, (torch.ones(2, 3),), torch.ones(2, 3)])
+    results = [
+        booster.execute_pipeline(batches, model, lambda out, _: out.mean(), optimizer, return_outputs=True)
+        for _ in range(3)
+    ]
+    assert len({float(result["loss"]) for result in results}) == 1
+    assert results[0]["outputs"].shape == (2, 1)
+    assert model.module[0].weight.grad is not None
+    with pytest.raises(StopIteration):
+        booster.execute_pipeline(batches, model, lambda out, _: out.mean())
+
+
+def test_summary_tells_what_runs(capsys):
+    booster, model, optimizer = make(mixed_precision="fp16_naive")
+    text = booster.summary(model, optimizer)
+    assert capsys.readouterr().out.strip() == text
+    row = text.splitlines()[-1].split()
+    assert row[:6] == ["0", "21", "float16", "float16", "float16", "float32"]
+    assert "SingleDevicePlugin" in text
+    assert "FP16NaiveMixedPrecision" in text
+
+
+def test_small_names(capsys):
+    booster, *_ = make()
+    assert booster.is_main_process
+    booster.print("once")
+    assert capsys.readouterr().out == "once\n"
+    booster.wait_for_everyone()
+    assert booster.gather_for_metrics([torch.ones(2), (torch.tensor(1.0),)])[1][0].shape == (1,)
+
+
+def test_plugins_of_other_packages_are_found(monkeypatch):
+    class Point:
+        name = "theirs"
+
+        def __init__(self, value):
+            self.value = value
+
+        def load(self):
+            return self.value
+
+    from booster.single_device import SingleDevicePlugin
+
+    class Theirs(SingleDevicePlugin):
+        pass
+
+    points = {"good": Theirs, "bad": int}
+    for kind, value in points.items():
+        monkeypatch.setattr("booster.registry.entry_points", lambda group, value=value: [Point(value)])
+        assert "theirs" in plugin_names()
+        if kind == "good":
+            assert isinstance(Booster(plugin="theirs").plugin, Theirs)
+        else:
+            with pytest.raises(ConfigError, match=r"not a subclass of booster\.Plugin"):
+                Booster(plugin="theirs")
+    assert importlib.metadata.entry_points(group="booster.plugins") is not None
+
+
+class TestMistakes:
+    def test_boosting_twice(self):
+        booster = Booster(device="cpu")
+        raw = nn.Linear(2, 1)
+        raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+        model, optimizer, *_ = booster.boost(raw, raw_optimizer)
+        for again in (raw, model):
+            with pytest.raises(ConfigError, match="boosted already"):
+                booster.boost(again)
+        for again in (raw_optimizer, optimizer):
+            with pytest.raises(ConfigError, match="boosted already"):
+                booster.boost(nn.Linear(2, 1), again)
+
+    def test_a_failed_boost_leaves_the_model_free(self):
+        booster = Booster(device="cpu")
+        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        with pytest.raises(ConfigError, match="2 parameters of the optimizer are not the model's"):
+            booster.boost(model, torch.optim.SGD(other.parameters(), lr=0.1))
+        assert isinstance(booster.boost(model)[0], ModelWrapper)
+
+    def test_wrong_types(self):
+        booster = Booster(device="cpu")
+        model = nn.Linear(2, 1)
+        with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
+            booster.boost("model")
+        with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer"):
+            booster.boost(model, "adam")
+        with pytest.raises(ConfigError, match="not a torch DataLoader"):
+            booster.boost(model, dataloader=[1, 2])
+        other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="another optimizer"):
+            booster.boost(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1),
+            )
+        with pytest.raises(ConfigError, match="meta device"):
+            booster.boost(nn.Linear(2, 1, device="meta"))
+
+    def test_raw_objects(self):
+        booster, model, optimizer = make()
+        loss = model(torch.ones(1, 3)).sum()
+        with pytest.raises(ConfigError, match=r"pass the optimizer that boost\(\) returned"):
+            booster.backward(loss, optimizer.unwrap())
+        with pytest.raises(ConfigError, match=r"pass the model that boost\(\) returned"):
+            booster.save_model(model.unwrap(), "nowhere")
+        with pytest.raises(ConfigError, match=r"pass the optimizer that boost\(\) returned"):
+            booster.save_optimizer(optimizer.unwrap(), "nowhere")
+
+    def test_losses(self):
+        booster, model, optimizer = make()
+        with pytest.raises(ConfigError, match=r"shape \(2, 1\).*loss\.mean\(\)"):
+            booster.backward(model(torch.ones(2, 3)), optimizer)
+        with pytest.raises(ConfigError, match="float, not a tensor"):
+            booster.backward(1.0, optimizer)
+        with torch.no_grad(), pytest.raises(ConfigError, match=r"outside of torch\.no_grad"):
+            booster.backward(model(torch.ones(2, 3)).mean(), optimizer)
+
+    def test_unknown_names(self):
+        with pytest.raises(ConfigError, match=r"'torch_dpd' is not known. Did you mean 'torch_ddp'\?.*torch_ddp"):
+            Booster(plugin="torch_dpd")
+        with pytest.raises(ConfigError, match=r"'bf61' is not known.*fp16, bf16, fp16_naive, fp16_apex, fp8"):
+            Booster(mixed_precision="bf61")
+        with pytest.raises(ConfigError, match="not its class"):
+            Booster(plugin=TorchDDPPlugin)
+        with pytest.raises(ConfigError, match="pass a name such as 'bf16'"):
+            Booster(mixed_precision=torch.bfloat16)
+
+    def test_a_plugin_before_launch(self):
+        with pytest.raises(ConfigError, match=r"call booster\.launch_from_torch\(\)"):
+            TorchDDPPlugin()
+
+    def test_several_processes_without_a_plugin(self, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ConfigError, match="2 were launched"):
+            Booster()
+
+    def test_a_plugin_that_decides_itself(self):
+        from booster.single_device import SingleDevicePlugin
+
+        class Strict(SingleDevicePlugin):
+            def control_precision(self):
+                return True
+
+            def control_device(self):
+                return True
+
+            def support_no_sync(self):
+                return False
+
+        with pytest.raises(ConfigError, match="leave device out"):
+            Booster(plugin=Strict(), device="cpu")
+        for precision in ("bf16", BF16MixedPrecision()):
+            with pytest.raises(ConfigError, match=r"Strict\(precision=...\)"):
+                Booster(plugin=Strict(), mixed_precision=precision)
+        with pytest.raises(ConfigError, match=r"leave no_sync\(\) out"):
+            Booster(plugin=Strict()).no_sync()
+
+    def test_accumulate_over_no_steps(self):
+        booster, model, optimizer = make()
+        with pytest.raises(ConfigError, match="give 1 or more"), booster.accumulate(model, optimizer, 0):
+            pass
+
+    def test_an_abstract_plugin_is_no_plugin(self):
+        with pytest.raises(TypeError, match="abstract"):
+            Plugin()

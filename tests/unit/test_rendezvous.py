@@ -1,0 +1,61 @@
+"""The first meeting of the ranks, with threads as ranks and a store in memory."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import pytest
+import torch.distributed as dist
+
+from booster.errors import ConfigError, RankFailedError
+from booster.rendezvous import Card, meet, open_store
+
+
+def card(host="a", world_size=3, backend="gloo", seed=1):
+    return Card(host=host, world_size=world_size, backend=backend, seed=seed)
+
+
+def meet_all(cards):
+    store = dist.HashStore()
+    with ThreadPoolExecutor(len(cards)) as pool:
+        return [pool.submit(meet, store, rank, shown, 20) for rank, shown in enumerate(cards)]
+
+
+def test_local_ranks_are_counted_by_host():
+    waiting = meet_all([card("a"), card("b"), card("a")])
+    assert [future.result() for future in waiting] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"seed": 2}, "seed=1 and rank 2 with seed=2"), ({"backend": "nccl"}, "'gloo' and rank 2 with backend='nccl'")],
+)
+def test_different_settings_raise_on_every_rank(changed, message):
+    for future in meet_all([card(), card(), card(**changed)]):
+        with pytest.raises(ConfigError, match=message):
+            future.result()
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.HashStore()
+    store.set("card/2", json.dumps(asdict(card())))
+    with pytest.raises(RankFailedError, match=r"rank\(s\) \[1\] of world_size=3"):
+        meet(store, 0, card(), 0.1)
+
+
+def test_restarts_and_launches_have_keys_of_their_own(monkeypatch):
+    server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")
+    first, second = (open_store("localhost", server.port, 0, 2, 5) for _ in range(2))
+    first.set("key", "value")
+    assert not second.check(["key"])
+    assert any("attempt_4" in str(key) for key in server.list_keys())
+
+
+def test_a_taken_port_is_a_clear_error():
+    server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    with pytest.raises(ConfigError, match=f"can't serve at port={server.port}"):
+        open_store("localhost", server.port, 0, 2, 5)
