@@ -18,6 +18,7 @@ class Goal:
         low: The least that is good.
         high: The most that is good.
         unit: Printed after the numbers.
+        interval: 95% confidence interval of the figure; None: it is exact.
         control: The same figure of the baseline against itself, for the reader to judge the noise by.
     """
 
@@ -26,17 +27,29 @@ class Goal:
     low: float = float("-inf")
     high: float = float("inf")
     unit: str = ""
+    interval: tuple[float, float] | None = None
     control: float | None = None
 
     @property
+    def verdict(self) -> str:
+        """PASS within the bounds, which belong to them; else FAIL, or NOISY where the noise could hide a pass."""
+        if self.value is None:
+            return "FAIL"
+        if self.low <= self.value <= self.high:
+            return "PASS"
+        least, most = self.interval or (self.value, self.value)
+        return "NOISY" if least <= self.high and most >= self.low else "FAIL"
+
+    @property
     def is_met(self) -> bool:
-        """True if the figure lies within the bounds, which belong to them."""
-        return self.value is not None and self.low <= self.value <= self.high
+        """True for PASS alone."""
+        return self.verdict == "PASS"
 
     def __str__(self) -> str:
         value = "not measured" if self.value is None else f"{self.value:.4g}{self.unit}"
+        interval = "" if self.interval is None else f" [{self.interval[0]:.4g}, {self.interval[1]:.4g}]"
         control = "" if self.control is None else f", control {self.control:.4g}{self.unit}"
-        return f"{'PASS' if self.is_met else 'FAIL'}  {self.what}: {value} (goal {self._bounds()}{control})"
+        return f"{self.verdict:5}  {self.what}: {value}{interval} (goal {self._bounds()}{control})"
 
     def _bounds(self) -> str:
         if self.low == float("-inf"):

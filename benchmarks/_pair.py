@@ -24,11 +24,12 @@ from _engine import MEASURED, NOT_INSTALLED, Engine, Step, build_engine, with_co
 from _environment import describe_run
 from _memory import Memory, measure_memory, worst
 from _ranks import RankError, World, on_ranks
-from _samples import Quartiles, Samples, largest_difference, paired_differences, paired_ratios
+from _samples import Samples, Spread, largest_difference, paired_differences, paired_ratios
 from _table import format_table
 from _timing import Schedule, time_alternately
 
 __all__ = [
+    "RESULTS",
     "Comparison",
     "Engine",
     "EngineReport",
@@ -37,9 +38,11 @@ __all__ = [
     "Step",
     "World",
     "compare",
+    "on_ranks",
     "report_engines",
     "save",
     "time_engines",
+    "write_json",
 ]
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -50,19 +53,19 @@ class Figures:
     """The times and losses of one engine.
 
     Attributes:
-        seconds: Quartiles of a step.
+        seconds: Spread of a step.
         best_seconds: The fastest step.
-        ratio: Quartiles of the step over the baseline's step of the same round.
-        extra_seconds: Quartiles of the step minus the baseline's step of the same round.
+        ratio: Spread of the step over the baseline's step of the same round.
+        extra_seconds: Spread of the step minus the baseline's step of the same round.
         num_steps: Timed steps.
         last_loss: Mean over the ranks.
         largest_loss_difference: To the baseline, over all steps and ranks.
     """
 
-    seconds: Quartiles
+    seconds: Spread
     best_seconds: float
-    ratio: Quartiles
-    extra_seconds: Quartiles
+    ratio: Spread
+    extra_seconds: Spread
     num_steps: int
     last_loss: float
     largest_loss_difference: float
@@ -209,10 +212,10 @@ def _memory_of(engine: Engine, world: World, steps: int) -> Memory | None:
 def _figures(name: str, baseline: str, ranks: Sequence[Mapping[str, Samples]]) -> Figures:
     seconds, theirs = _slowest(name, ranks), _slowest(baseline, ranks)
     return Figures(
-        seconds=Quartiles.of(seconds),
+        seconds=Spread.of(seconds),
         best_seconds=min(seconds),
-        ratio=Quartiles.of(paired_ratios(seconds, theirs)),
-        extra_seconds=Quartiles.of(paired_differences(seconds, theirs)),
+        ratio=Spread.of(paired_ratios(seconds, theirs)),
+        extra_seconds=Spread.of(paired_differences(seconds, theirs)),
         num_steps=len(seconds),
         last_loss=sum(samples[name].losses[-1] for samples in ranks) / len(ranks),
         largest_loss_difference=max(

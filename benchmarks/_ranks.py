@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,7 +66,13 @@ def child_environment(environment: Mapping[str, str], *, num_threads: int, gives
     return child | (_GIVE_BACK if gives_memory_back else {})
 
 
-def on_ranks(function: Callable[..., Any], world: World, *args: Any, gives_memory_back: bool = False) -> list[Any]:
+def on_ranks(
+    function: Callable[..., Any],
+    world: World,
+    *args: Any,
+    gives_memory_back: bool = False,
+    preload: Sequence[str] = (),
+) -> list[Any]:
     """Returns what `function(*args)` returned on each of the ranks, which are new processes.
 
     Args:
@@ -74,29 +80,36 @@ def on_ranks(function: Callable[..., Any], world: World, *args: Any, gives_memor
         world: How many ranks, and how they talk.
         *args: The function's arguments, the same on all ranks.
         gives_memory_back: See `child_environment`.
+        preload: Fork the ranks off a server that has imported these modules, which saves seconds a rank. Not for
+            memory runs: malloc reads its environment once, when the server starts.
 
     Raises:
         RankError: A rank raised, died or was too late; no process is left behind.
     """
-    # spawn, not fork or a server: malloc reads its environment once, when a process starts.
-    context = multiprocessing.get_context("spawn")
+    if preload and gives_memory_back:
+        raise ValueError("preload and gives_memory_back exclude each other: a forked rank keeps its server's malloc")
+    context = multiprocessing.get_context("forkserver" if preload else "spawn")
+    context.set_forkserver_preload(list(preload))
     environment = child_environment(os.environ, num_threads=world.num_threads, gives_memory_back=gives_memory_back)
+    ranks: list[tuple[BaseProcess, Connection]] = []
     with tempfile.TemporaryDirectory(prefix="pair-") as directory:
-        ranks: list[tuple[BaseProcess, Connection]] = []
+        job = (world, str(Path(directory) / "store"), function, args)
         try:
             with _environment(environment):
-                for rank in range(world.size):
-                    here, there = context.Pipe()
-                    arguments = (there, rank, world, str(Path(directory) / "store"), function, args)
-                    process = context.Process(target=_rank_main, args=arguments, daemon=True)
-                    process.start()
-                    there.close()
-                    ranks.append((process, here))
+                ranks.extend(_start(context, rank, job) for rank in range(world.size))
             results = _collect(ranks, world)
             _release(ranks)
             return results
         finally:
             _kill(ranks)
+
+
+def _start(context: Any, rank: int, job: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
+    here, there = context.Pipe()
+    process = context.Process(target=_rank_main, args=(there, rank, *job), daemon=True)
+    process.start()
+    there.close()
+    return process, here
 
 
 @contextmanager
@@ -181,7 +194,9 @@ def _join(rank: int, world: World, store: str) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.size), LOCAL_WORLD_SIZE=str(world.size)
     )
+    device = None
     if world.group_backend == "nccl":
+        device = torch.device("cuda", rank)
         torch.accelerator.set_device_index(rank)
     dist.init_process_group(
         world.group_backend,
@@ -189,4 +204,5 @@ def _join(rank: int, world: World, store: str) -> None:
         rank=rank,
         world_size=world.size,
         timeout=timedelta(seconds=world.timeout_seconds),
+        device_id=device,
     )

@@ -7,30 +7,64 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Quartiles", "Samples", "largest_difference", "order_of_round", "paired_differences", "paired_ratios"]
+__all__ = [
+    "Samples",
+    "Spread",
+    "largest_difference",
+    "median_interval",
+    "order_of_round",
+    "paired_differences",
+    "paired_ratios",
+]
+
+
+_Z_95 = 1.96  # of the normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quartiles:
-    """First quartile, median and third quartile of some numbers."""
+class Spread:
+    """Where some numbers lie.
+
+    Attributes:
+        first: The first quartile.
+        median: The second.
+        third: The third.
+        low: Lower end of the 95% confidence interval of the median.
+        high: Its upper end.
+    """
 
     first: float
     median: float
     third: float
+    low: float
+    high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
-        """Returns the quartiles, interpolated between the values; all three are the value where there is only one.
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Returns the spread of the values; quartiles are interpolated between them.
 
         Raises:
             ValueError: There are no values.
         """
         if not values:
             raise ValueError("no samples: run at least one step after the warm-up")
-        if len(values) == 1:
-            return cls(first=values[0], median=values[0], third=values[0])
-        first, median, third = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(first=first, median=median, third=third)
+        low, high = median_interval(values)
+        several = values if len(values) > 1 else [*values, *values]
+        first, median, third = statistics.quantiles(several, n=4, method="inclusive")
+        return cls(first=first, median=median, third=third, low=low, high=high)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95% confidence interval of the median, by order statistics: it assumes nothing about the noise.
+
+    The number of samples below the true median is binomial with p = 1/2; here in its normal approximation, rounded
+    outwards. Over few samples the interval is all of them.
+    """
+    ordered, count = sorted(values), len(values)
+    half_width = _Z_95 * math.sqrt(count) / 2
+    below = max(0, math.floor(count / 2 - half_width) - 1)
+    above = min(count - 1, math.ceil(count / 2 + half_width))
+    return ordered[below], ordered[above]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

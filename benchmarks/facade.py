@@ -70,42 +70,40 @@ def _compare_loops(clips: bool, options: argparse.Namespace) -> tuple[Comparison
     title = f"plain loop on the tiny model, {'clipped' if clips else 'not clipped'}"
     schedule = _schedule(4000, 200, options)
     comparison = compare(title, loop_engines(clips), schedule, memory_steps=4 * options.memory)
-    return comparison, [
-        Goal(
-            what=f"extra time per step, {title}",
-            value=_extra_us(comparison, "booster"),
-            high=_MOST_EXTRA_US,
-            unit=" us",
-            control=_extra_us(comparison, comparison.control.name),
-        ),
-        _same_bits(comparison, "booster"),
-    ]
+    return comparison, [_few_extra(comparison, "booster"), _same_bits(comparison, "booster")]
 
 
 def _compare_ddp(size: str, schedule: Schedule, options: argparse.Namespace) -> tuple[Comparison, list[Goal]]:
     title = f"data parallel, {'tiny model' if size == 'tiny' else f'{size} GPT'}"
     comparison = compare(title, ddp_engines(size), schedule, World(size=2), memory_steps=4 * options.memory)
+    return comparison, [_same_speed(comparison, "TorchDDPPlugin"), _same_bits(comparison, "TorchDDPPlugin")]
+
+
+def _few_extra(comparison: Comparison, name: str) -> Goal:
+    ours, control = comparison.engine(name).figures, comparison.control.figures
+    extra = None if ours is None else ours.extra_seconds
+    return Goal(
+        what=f"extra time per step, {comparison.title}",
+        value=None if extra is None else extra.median * 1e6,
+        high=_MOST_EXTRA_US,
+        unit=" us",
+        interval=None if extra is None else (extra.low * 1e6, extra.high * 1e6),
+        control=None if control is None else control.extra_seconds.median * 1e6,
+    )
+
+
+def _same_speed(comparison: Comparison, name: str) -> Goal:
+    ours, control = comparison.engine(name).figures, comparison.control.figures
+    ratio = None if ours is None else ours.ratio
     low, high = _RATIO_BOUNDS
-    return comparison, [
-        Goal(
-            what=f"TorchDDPPlugin over torch DDP, {title}",
-            value=_ratio(comparison, "TorchDDPPlugin"),
-            low=low,
-            high=high,
-            control=_ratio(comparison, comparison.control.name),
-        ),
-        _same_bits(comparison, "TorchDDPPlugin"),
-    ]
-
-
-def _extra_us(comparison: Comparison, name: str) -> float | None:
-    figures = comparison.engine(name).figures
-    return None if figures is None else figures.extra_seconds.median * 1e6
-
-
-def _ratio(comparison: Comparison, name: str) -> float | None:
-    figures = comparison.engine(name).figures
-    return None if figures is None else figures.ratio.median
+    return Goal(
+        what=f"{name} over torch DDP, {comparison.title}",
+        value=None if ratio is None else ratio.median,
+        low=low,
+        high=high,
+        interval=None if ratio is None else (ratio.low, ratio.high),
+        control=None if control is None else control.ratio.median,
+    )
 
 
 def _same_bits(comparison: Comparison, name: str) -> Goal:

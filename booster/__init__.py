@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 from booster.checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from booster.cluster import DistCoordinator
+from booster.config import Config
 from booster.errors import BoosterError, CheckpointError, ConfigError, DesyncError, RankFailedError
 from booster.facade import Booster
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, TensorSlice
@@ -32,6 +33,7 @@ from booster.mixed_precision import (
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
 )
+from booster.random_state import set_seed
 
 __all__ = [
     "BF16MixedPrecision",
@@ -39,6 +41,7 @@ __all__ = [
     "BoosterError",
     "CheckpointError",
     "CheckpointIO",
+    "Config",
     "ConfigError",
     "DesyncError",
     "DistCoordinator",
@@ -60,4 +63,5 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "set_seed",
 ]

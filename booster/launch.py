@@ -260,12 +260,12 @@ def _already_launched(settings: LaunchSettings, config: Config | None) -> bool:
 
 def _adopt(settings: LaunchSettings, config: Config | None) -> None:
     global _world
-    existing = f"rank={dist.get_rank()}, world_size={dist.get_world_size()}"
-    asked = f"rank={settings.rank}, world_size={settings.world_size}"
+    existing = f"rank={dist.get_rank()}, world_size={dist.get_world_size()}, backend={_known_backend()!r}"
+    asked = f"rank={settings.rank}, world_size={settings.world_size}, backend={settings.backend!r}"
     if existing != asked:
         raise ConfigError(
             f"torch.distributed is initialised with {existing} and the launch asks for {asked}: leave out your own "
-            "init_process_group, or launch with the same numbers"
+            "init_process_group, or launch with the same settings"
         )
     local_rank = settings.local_rank if settings.local_rank is not None else _local_rank_guess(settings.rank)
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=False)
@@ -313,6 +313,6 @@ def _leave_at_exit() -> None:
 
 
 def _known_backend() -> str:
-    if dist.is_available() and dist.is_initialized():
-        return str(dist.get_backend())
-    return default_backend(device_type())
+    """Returns the backend of the group that there is, or else the default one of this process's device."""
+    known = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else dist.Backend.UNDEFINED
+    return default_backend(device_type()) if known == dist.Backend.UNDEFINED else known

@@ -92,10 +92,10 @@ class PendingDirectory:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        if self._lock is not None:
-            self._storage.unlock(self._lock)
         if self.path.is_dir():
             self._storage.remove_tree(self.path)
+        if self._lock is not None:
+            self._storage.unlock(self._lock)
 
     @contextmanager
     def new_file(self, name: str) -> Iterator[BinaryIO]:
@@ -154,10 +154,13 @@ def _remove_leftovers(storage: Storage, directory: Path, name: str) -> None:
 
 
 def _is_abandoned(storage: Storage, path: Path) -> bool:
-    mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        return False  # no writer of ours makes links or pipes
-    lock = storage.lock(path)
+    try:
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            return False  # no writer of ours makes links or pipes
+        lock = storage.lock(path)
+    except (FileNotFoundError, PermissionError):
+        return False  # its writer was quicker, or it is another user's: neither is a reason not to save
     if lock is None:
         return False
     storage.unlock(lock)

@@ -27,8 +27,11 @@ class Storage:
         path.mkdir()
 
     def make_parents(self, path: Path) -> None:
-        """Makes the directories above the path that are not there yet."""
+        """Makes the directories above the path that are not there yet, on the disk as well."""
+        missing = [parent for parent in path.parents if not parent.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in missing:
+            self.sync_path(parent.parent)
 
     def create(self, path: Path) -> BinaryIO:
         """Opens a new file for writing, with the modes of the process's umask; never through a link."""
@@ -42,7 +45,7 @@ class Storage:
 
     def sync_path(self, path: Path) -> None:
         """Waits until a file's content, or a directory's entries, are on the disk."""
-        descriptor = os.open(path, os.O_RDONLY | _NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:

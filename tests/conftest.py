@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Set by pytest itself around the phases of a test.
-_PYTEST_VARIABLES = {"PYTEST_CURRENT_TEST"}
+# Set by pytest around the phases of a test, and by torch's compiler when an optimizer first imports it.
+_FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _JOIN_SECONDS = 1.0  # for a thread that is on its way out
 
 
@@ -37,7 +37,7 @@ def pytest_sessionfinish() -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _PYTEST_VARIABLES}
+    return {name: value for name, value in os.environ.items() if name not in _FOREIGN_VARIABLES}
 
 
 def _environment_leaks(before: dict[str, str]) -> Iterator[str]:

@@ -126,5 +126,5 @@ def _kernel_rows() -> list[tuple[str, str]]:
         from booster.kernels.registry import kernel_status
     except ImportError as error:  # torch itself is missing: said above
         return [("kernels", f"can't be looked at ({error})")]
-    rows = [(kernel.name, f"{kernel.status} ({kernel.reason})") for kernel in kernel_status()]
+    rows = [(kernel.name, f"{kernel.status} ({kernel.reason})") for kernel in kernel_status(device_type())]
     return rows or [("none", "no kernel is registered")]

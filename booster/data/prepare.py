@@ -106,8 +106,8 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: 
     """A loader for this rank's part of what a torch loader reads; loaders that are split already come back unchanged.
 
     The batch size stays that of one rank. A shuffled loader gets the orders of `seed`, not those of its own
-    `generator`, whose state may differ between ranks: one rank reads the same global batches as several. With `dp_size` 1
-    a loader of a kind that can't be split comes back unchanged.
+    `generator`, whose state may differ between ranks: one rank reads the same global batches as several. With
+    `dp_size` 1 a loader of a kind that can't be split comes back unchanged.
 
     Raises:
         ConfigError: a loader that is split for other ranks, or that can't be split (each rank would read the same).

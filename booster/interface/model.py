@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.errors import CheckpointError
+from booster.errors import CheckpointError, ConfigError
 from booster.interface.mixed_precision import MixedPrecision
 from booster.interface.tensor_slice import TensorSlice
 
@@ -101,8 +101,17 @@ class ModelWrapper(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the user's model; fp32 master weights follow."""
-        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        """Loads into the user's model; fp32 master weights follow.
+
+        Raises:
+            ConfigError: assign=True, which would take the parameters away from the optimizer.
+        """
+        if assign:
+            raise ConfigError(
+                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would go on with"
+                " the old ones: leave assign out, or load before boost()"
+            )
+        result = self.module.load_state_dict(state_dict, strict=strict)
         self.notify_loaded()
         return result
 

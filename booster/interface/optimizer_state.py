@@ -92,7 +92,7 @@ class OptimizerState:
             values: The stored plain part.
 
         Raises:
-            CheckpointError: Other groups, parameters or shapes, or no numbers for a loss scaler that is there.
+            CheckpointError: Other groups, parameters or shapes.
         """
         problems = list(self._differences(specs, values))
         if problems:
@@ -109,8 +109,11 @@ class OptimizerState:
             specs: The stored tensors by name.
             values: The stored plain part.
 
-        Call `check` first: this does not.
+        Call `check` first: this does not. A loss scaler keeps its own numbers where none are stored.
         """
+        scaler = self.optimizer.loss_scaler
+        if scaler is not None and values["loss_scaler"] is not None:
+            scaler.load_state_dict(values["loss_scaler"])  # first: it refuses a malformed state
         named = self.named_parameters()
         state = self.optimizer.state
         state.clear()
@@ -122,9 +125,6 @@ class OptimizerState:
             state[named[name]].update(numbers)
         for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
             group.update({key: value for key, value in stored.items() if key != "params"})
-        scaler = self.optimizer.loss_scaler
-        if scaler is not None and values["loss_scaler"] is not None:
-            scaler.load_state_dict(values["loss_scaler"])
         self.optimizer.num_skipped_steps = int(values["num_skipped_steps"])
         return [part for part in self.slices() if part.name in specs]
 

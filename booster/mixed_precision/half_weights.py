@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
@@ -16,7 +17,7 @@ from booster.tensor_tree import map_tensors
 
 __all__ = ["HalfWeights", "cast_floats", "low_precision_to_fp32"]
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = _BatchNorm  # also what plugins put in its place to normalise over ranks
 
 
 class HalfWeights:

@@ -77,7 +77,7 @@ def main() -> None:
     launch_from_torch(seed=42)
     booster = Booster(plugin=arguments.plugin, mixed_precision=arguments.mixed_precision)
 
-    validation_text = read_library(is_validation=True)[:400_000]
+    validation_text = read_library(is_validation=True)[:100_000]
     loader = booster.prepare_dataloader(ByteWindows(read_library(is_validation=False), LENGTH), BATCH, shuffle=True)
     validation_loader = booster.prepare_dataloader(ByteWindows(validation_text, LENGTH), BATCH)
     model = build_model()

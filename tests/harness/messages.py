@@ -12,19 +12,32 @@ from harness.reference import FunctionReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Asks a rank to make a process group with the others, before a job for which none is there.
+
+    Apart from the job, whose timeout is for the test and not for the start of processes on a busy machine.
+    """
+
+    store_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The answer: the group stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One function call on every rank of a pool.
 
     Attributes:
         function: what to call.
         arguments: pickled `(args, kwargs)`; opened after the function's module is imported, which may define them.
-        store_path: file to meet at for a new process group; None to go on with the group of the job before.
         timeout: seconds after which the parent gives up.
     """
 
     function: FunctionReference
     arguments: bytes
-    store_path: str | None
     timeout: float
 
 
@@ -50,7 +63,8 @@ class Settled:
     is_group_reusable: bool
 
 
-Reply = Returned | Settled | RankFailure
+Request = Join | Job | Settle
+Reply = Joined | Returned | Settled | RankFailure
 
 
 def pack_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

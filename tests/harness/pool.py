@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.failures import RankFailure, RanksFailed
-from harness.messages import Job, Reply, Returned, Settle, Settled
+from harness.messages import Job, Join, Reply, Request, Returned, Settle, Settled
 from harness.process import RankProcess
 from harness.reference import FunctionReference
 
 # How long the other ranks may go on once one has failed: enough for the error of a closed connection to arrive.
 _AFTERMATH_SECONDS = 5.0
+# How long new processes may take to start and to meet, on a busy machine.
+_START_SECONDS = 60.0
 # How long ranks may take to clean up after a job before they are replaced.
 _SETTLE_SECONDS = 5.0
 
@@ -50,12 +52,18 @@ class RankPool:
         Raises:
             RanksFailed: a rank raised, skipped, died, or was still running after `timeout` seconds.
         """
-        job = Job(function=function, arguments=arguments, store_path=self._store_path(), timeout=timeout)
+        __tracebackhide__ = True
+        job = Job(function=function, arguments=arguments, timeout=timeout)
         try:
-            results = self._results(self._exchange(job), timeout)
+            if not self._is_group_kept:
+                self._num_stores += 1
+                self._exchange(Join(store_path=str(self._directory / f"store-{self._num_stores}")), _START_SECONDS)
+            results = _results(self._exchange(job, timeout, function.path))
         except BaseException:  # also Ctrl-C: ranks in the middle of a job are of no more use
             self.close()
             raise
+        self._broadcast(Settle())
+        return [results[rank] for rank in range(self.world_size)]
 
     def is_settled(self) -> bool:
         """Returns whether all ranks have cleaned up after a job. Call it once after each."""
@@ -74,22 +82,26 @@ class RankPool:
         self._ranks = []
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _store_path(self) -> str | None:
-        if self._is_group_kept:
-            return None
-        self._num_stores += 1
-        return str(self._directory / f"store-{self._num_stores}")
+    def _exchange(self, request: Join | Job, timeout: float, test_path: str | None = None) -> dict[int, Reply]:
+        """Returns the answers to a request, by rank.
 
-    def _exchange(self, job: Job) -> dict[int, Reply]:
-        """Sends the job to all ranks and returns their replies, by rank; those that never came are failures, too."""
-        self._broadcast(job)
+        Raises:
+            RanksFailed: not all ranks did as they were asked. Those that did not answer in time were ended.
+        """
+        __tracebackhide__ = True
+        self._broadcast(request)
         waiting = {rank.connection: rank for rank in self._ranks}
-        replies = self._collect(waiting, time.monotonic() + job.timeout, self._aftermath_seconds)
+        replies = self._collect(waiting, time.monotonic() + timeout, self._aftermath_seconds)
         for rank in waiting.values():
-            replies[rank.rank] = rank.interrogate(job.function.path)
+            rank.interrupt()  # all at once: a rank that sees its peers go is no longer where it hung
+        for rank in waiting.values():
+            replies[rank.rank] = rank.whereabouts(test_path)
+        failures = [reply for reply in replies.values() if isinstance(reply, RankFailure)]
+        if failures:
+            raise RanksFailed(failures, _results(replies), self.world_size, f"{timeout:g}")
         return replies
 
-    def _broadcast(self, request: Job | Settle) -> None:
+    def _broadcast(self, request: Request) -> None:
         message = pickle.dumps(request)
         for rank in self._ranks:
             rank.send(message)
@@ -107,17 +119,14 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + aftermath_seconds)
         return replies
 
-    def _results(self, replies: dict[int, Reply], timeout: float) -> list[Any]:
-        returned = {rank: reply for rank, reply in replies.items() if isinstance(reply, Returned)}
-        results = {rank: pickle.loads(reply.result) for rank, reply in returned.items()}
-        failures = [reply for reply in replies.values() if isinstance(reply, RankFailure)]
-        if failures:
-            raise RanksFailed(failures, results, self.world_size, f"{timeout:g}")
-        return [results[rank] for rank in range(self.world_size)]
+
+def _results(replies: dict[int, Reply]) -> dict[int, Any]:
+    return {rank: pickle.loads(reply.result) for rank, reply in replies.items() if isinstance(reply, Returned)}
 
 
 def run_on_live_ranks(world_size: int, function: FunctionReference, arguments: bytes, timeout: float) -> list[Any]:
     """Runs the function on the live ranks of that world size, starting them where there are none."""
+    __tracebackhide__ = True
     pool = _POOLS.pop(world_size, None)  # goes back after success: a pool whose job failed is closed
     if pool is None or not pool.is_settled():
         if pool is not None:
@@ -133,6 +142,7 @@ def run_on_fresh_ranks(world_size: int, function: FunctionReference, arguments: 
 
     Such jobs are often about what the others do when one dies: those may go on until the timeout.
     """
+    __tracebackhide__ = True
     pool = RankPool(world_size, aftermath_seconds=timeout)
     results = pool.run(function, arguments, timeout)
     pool.close()

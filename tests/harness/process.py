@@ -48,17 +48,20 @@ class RankProcess:
             return self._death()
         return reply
 
-    def interrogate(self, test_path: str | None) -> RankFailure:
-        """Ends a process that still runs and returns where it was, as the stacks of all its threads.
+    def interrupt(self) -> None:
+        """Has a process that still runs write its stacks and end. `whereabouts` follows."""
+        self._signal(signal.SIGABRT)
+
+    def whereabouts(self, test_path: str | None) -> RankFailure:
+        """Returns where a process was that was interrupted, as the stacks of all its threads.
 
         Args:
             test_path: file whose frames say best where it was.
         """
-        now = time.monotonic()
-        self._signal(signal.SIGABRT)
         self._process.join(_STACK_SECONDS)
         stacks = self._stacks() or "it did not answer: stopped, or blocked outside Python"
-        return RankFailure(rank=self.rank, kind="hung", summary=_place(stacks, test_path), detail=stacks, at=now)
+        place = _place(stacks, test_path)
+        return RankFailure(rank=self.rank, kind="hung", summary=place, detail=stacks, at=time.monotonic())
 
     def kill(self) -> None:
         """Ends the process, whatever it does. `close` follows."""
@@ -82,7 +85,8 @@ class RankProcess:
             os.kill(self._process.pid, number)
 
     def _stacks(self) -> str:
-        return self._stack_path.read_text(errors="replace").strip() if self._stack_path.exists() else ""
+        text = self._stack_path.read_text(errors="replace") if self._stack_path.exists() else ""
+        return text.partition("\nExtension modules:")[0].strip()
 
 
 def _place(stacks: str, test_path: str | None) -> str:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_pg_count
 
-from harness.messages import Settled
+from harness.messages import Joined, Settled
 
-# More than the parent's limit: the parent, who asks every rank where it is, must be the first to give up.
-_GROUP_GRACE_SECONDS = 20.0
+# More than any job's limit: the parent, who asks every rank where it is, must be the first to give up.
+_GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 class RankGroup:
@@ -32,15 +32,12 @@ class RankGroup:
         self.rank = rank
         self.world_size = world_size
 
-    def join(self, store_path: str | None, timeout: float) -> None:
-        """Makes the default group, meeting the others at `store_path`; None goes on with the one from before."""
-        if store_path is None:
-            return
-        # One group serves many jobs, of which a later one may be allowed to take longer.
-        limit = timedelta(seconds=max(timeout, 600.0) + _GROUP_GRACE_SECONDS)
+    def join(self, store_path: str) -> Joined:
+        """Makes the default group, meeting the others at `store_path`. *Collective: yes*."""
         store = dist.FileStore(store_path, self.world_size)
-        store.set_timeout(limit)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        store.set_timeout(_GROUP_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=_GROUP_TIMEOUT)
+        return Joined()
 
     def settle(self) -> Settled:
         """Keeps the group for the next job, or destroys it. *Collective: yes*, but no rank waits for one that destroys.

@@ -7,7 +7,6 @@ file goes along, and the worker imports it from there under the same name, with 
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import importlib.util
 import sys
@@ -63,7 +62,9 @@ def resolve(reference: FunctionReference) -> Callable[..., Any]:
 
 def _lookup(module: ModuleType, qualname: str) -> Any:
     """Returns the object at `qualname`, the undecorated body of a distributed test; None where there is none."""
-    found = functools.reduce(lambda owner, name: getattr(owner, name, None), qualname.split("."), module)
+    found: Any = module
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
     return getattr(found, BODY_ATTRIBUTE, found)
 
 
@@ -89,6 +90,7 @@ def _import_from_path(reference: FunctionReference, loader: type[SourceFileLoade
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} can't be imported as {reference.module}: it is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    _add_parents(reference.module)
     sys.modules[reference.module] = module  # before it runs: its classes must be found when arguments are unpickled
     try:
         spec.loader.exec_module(module)
@@ -96,6 +98,17 @@ def _import_from_path(reference: FunctionReference, loader: type[SourceFileLoade
         del sys.modules[reference.module]
         raise
     return module
+
+
+def _add_parents(module: str) -> None:
+    """Has `import a.b.c` work for a module of that name that was loaded by path, as pytest does. Pickle imports so."""
+    *parents, _ = module.split(".")
+    for depth in range(1, len(parents) + 1):
+        name = ".".join(parents[:depth])
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            sys.modules[name] = ModuleType(name)
 
 
 class _RewritingLoader(SourceFileLoader):

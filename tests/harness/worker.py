@@ -13,18 +13,20 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from types import TracebackType
 
 import torch
 
 from harness import ddp_logger
 from harness.failures import RankFailure
 from harness.forkserver import LAUNCHER_VARIABLES, WORKER_ENVIRONMENT
-from harness.messages import Job, Reply, Returned, Settle
+from harness.messages import Job, Join, Reply, Request, Returned, Settle
 from harness.rank_state import RankGroup, job_surroundings
 from harness.reference import resolve
 
 # A worker whose parent is gone ends itself this many seconds after the parent would have ended it.
 _ORPHAN_SECONDS = 30.0
+_PREPARATION_SECONDS = 60.0
 
 
 def worker_main(connection: Connection, rank: int, world_size: int, stack_path: str) -> None:
@@ -35,15 +37,12 @@ def worker_main(connection: Connection, rank: int, world_size: int, stack_path: 
     reply: Reply | None = None
     while not isinstance(reply, RankFailure):
         try:
-            request: Job | Settle = pickle.loads(connection.recv_bytes())
+            request: Request = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):  # the parent is done, or gone
             os._exit(0)
-        if isinstance(request, Settle):
-            reply = group.settle()
-        else:
-            faulthandler.dump_traceback_later(request.timeout + _ORPHAN_SECONDS, exit=True, file=stacks)
-            reply = _run(request, group)
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(_limit(request) + _ORPHAN_SECONDS, exit=True, file=stacks)
+        reply = _answer(request, group)
+        faulthandler.cancel_dump_traceback_later()
         _send(connection, reply)
     # Leaves at once: open sockets close, which wakes the ranks that wait for this one, and nothing else can block.
     os._exit(1)
@@ -63,16 +62,26 @@ def _prepare_process(stack_fd: int) -> None:
     gc.freeze()
 
 
-def _run(job: Job, group: RankGroup) -> Returned | RankFailure:
+def _limit(request: Request) -> float:
+    return request.timeout if isinstance(request, Job) else _PREPARATION_SECONDS
+
+
+def _answer(request: Request, group: RankGroup) -> Reply:
     try:
+        if isinstance(request, Join):
+            return group.join(request.store_path)
+        if isinstance(request, Settle):
+            return group.settle()
         with job_surroundings(group.rank, group.world_size):
-            group.join(job.store_path, job.timeout)
-            function = resolve(job.function)
-            args, kwargs = pickle.loads(job.arguments)
-            result = _packed(function(*args, **kwargs))
+            return Returned(result=_call(request))
     except BaseException as error:
         return _failure(group.rank, error)
-    return Returned(result=result)
+
+
+def _call(job: Job) -> bytes:
+    function = resolve(job.function)
+    args, kwargs = pickle.loads(job.arguments)
+    return _packed(function(*args, **kwargs))
 
 
 def _packed(result: object) -> bytes:
@@ -92,10 +101,18 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
         rank=rank,
         kind="skipped" if name == "Skipped" else "raised",
         summary=str(error) if name == "Skipped" else f"{name}: {error}",
-        detail="".join(traceback.format_exception(error)),
+        detail="".join(traceback.format_exception(type(error), error, _without_harness(error.__traceback__))),
         error_type=name if module == "builtins" else f"{module}.{name}",
         at=time.monotonic(),
     )
+
+
+def _without_harness(frames: TracebackType | None) -> TracebackType | None:
+    """Returns the traceback from the test's own function on; the whole where the error is the harness's."""
+    inner = frames
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
+    return inner or frames
 
 
 def _send(connection: Connection, reply: Reply) -> None:

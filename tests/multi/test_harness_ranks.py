@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, distributed, run_ranks
+from zoo import get_model, split_batch
 
 CALLS: list[int] = []
 
@@ -111,6 +112,12 @@ def train_with_ddp() -> float:
     return model.module.weight.grad.sum().item()
 
 
+def loss_of_own_part(name: str) -> torch.Tensor:
+    entry = get_model(name)
+    part = split_batch(entry.make_batch(0, 4), dist.get_rank(), dist.get_world_size())
+    return entry.loss(entry.build(), part).detach()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_returns_its_result(world_size):
     assert run_ranks(rank_and_size, world_size) == [(rank, world_size) for rank in range(world_size)]
@@ -124,6 +131,12 @@ def test_arguments_and_tensors_travel_both_ways():
 
 def test_ddp_works_under_the_detail_debug_level():
     assert run_ranks(train_with_ddp, 2) == [3.0, 3.0]  # mean of 0 and of 2 samples x 3 weights x 1
+
+
+def test_the_zoo_is_the_same_on_the_ranks():
+    entry = get_model("mlp_odd")
+    whole = entry.loss(entry.build(), entry.make_batch(0, 4)).item()
+    assert torch.stack(run_ranks(loss_of_own_part, 2, "mlp_odd")).mean().item() == pytest.approx(whole, rel=1e-6)
 
 
 def test_live_ranks_are_used_again_and_fresh_ones_are_not():
@@ -177,7 +190,7 @@ def test_a_hang_says_where_and_the_next_job_works():
 
 
 def test_a_hang_of_all_names_all():
-    with pytest.raises(RanksFailed, match="on 2 of 2 ranks: rank 0 in wait_for_nobody .*; rank 1 in wait_for_nobody"):
+    with pytest.raises(RanksFailed, match=r"on 2 of 2 ranks: rank 0 in wait_for_nobody .*; rank 1 in wait_for_nobody"):
         run_ranks(wait_for_nobody, 2, (0, 1), timeout=0.5, fresh=True)
 
 
@@ -192,7 +205,7 @@ def test_a_death_is_reported_before_what_it_caused(code, how, fresh):
 
 
 def test_mismatched_collectives_raise_in_python():
-    with pytest.raises(RanksFailed, match="all_reduce|ALLREDUCE") as failed:
+    with pytest.raises(RanksFailed, match=r"all_reduce|ALLREDUCE") as failed:
         run_ranks(reduce_different_sizes, 2, fresh=True)
     assert failed.value.first.kind == "raised"
     assert "different" in str(failed.value) or "mismatch" in str(failed.value)

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from zoo import split_batch
+
+from booster import FP8MixedPrecision
+from booster.tensor_tree import map_tensors
 
 
 @dataclass
@@ -37,9 +41,17 @@ def make_optimizer(name: str, groups: list) -> torch.optim.Optimizer:
 
 
 def train_serial(
-    entry, *, precision: str | None, steps: int, batch_size: int, accumulation: int, max_norm: float, optimizer: str
+    entry,
+    *,
+    precision: str | None,
+    steps: int,
+    batch_size: int,
+    accumulation: int,
+    parts: int,
+    max_norm: float,
+    optimizer: str,
 ) -> Record:
-    """Trains on the global batches with nothing but torch."""
+    """Trains on the global batches with nothing but torch (and the float8 layers), each batch in `parts` parts."""
     model = entry.build()
     record = Record()
     if precision in ("fp16_naive", "fp16_apex_o2"):
@@ -47,7 +59,8 @@ def train_serial(
     else:
         loop = AutocastLoop(model, entry, optimizer, precision)
     for step in range(steps):
-        batches = [entry.make_batch(step * accumulation + index, batch_size) for index in range(accumulation)]
+        whole = [entry.make_batch(step * accumulation + index, batch_size) for index in range(accumulation)]
+        batches = [split_batch(batch, part, parts) for batch in whole for part in range(parts)]
         record.losses.append(loop.backward(batches))
         record.norms.append(loop.clip_and_step(max_norm))
     record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -65,17 +78,24 @@ class Loop:
 
 
 class AutocastLoop(Loop):
-    """fp32 weights; fp16 and bf16 by torch's autocast, fp16 with torch's GradScaler."""
+    """fp32 weights; fp16 and bf16 by torch's autocast, fp16 with torch's GradScaler, float8 layers under bf16."""
 
     def __init__(self, model: nn.Module, entry, optimizer: str, precision: str | None) -> None:
         self.model, self.entry = model, entry
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(optimizer, entry.param_groups(model))
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16_apex_o1": torch.float16}.get(precision or "")
+        if precision == "fp8":
+            FP8MixedPrecision().prepare(model)
+        dtype = {
+            "bf16": torch.bfloat16,
+            "fp8": torch.bfloat16,
+            "fp16": torch.float16,
+            "fp16_apex_o1": torch.float16,
+        }.get(precision or "")
         self.context: Callable[[], AbstractContextManager] = (
             nullcontext if dtype is None else lambda: torch.autocast("cpu", dtype)
         )
-        self.scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=dtype is torch.float16)
 
     def backward(self, batches: list) -> float:
         total = 0.0
@@ -84,7 +104,7 @@ class AutocastLoop(Loop):
             with self.context():
                 loss = self.entry.loss(self.model, batch)
             self.scaler.scale(loss / len(batches)).backward()
-            total += float(loss) / len(batches)
+            total += float(loss.detach()) / len(batches)
         return total
 
     def clip_and_step(self, max_norm: float) -> float:
@@ -123,7 +143,7 @@ class HalfLoop(Loop):
         for batch in batches:
             loss = self.entry.loss(HalfInputs(self.model), batch)
             (loss / len(batches) * self.SCALE).backward()
-            total += float(loss) / len(batches)
+            total += float(loss.detach()) / len(batches)
         return total
 
     def clip_and_step(self, max_norm: float) -> float:
@@ -144,8 +164,6 @@ class HalfInputs(nn.Module):
         self.model = model
 
     def forward(self, *args, **kwargs):
-        from booster.tensor_tree import map_tensors
-
         def half(tensor):
             return tensor.half() if tensor.is_floating_point() else tensor
 

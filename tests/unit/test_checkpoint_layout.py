@@ -36,7 +36,9 @@ def test_names_are_found_again(kind, prefix, is_safetensors):
     assert kind.names_of(names.shard(1, 2)) is None
 
 
-@pytest.mark.parametrize("other", ["adapter_model.safetensors", "training_args.bin", "config.json", "xmodel.safetensors"])
+@pytest.mark.parametrize(
+    "other", ["adapter_model.safetensors", "training_args.bin", "config.json", "xmodel.safetensors"]
+)
 def test_other_files_are_nobodys(other):
     assert MODEL.names_of(other) is None
     assert not NAMES.owns(other)

@@ -51,7 +51,7 @@ def _assert_same(left, right):
         assert tensor.tolist() == right[name].tolist()
 
 
-def _refused(path, match=""):
+def _refused(path, match=None):
     with pytest.raises(CheckpointError, match=match):
         open_checkpoint(Storage(), path, MODEL)
 
@@ -70,6 +70,8 @@ def test_our_files_open_elsewhere_and_theirs_here(tmp_path):
 def test_files_of_torch_save_open(tmp_path, suffix, is_zip):
     path = tmp_path / f"weights{suffix}"
     tensors = _tensors() | {"parameter": torch.nn.Parameter(torch.ones(2))}
+    if not is_zip:  # torch cannot read its own old form with newer formats
+        tensors = {name: tensor for name, tensor in tensors.items() if "float8" not in name}
     torch.save(tensors, path, _use_new_zipfile_serialization=is_zip)
     _assert_same(_read_all(path), tensors)
 

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+
 from booster.kernels.float8 import (
     FORWARD_DTYPE,
     GRADIENT_DTYPE,
@@ -16,7 +18,6 @@ from booster.kernels.float8 import (
 )
 from booster.kernels.registry import kernel_status
 from booster.mixed_precision.float8_linear import Float8Linear
-from torch import nn
 
 FORMATS = [FORWARD_DTYPE, GRADIENT_DTYPE]
 

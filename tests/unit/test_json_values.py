@@ -136,7 +136,9 @@ def _schedulers(optimizer):
         "one_cycle": lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
         "plateau": lr_scheduler.ReduceLROnPlateau(optimizer),
         "swa": swa_utils.SWALR(optimizer, 0.05),
-        "chained": lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)]),
+        "chained": lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)]
+        ),
     }
 
 

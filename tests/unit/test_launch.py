@@ -119,13 +119,13 @@ def test_the_users_own_group_is_adopted_and_left_alone():
 
 def test_the_users_own_group_of_another_size_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(ConfigError, match=r"rank=0, world_size=1 and the launch asks for rank=1, world_size=2"):
+    with pytest.raises(ConfigError, match=r"rank=0, world_size=1, .* the launch asks for rank=1, world_size=2"):
         launch(1, 2, "localhost", 29500)
 
 
 def test_the_users_own_group_of_another_backend_is_refused():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    with pytest.raises(ConfigError, match=r"backend 'fake'.*'gloo'"):
+    with pytest.raises(ConfigError, match=r"backend='fake' and .* backend='gloo'"):
         launch(0, 1, "", 0, backend="gloo")
 
 
@@ -215,23 +215,6 @@ def test_config_file_is_read_at_launch(tmp_path):
 
 
 def test_default_parser():
-    arguments = get_default_parser().parse_args(
-        [
-            "--config",
-            "c.py",
-            "--host",
-            "h",
-            "--port",
-            "1",
-            "--world_size",
-            "2",
-            "--rank",
-            "1",
-            "--local_rank",
-            "0",
-            "--backend",
-            "gloo",
-        ]
-    )
-    expected = {"config": "c.py", "host": "h", "port": 1, "world_size": 2, "rank": 1, "local_rank": 0}
-    assert vars(arguments) == expected | {"backend": "gloo"}
+    given = {"config": "c.py", "host": "h", "port": 1, "world_size": 2, "rank": 1, "local_rank": 0, "backend": "gloo"}
+    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    assert vars(get_default_parser().parse_args(arguments)) == given

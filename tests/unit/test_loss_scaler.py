@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+
 from booster.errors import CheckpointError, ConfigError
 from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler
 

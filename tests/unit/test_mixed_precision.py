@@ -8,6 +8,22 @@ import weakref
 
 import pytest
 import torch
+from oracles.precision_training import (
+    OVERFLOW_STEPS,
+    STEPS,
+    assert_same_records,
+    assert_same_states,
+    assert_same_weights,
+    batches,
+    boost,
+    make_net,
+    make_optimizer,
+    train_autocast,
+    train_boosted,
+    train_half_by_hand,
+)
+from torch import nn
+
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision import (
@@ -19,114 +35,8 @@ from booster.mixed_precision import (
     MixedPrecision,
     mixed_precision_from_name,
 )
-from booster.mixed_precision.float8_linear import Float8Linear
-from torch import nn
 
 NAMES = ["fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
-STEPS = 10
-OVERFLOW_STEPS = (2, 3, 7)
-
-
-class Net(nn.Module):
-    """Odd sizes, a batch norm, a tied weight, a frozen weight, several outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.norm = nn.BatchNorm1d(7)
-        self.middle = nn.Linear(7, 7)
-        self.again = self.middle
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, batch, scale=1.0):
-        hidden = self.norm(self.first(batch["x"]) * scale).relu()
-        hidden = self.again(self.middle(hidden)) + self.frozen(hidden)
-        return {"logits": self.last(hidden), "index": batch["index"]}
-
-
-def make_net(seed=0):
-    torch.manual_seed(seed)
-    return Net()
-
-
-def make_optimizer(model, cls=torch.optim.AdamW):
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return cls([{"params": trainable[:3], "lr": 0.02}, {"params": trainable[3:], "lr": 0.01}], weight_decay=0.1)
-
-
-def batches():
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        x = torch.randn(6, 5, generator=generator)
-        # 60000 is finite in float16, its products are not.
-        yield (
-            {"x": x * 60000 if step in OVERFLOW_STEPS else x, "index": torch.arange(6)},
-            torch.randint(3, (6,), generator=generator),
-        )
-
-
-def boost(precision, model, optimizer=None, criterion=None):
-    precision.prepare(model)
-    boosted = ModelWrapper(model)
-    wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted)
-    return precision.configure(boosted, wrapped, criterion)
-
-
-def train_boosted(precision, *, clip=1.0, model=None):
-    model = make_net() if model is None else model
-    model, optimizer, criterion = boost(precision, model, make_optimizer(model), nn.CrossEntropyLoss())
-    record = []
-    for batch, target in batches():
-        output = model(batch)
-        loss = criterion(output["logits"], target)
-        optimizer.backward(loss)
-        norm = optimizer.clip_grad_by_norm(clip)
-        optimizer.step()
-        scale = None if optimizer.loss_scaler is None else optimizer.loss_scaler.scale
-        record.append((loss.item(), norm.item(), scale, optimizer.step_was_skipped))
-        optimizer.zero_grad()
-    return model, optimizer, record
-
-
-def assert_same_records(found, expected):
-    assert len(found) == len(expected) == STEPS
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert repr(ours) == repr(theirs), f"step {step}"  # repr: nan equals nan
-
-
-def assert_same_weights(model, reference):
-    torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), rtol=0, atol=0, equal_nan=True)
-
-
-def train_autocast(dtype, **scaler_settings):
-    """Plain torch: autocast and GradScaler, as the torch documentation writes it."""
-    model = make_net()
-    optimizer, criterion = make_optimizer(model), nn.CrossEntropyLoss()
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, **scaler_settings)
-    record = []
-    for batch, target in batches():
-        with torch.autocast("cpu", dtype):
-            logits = model(batch)["logits"].float()
-            loss = criterion(logits, target)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped = scaler.get_scale() < scale
-        record.append((loss.item(), norm.item(), scaler.get_scale() if scaler.is_enabled() else None, skipped))
-        optimizer.zero_grad()
-    return model, optimizer, record
-
-
-def assert_same_states(ours, theirs):
-    ours, theirs = ours.state_dict()["state"], theirs.state_dict()["state"]
-    assert ours.keys() == theirs.keys()
-    for index, state in theirs.items():
-        for name, value in state.items():
-            assert torch.equal(ours[index][name], value), (index, name)
 
 
 def test_fp16_equals_autocast_with_grad_scaler():
@@ -148,50 +58,6 @@ def test_bf16_equals_autocast():
     assert_same_weights(model, reference)
     assert_same_states(optimizer.unwrap(), plain)
     assert optimizer.loss_scaler is None
-
-
-def cast_by_hand(model, keeps_norm):
-    for module in model.modules():
-        if keeps_norm and isinstance(module, nn.BatchNorm1d):
-            continue
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.half()
-
-
-def train_half_by_hand(scale, growth_interval, hysteresis, *, keeps_norm=False, clip=1.0):
-    """float16 weights, a list of fp32 masters, a loss scale: with nothing but torch operations."""
-    model = make_net()
-    masters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
-    cast_by_hand(model, keeps_norm)
-    holder = nn.ParameterList(masters.values())
-    optimizer, criterion = make_optimizer(holder), nn.CrossEntropyLoss()
-    clean = overflows = 0
-    record = []
-    for batch, target in batches():
-        loss = criterion(model({"x": batch["x"].half(), "index": batch["index"]})["logits"].float(), target)
-        (loss * scale).backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                masters[name].grad = parameter.grad.float() * (1.0 / scale)
-        grads = [master.grad for master in masters.values() if master.grad is not None]
-        is_finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
-        norm = torch.stack([torch.linalg.vector_norm(grad) for grad in grads]).norm()
-        if is_finite:
-            nn.utils.clip_grad_norm_(holder, clip)
-            optimizer.step()
-            for name, parameter in model.named_parameters():
-                parameter.data.copy_(masters[name].data)
-            clean += 1
-            if clean == growth_interval:
-                scale, clean, overflows = scale * 2, 0, 0
-        else:
-            clean, overflows = 0, overflows + 1
-            scale = scale / 2 if overflows >= hysteresis else scale
-        record.append((loss.item(), norm.item(), scale, not is_finite))
-        optimizer.zero_grad()
-        model.zero_grad()
-    return model, masters, record
 
 
 def test_fp16_naive_equals_masters_by_hand():
@@ -463,106 +329,6 @@ def test_bad_arguments_are_refused_at_once(make, named):
         make()
 
 
-def formats(model):
-    return {name: value.dtype for name, value in model.state_dict().items() if value.is_floating_point()}
-
-
-def test_apex_o0_is_fp32():
-    record = train_boosted(FP16ApexMixedPrecision("O0"))[2]
-    reference = make_net()
-    optimizer, criterion = make_optimizer(reference), nn.CrossEntropyLoss()
-    for (batch, target), (loss, _, scale, skipped) in zip(batches(), record, strict=True):
-        expected = criterion(reference(batch)["logits"], target)
-        expected.backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert (loss, scale, skipped) == (expected.item(), None, False)
-    assert set(formats(boost(FP16ApexMixedPrecision("O0"), make_net().half())[0]).values()) == {torch.float32}
-
-
-def test_apex_o1_equals_autocast():
-    model, optimizer, record = train_boosted(FP16ApexMixedPrecision("O1", verbosity=0))
-    reference, plain, expected = train_autocast(torch.float16, init_scale=2.0**16)
-    assert_same_records(record, expected)
-    assert_same_weights(model, reference)
-    assert_same_states(optimizer.unwrap(), plain)
-
-
-def test_apex_o2_keeps_batch_norms_and_masters_in_fp32():
-    model, optimizer, record = train_boosted(FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0))
-    reference, masters, expected = train_half_by_hand(2.0**10, 2000, hysteresis=1, keeps_norm=True)
-    assert_same_records(record, expected)
-    for name, dtype in formats(model).items():
-        assert dtype == (torch.float32 if name.startswith("norm.") else torch.float16), name
-    for name, master in optimizer.checkpoint_state().named_parameters().items():
-        assert torch.equal(master, masters[name]), name
-    assert_same_weights(model, reference)
-    norm = dict(model.named_parameters())["norm.weight"]
-    assert any(parameter is norm for group in optimizer.param_groups for parameter in group["params"])
-
-
-def test_apex_o3_is_all_float16_without_masters():
-    model, optimizer, criterion = boost(
-        FP16ApexMixedPrecision("O3"), net := make_net(), make_optimizer(net), nn.CrossEntropyLoss()
-    )
-    assert set(formats(model).values()) == {torch.float16}
-    assert optimizer.loss_scaler is None
-    assert optimizer.master_weights is None
-    reference = make_net().half()
-    plain = make_optimizer(reference)
-    batch, target = next(batches())
-    optimizer.backward(criterion(model(batch)["logits"], target))
-    criterion(reference({"x": batch["x"].half(), "index": None})["logits"].float(), target).backward()
-    optimizer.step()
-    plain.step()
-    assert_same_weights(model, reference)
-
-
-def test_apex_overrides():
-    o2 = FP16ApexMixedPrecision("O2", keep_batchnorm_fp32="False", master_weights=False, loss_scale="128")
-    model, optimizer, _ = boost(o2, net := make_net(), make_optimizer(net))
-    assert set(formats(model).values()) == {torch.float16}
-    assert optimizer.master_weights is None
-    assert optimizer.loss_scaler.scale == 128
-    o3 = FP16ApexMixedPrecision("O3", keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic")
-    model, optimizer, _ = boost(o3, net := make_net(), make_optimizer(net))
-    assert formats(model)["norm.weight"] == torch.float32
-    assert len(optimizer.master_weights) == len([p for p in net.parameters() if p.requires_grad]) - 2
-    assert optimizer.loss_scaler.scale == 2.0**16
-    low = FP16ApexMixedPrecision("O1", min_loss_scale=2.0**18, cast_model_outputs=torch.bfloat16, verbosity=0)
-    model, optimizer, _ = boost(low, net := make_net(), make_optimizer(net))
-    assert optimizer.loss_scaler.scale == 2.0**18
-    assert model(next(batches())[0])["logits"].dtype == torch.bfloat16
-
-
-def test_apex_bfloat16_and_no_cast():
-    model, optimizer, _ = boost(
-        FP16ApexMixedPrecision("O2", cast_model_type=torch.bfloat16), net := make_net(), make_optimizer(net)
-    )
-    assert formats(model)["first.weight"] == torch.bfloat16
-    half = nn.Linear(3, 3).half()
-    _, optimizer, _ = boost(FP16ApexMixedPrecision("O2", cast_model_type=False), half, make_optimizer(half))
-    assert len(optimizer.master_weights) == 2, "weights that came in float16 get masters too"
-
-
-def test_apex_logs_skipped_steps(capsys):
-    model, optimizer, _ = boost(
-        FP16ApexMixedPrecision("O2", loss_scale="dynamic"), net := make_net(), make_optimizer(net)
-    )
-    optimizer.backward(model(next(batches())[0])["logits"].sum() * torch.inf)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    assert "loss scale 65536 -> 32768" in capsys.readouterr().err
-
-
-def test_constant_scale_skips_overflows_and_unscales():
-    precision = FP16ApexMixedPrecision("O2", loss_scale=2.0**10)
-    record = train_boosted(precision)[2]
-    assert [skipped for *_, skipped in record] == [step in OVERFLOW_STEPS for step in range(STEPS)]
-    assert {scale for _, _, scale, _ in record} == {2.0**10}
-
-
 def test_rnn_weights_are_cast():
     class Recurrent(nn.Module):
         def __init__(self):
@@ -579,79 +345,3 @@ def test_rnn_weights_are_cast():
     optimizer.step()
     assert net.rnn.weight_ih_l0.dtype == torch.float16
     assert not torch.equal(before, net.rnn.weight_ih_l0)
-
-
-# fp8
-
-
-def test_fp8_changes_linear_layers_in_place():
-    model = make_net()
-    names = list(model.state_dict())
-    parameters = list(model.parameters())
-    calls = []
-    model.first.register_forward_hook(lambda *_: calls.append(1))
-    boosted, _, _ = boost(FP8MixedPrecision(), model)
-    assert type(model.first) is type(model.middle) is type(model.last) is Float8Linear
-    assert model.again is model.middle
-    assert isinstance(model.first, nn.Linear)
-    assert list(boosted.state_dict()) == names
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    boosted(next(batches())[0])
-    assert calls == [1]
-    root = nn.Linear(3, 3)
-    FP8MixedPrecision().prepare(root)
-    assert type(root) is Float8Linear
-
-
-def test_fp8_filter_and_subclasses():
-    class Own(nn.Linear):
-        pass
-
-    model = nn.Sequential(nn.Linear(3, 3), Own(3, 3), nn.Linear(3, 3))
-    FP8MixedPrecision(module_filter=lambda name, module: name != "2").prepare(model)
-    assert [type(module) for module in model] == [Float8Linear, Own, nn.Linear]
-    with pytest.raises(ConfigError, match="no nn.Linear"):
-        FP8MixedPrecision().prepare(nn.Conv1d(2, 2, 1))
-    with pytest.raises(ConfigError, match="module_filter took no"):
-        FP8MixedPrecision(module_filter=lambda name, module: False).prepare(nn.Linear(2, 2))
-
-
-def train_classifier(precision):
-    """Returns the losses of 60 steps of a small classifier."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(9, 33), nn.GELU(), nn.Linear(33, 33), nn.GELU(), nn.Linear(33, 5))
-    x = torch.randn(40, 9)
-    target = x[:, :5].argmax(1)
-    optim = torch.optim.AdamW(net.parameters(), lr=0.01)
-    if precision is None:
-        boosted = ModelWrapper(net)
-        model, optimizer, criterion = boosted, OptimizerWrapper(optim, boosted), nn.CrossEntropyLoss()
-    else:
-        model, optimizer, criterion = boost(precision, net, optim, nn.CrossEntropyLoss())
-    losses = []
-    for _ in range(60):
-        loss = criterion(model(x), target)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("emulate", [None, False])
-def test_fp8_learns_as_fp32_does(emulate):
-    expected = train_classifier(None)
-    losses = train_classifier(FP8MixedPrecision(emulate=emulate))
-    assert expected[-1] < 0.1 * expected[0]
-    # e4m3 rounds each factor by up to 2**-4; over sums of tens of terms the errors average out to a few percent of a
-    # logit, which moves the loss by a few hundredths.
-    assert losses != expected
-    assert losses[0] == pytest.approx(expected[0], abs=0.03)
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 0.1
-    assert losses[-1] < 0.15 * losses[0]
-
-
-def test_fp8_demands_what_the_device_has(monkeypatch):
-    monkeypatch.setattr("booster.mixed_precision.fp8.native_problem", lambda *_: "no such instruction")
-    with pytest.raises(ConfigError, match="no such instruction"):
-        boost(FP8MixedPrecision(emulate=False), make_net())

@@ -30,7 +30,10 @@ def test_local_ranks_are_counted_by_host():
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"seed": 2}, "seed=1 and rank 2 with seed=2"), ({"backend": "nccl"}, "'gloo' and rank 2 with backend='nccl'")],
+    [
+        ({"seed": 2}, "seed=1 and rank 2 with seed=2"),
+        ({"backend": "nccl"}, "backend='gloo' and rank 2 with backend='nccl'"),
+    ],
 )
 def test_different_settings_raise_on_every_rank(changed, message):
     for future in meet_all([card(), card(), card(**changed)]):

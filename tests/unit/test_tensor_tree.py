@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from booster.tensor_tree import map_tensors
 from torch.nn.utils.rnn import pack_sequence
+
+from booster.tensor_tree import map_tensors
 
 Pair = namedtuple("Pair", "left right")
 

@@ -1,0 +1,209 @@
+"""Everything that needs a GPU, in one command of under 8 minutes on one GPU: the tests marked gpu, the measurements.
+
+    python benchmarks/gpu_suite.py
+
+It needs no installed booster and no network, and writes benchmarks/results/gpu-<device>-<date>.json. Without a GPU it
+says so and exits with 0. `--device cpu --tiny --seconds 20` runs the same code on the CPU; such figures mean nothing.
+Exit code 1: a test failed, or a case could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # booster from the checkout, not installed
+
+import torch  # noqa: E402
+from _environment import describe_run  # noqa: E402
+from _gpt import SIZES  # noqa: E402
+from _gpu_cases import CASES, Case  # noqa: E402
+from _gpu_measure import Device, measure_case, probe_device  # noqa: E402
+from _pair import RESULTS, RankError, World, on_ranks, write_json  # noqa: E402
+from _table import align  # noqa: E402
+
+_TESTS_SHARE = 0.35  # of the time: a suite of tests that takes longer fails
+_GRACE_SECONDS = 20.0  # for a case that overruns its share, before its process is killed
+_CEILING_SIDE = {"cuda": 8192, "cpu": 256}
+# Seconds to import, and imported by every case; the second one by the first optimizer. Neither touches the device.
+_PRELOAD = ("torch", "torch._dynamo")
+# The largest whose three copies, states and activations fit into so many bytes of free memory.
+_SIZE_BY_FREE_BYTES = ((60e9, "350m"), (20e9, "125m"), (6e9, "50m"))
+_HEAD = ["case", "engine", "ms", "TFLOP/s", "MFU", "device MiB", "host MiB", "ratio", "loss diff"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The time of the whole run, shared out to what is still to come."""
+
+    deadline: float
+
+    def share(self, num_left: int, now: float) -> float:
+        """Returns the seconds for the next of `num_left` parts; what one leaves over goes to the later ones."""
+        return max(0.0, self.deadline - now) / num_left
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the suite; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        print("DRY RUN on the CPU: it exercises the code; its figures say nothing about a GPU.", flush=True)
+    elif not torch.cuda.is_available():
+        print("no GPU: nothing to run. For a dry run on the CPU: --device cpu --tiny --seconds 20")
+        return 0
+    document = run(options)
+    path = write_json(f"gpu-{_file_name(document['device']['name'])}-{_today()}", document, options.output)
+    print("\n".join(format_cases(document["cases"])))
+    print("saved", path)
+    return exit_code(document)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs tests, ceiling and cases, and returns the document to save."""
+    start = time.time()
+    budget = Budget(deadline=start + options.seconds)
+    tests = None if options.no_tests else run_tests(options.seconds * _TESTS_SHARE)
+    world = World(timeout_seconds=max(60.0, options.seconds))
+    device: Device = on_ranks(probe_device, world, options.device, _CEILING_SIDE[options.device], preload=_PRELOAD)[0]
+    print(f"{device.name}: bf16 {device.ceiling_side}^3 matmul {device.ceiling_tflops:.3g} TFLOP/s", flush=True)
+    size = options.size or choose_size(device.free_bytes, is_tiny=options.tiny)
+    cases = list(_measured(options, budget, size, device))
+    return {
+        "benchmark": "gpu_suite",
+        "is_dry_run": options.device == "cpu",
+        **describe_run({**vars(options), "output": str(options.output)}),
+        "seconds": time.time() - start,
+        "device": asdict(device),
+        "size": {"name": size, **asdict(SIZES[size])},
+        "tests": tests,
+        "cases": cases,
+    }
+
+
+def run_tests(timeout_seconds: float) -> dict[str, Any]:
+    """Runs the tests marked gpu in a process of their own; returns exit code and last line."""
+    # The folder, not all tests: others may need packages that a bare GPU machine lacks.
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=timeout_seconds, stdout=subprocess.PIPE, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        print(f"tests: not done after {timeout_seconds:.0f} s", flush=True)
+        return {"exit_code": None, "summary": f"not done after {timeout_seconds:.0f} s"}
+    lines = done.stdout.strip().splitlines() or ["no output"]
+    print(done.stdout if done.returncode else f"tests: {lines[-1]}", flush=True)
+    return {"exit_code": done.returncode, "summary": lines[-1]}
+
+
+def choose_size(free_bytes: int, *, is_tiny: bool) -> str:
+    """Returns the name of the model to train."""
+    if is_tiny:
+        return "tiny"
+    return next((name for needed, name in _SIZE_BY_FREE_BYTES if free_bytes >= needed), "10m")
+
+
+def exit_code(document: Mapping[str, Any]) -> int:
+    """Returns 1 if a test failed or a case could not be measured."""
+    tests_failed = document["tests"] is not None and document["tests"]["exit_code"] != 0
+    return int(tests_failed or any(case_has_failed(case) for case in document["cases"]))
+
+
+def case_has_failed(case: Mapping[str, Any]) -> bool:
+    """Returns True if the case, or one of its engines, gave no figures."""
+    return "error" in case or any(engine["has_failed"] for engine in case["engines"])
+
+
+def format_cases(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines of the table, errors below it."""
+    rows = [_HEAD, *(_row(case["name"], engine) for case in cases for engine in case.get("engines", ()))]
+    errors = [f"{case['name']} FAILED: {case['error']}" for case in cases if "error" in case]
+    errors += [
+        f"{case['name']}, {engine['name']} FAILED: {engine['outcome']}"
+        for case in cases
+        for engine in case.get("engines", ())
+        if engine["has_failed"]
+    ]
+    return [*align(rows), *errors]
+
+
+def _row(case: str, engine: Mapping[str, Any]) -> list[str]:
+    if "seconds" not in engine:
+        return [case, engine["name"], *["-"] * (len(_HEAD) - 2)]
+    return [
+        case,
+        engine["name"],
+        f"{engine['seconds']['median'] * 1e3:.2f}",
+        f"{engine['tflops']:.3g}",
+        f"{engine['mfu']:.1%}",
+        _mebibytes(engine.get("peak_device_bytes")),
+        _mebibytes(engine.get("peak_host_bytes")),
+        f"{engine['ratio']['median']:.3f}",
+        f"{engine['largest_loss_difference']:.1e}",
+    ]
+
+
+def _mebibytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:.0f}"
+
+
+def _measured(options: argparse.Namespace, budget: Budget, size: str, device: Device) -> Iterator[dict[str, Any]]:
+    chosen = [case for case in CASES if options.case in (None, case.name)]
+    for index, case in enumerate(chosen):
+        seconds = budget.share(len(chosen) - index, time.time())
+        if seconds > 0 or options.tiny:  # tiny: the few steps that are done in any case take no time worth saving
+            result = _measure(case, options.device, seconds, size, device)
+        else:
+            result = {"name": case.name, "error": "no time was left: raise --seconds"}
+        print(f"{case.name}: {'FAILED' if case_has_failed(result) else 'measured'}", flush=True)
+        yield result
+
+
+def _measure(case: Case, kind: str, seconds: float, size: str, device: Device) -> dict[str, Any]:
+    backend = ("nccl" if kind == "cuda" else "gloo") if case.is_distributed else None
+    # A process of its own: an error of the device would spoil all cases after it.
+    world = World(backend=backend, timeout_seconds=seconds + _GRACE_SECONDS)
+    deadline = time.time() + seconds
+    try:
+        result: dict[str, Any] = on_ranks(measure_case, world, case.name, size, kind, deadline, device.ceiling_tflops)[
+            0
+        ]
+    except RankError as error:
+        return {"name": case.name, "error": str(error)}
+    return result
+
+
+def _file_name(device: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in device.lower())
+
+
+def _today() -> str:
+    return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
+    parser.add_argument("--tiny", action="store_true", help="the smallest model")
+    parser.add_argument("--size", choices=sorted(SIZES), help="of the model; default: by the free memory")
+    parser.add_argument("--seconds", type=float, default=440.0, help="for everything together")
+    parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
+    parser.add_argument("--no-tests", action="store_true", help="only the measurements")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""GeneralCheckpointIO with optimizers, master weights and LR schedulers, in one process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from checkpoint_cases import FORMS, Net, assert_equal, names_in, state_of, stepped, train_step
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, lr_scheduler
+
+from booster.checkpoint_io import GeneralCheckpointIO
+from booster.errors import CheckpointError, ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.mixed_precision.master_weights import Fp32MasterWeights
+
+IO = GeneralCheckpointIO()
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
+def form(request):
+    return request.param
+
+
+# Optimizers.
+
+
+def _same_state(left, right):
+    left, right = left.state_dict(), right.state_dict()
+    assert left["param_groups"] == right["param_groups"]
+    assert left["state"].keys() == right["state"].keys()
+    for index, state in left["state"].items():
+        assert_equal(_as_tensors(state), _as_tensors(right["state"][index]))
+
+
+def _as_tensors(state):
+    return {key: torch.as_tensor(-1 if value is None else value) for key, value in state.items()}
+
+
+OPTIMIZERS = {
+    "adamw": (AdamW, {"amsgrad": True, "betas": (0.8, 0.9)}),
+    "adam": (Adam, {"weight_decay": 0.1}),
+    "sgd": (SGD, {"momentum": 0.9}),
+    "plain sgd": (SGD, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+}
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_an_optimizer_goes_on_as_if_it_never_stopped(tmp_path, form, optimizer_class, options, num_steps):
+    name, save_options = form
+    model, optimizer = stepped(Net(), optimizer_class, num_steps, **options)
+    IO.save_model(model, tmp_path / name, **save_options)
+    target = tmp_path / name if save_options.get("shard") else (tmp_path / name).with_stem("optimizer")
+    IO.save_optimizer(optimizer, target, **save_options)
+    other_model, other = stepped(Net(1), optimizer_class, 1, **options | {"lr": 3.0})
+    IO.load_model(other_model, tmp_path / name)
+    IO.load_optimizer(other, target)
+    _same_state(other, optimizer)
+    for _ in range(3):
+        train_step(model, optimizer)
+        train_step(other_model, other)
+    assert_equal(state_of(other_model), state_of(model))
+
+
+def test_the_files_of_an_optimizer(tmp_path):
+    IO.save_optimizer(stepped(Net())[1], tmp_path / "o", shard=True)
+    assert names_in(tmp_path / "o") == [
+        "optimizer-00001-of-00001.safetensors",
+        "optimizer.safetensors.index.json",
+        "optimizer_groups.json",
+    ]
+    index = json.loads((tmp_path / "o" / "optimizer.safetensors.index.json").read_text())
+    assert {"embed.weight.exp_avg", "scale.step", "norm.bias.exp_avg_sq"} <= set(index["weight_map"])
+    groups = json.loads((tmp_path / "o" / "optimizer_groups.json").read_text())
+    assert [group["params"] for group in groups["param_groups"]] == [
+        ["embed.weight", "scale"],
+        ["norm.weight", "norm.bias"],
+    ]
+
+
+def test_an_optimizer_over_other_parameters_is_refused_untouched(tmp_path):
+    model, optimizer = stepped(Net())
+    IO.save_optimizer(optimizer, tmp_path / "o", shard=True)
+    other = OptimizerWrapper(AdamW(model.parameters(), lr=0.5), model)
+    with pytest.raises(CheckpointError, match="2 param groups are stored, the optimizer has 1"):
+        IO.load_optimizer(other, tmp_path / "o")
+    assert other.param_groups[0]["lr"] == 0.5
+    assert not other.state
+
+
+def test_an_optimizer_that_cannot_be_stored_is_refused_by_name(tmp_path):
+    model = ModelWrapper(nn.Linear(2, 2))
+    optimizer = OptimizerWrapper(torch.optim.LBFGS(model.parameters()), model)
+
+    def closure():
+        loss = model(torch.ones(1, 2)).sum().pow(2)
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(CheckpointError, match="LBFGS"):
+        IO.save_optimizer(optimizer, tmp_path / "o", shard=True)
+    assert names_in(tmp_path) == []
+
+
+GROUP_DAMAGES = {
+    "no table": lambda groups: [],
+    "no groups": lambda groups: groups | {"param_groups": 3},
+    "no names": lambda groups: groups | {"param_groups": [{"params": [1]}]},
+    "shapes of others": lambda groups: groups | {"shapes": {"x": [1]}},
+    "numbers of others": lambda groups: groups | {"numbers": {"x": {}}},
+    "no scaler": lambda groups: {key: value for key, value in groups.items() if key != "loss_scaler"},
+    "no count": lambda groups: groups | {"num_skipped_steps": "many"},
+}
+
+
+@pytest.mark.parametrize("damage", GROUP_DAMAGES.values(), ids=GROUP_DAMAGES.keys())
+def test_damaged_groups_are_refused(tmp_path, damage):
+    IO.save_optimizer(stepped(Net())[1], tmp_path / "o", shard=True)
+    path = tmp_path / "o" / "optimizer_groups.json"
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    _, optimizer = stepped(Net(1))
+    before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    with pytest.raises(CheckpointError, match="are damaged"):
+        IO.load_optimizer(optimizer, tmp_path / "o")
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
+
+
+def test_a_model_is_no_optimizer(tmp_path):
+    model, optimizer = stepped(Net())
+    IO.save_model(model, tmp_path / "m.safetensors")
+    IO.save_model(model, tmp_path / "m", shard=True)
+    for path in (tmp_path / "m.safetensors", tmp_path / "m"):
+        with pytest.raises(CheckpointError):
+            IO.load_optimizer(optimizer, path)
+
+
+# Master weights.
+
+
+def _with_masters(seed):
+    model, optimizer = stepped(Net(seed, dtype=torch.bfloat16), SGD, 0, momentum=0.5)
+    optimizer.master_weights = Fp32MasterWeights(optimizer.unwrap())
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                master.add_(torch.randn_like(master) * 1e-4)
+    optimizer.master_weights.write_working()
+    return model, optimizer
+
+
+def _optimized(optimizer):
+    return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_come_back_in_either_order(tmp_path, form, model_first):
+    name, options = form
+    model, optimizer = _with_masters(0)
+    file = (tmp_path / "o") if options.get("shard") else (tmp_path / name).with_stem("o")
+    IO.save_model(model, tmp_path / "m.safetensors")
+    IO.save_optimizer(optimizer, file, **options)
+    other_model, other = _with_masters(1)
+    other_model.register_load_hook(other.master_weights.refresh)
+    if model_first:
+        IO.load_model(other_model, tmp_path / "m.safetensors")
+    IO.load_optimizer(other, file)
+    if not model_first:
+        IO.load_model(other_model, tmp_path / "m.safetensors")
+    assert all(map(torch.equal, _optimized(other), _optimized(optimizer)))
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in _optimized(other))
+
+
+def test_masters_become_the_weights_of_an_optimizer_without(tmp_path):
+    model, optimizer = _with_masters(0)
+    IO.save_model(model, tmp_path / "m.safetensors")
+    IO.save_optimizer(optimizer, tmp_path / "o", shard=True)
+    other_model, other = stepped(Net(1), SGD, 1, momentum=0.5)
+    IO.load_model(other_model, tmp_path / "m.safetensors")
+    IO.load_optimizer(other, tmp_path / "o")
+    assert all(map(torch.equal, _optimized(other), _optimized(optimizer)))
+
+
+def test_masters_follow_the_weights_where_none_are_stored(tmp_path):
+    _, optimizer = stepped(Net(0), SGD, 1, momentum=0.5)
+    IO.save_optimizer(optimizer, tmp_path / "o", shard=True)
+    other_model, other = _with_masters(1)
+    with torch.no_grad():
+        other_model.module.embed.weight.fill_(2)  # changed from outside, without a word to the masters
+    IO.load_optimizer(other, tmp_path / "o")
+    assert torch.equal(_optimized(other)[0], torch.full((11, 6), 2.0))
+
+
+# Schedulers.
+
+
+def test_a_scheduler_goes_on_where_it_stopped(tmp_path):
+    def build():
+        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = lr_scheduler.MultiStepLR(optimizer, [2, 4, 4], gamma=0.5)
+        return optimizer, scheduler
+
+    optimizer, scheduler = build()
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    IO.save_lr_scheduler(scheduler, tmp_path / "deep" / "scheduler.json")
+    _, other = build()
+    IO.load_lr_scheduler(other, tmp_path / "deep" / "scheduler.json")
+    assert other.state_dict() == scheduler.state_dict()
+    assert type(other.milestones) is type(scheduler.milestones)
+    with pytest.raises(CheckpointError, match="not of a StepLR"):
+        IO.load_lr_scheduler(lr_scheduler.StepLR(optimizer, 1), tmp_path / "deep" / "scheduler.json")
+
+
+def test_scheduler_files_and_states_that_do_not_fit(tmp_path):
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ConfigError, match="is a directory"):
+        IO.save_lr_scheduler(scheduler, tmp_path)
+    with pytest.raises(ConfigError, match="is a directory"):
+        IO.load_lr_scheduler(scheduler, tmp_path)
+    with pytest.raises(CheckpointError, match="cannot open"):
+        IO.load_lr_scheduler(scheduler, tmp_path / "nowhere.json")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="no scheduler's state"):
+        IO.load_lr_scheduler(scheduler, tmp_path / "other.json")
+    scheduler.callback = print
+    with pytest.raises(CheckpointError, match=r"\['callback'\]"):
+        IO.save_lr_scheduler(scheduler, tmp_path / "scheduler.json")
+    assert names_in(tmp_path) == ["other.json"]

@@ -1,0 +1,127 @@
+"""The GPU suite's parts that need no GPU; the whole of it on the CPU, as a dry run, is marked slow."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_suite.py"
+
+
+@pytest.fixture(scope="module")
+def suite():
+    """The benchmark modules under their names; both folders are on the path while a test of this file runs."""
+    before = list(sys.path)
+    sys.path.insert(0, str(SCRIPT.parent))
+    names = ("gpu_suite", "_gpt", "_gpu_cases", "_gpu_measure", "_pair", "_samples")
+    yield SimpleNamespace(**{name.lstrip("_"): importlib.import_module(name) for name in names})
+    sys.path[:] = before
+
+
+def run_script(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+
+
+def test_the_time_is_shared_by_what_is_left(suite):
+    budget = suite.gpu_suite.Budget(deadline=100.0)
+    assert budget.share(4, now=60.0) == 10.0
+    assert budget.share(1, now=60.0) == 40.0
+    assert budget.share(3, now=101.0) == 0.0
+
+
+def test_the_model_fits_the_memory(suite):
+    choose = suite.gpu_suite.choose_size
+    assert choose(140 * 2**30, is_tiny=False) == "350m"
+    assert choose(24 * 2**30, is_tiny=False) == "125m"
+    assert choose(8 * 2**30, is_tiny=False) == "50m"
+    assert choose(2**30, is_tiny=False) == "10m"
+    assert choose(140 * 2**30, is_tiny=True) == "tiny"
+
+
+def test_every_required_case_is_there_once(suite):
+    names = [case.name for case in suite.gpu_cases.CASES]
+    assert len(names) == len(set(names))
+    required = {"fp32", "bf16", "fp16", "fp16_naive", "fp16_apex O1", "fp16_apex O2", "fp8", "torch_ddp bf16"}
+    assert required <= set(names)
+    assert suite.gpu_cases.case_named("fp8").name == "fp8"
+
+
+def test_figures_of_an_engine(suite):
+    size = suite.gpt.SIZES["tiny"]
+    samples = suite.samples.Samples(seconds=[1.0, 1.0, 1.0], losses=[2.0, 2.0, 2.0])
+    engine = suite.pair.Engine(name="plain", build=int)
+    (report,) = suite.pair.report_engines([engine], [({"plain": "measured"}, {"plain": samples})], {})
+    figures = suite.gpu_measure.engine_figures(report, size, ceiling_tflops=1e-3)
+    tflops = suite.gpt.step_flops(size) / 1e12
+    assert figures["tflops"] == pytest.approx(tflops)
+    assert figures["mfu"] == pytest.approx(tflops / 1e-3)
+    assert figures["last_loss"] == 2.0
+
+
+def test_failures_reach_table_and_exit_code(suite):
+    broken = {"name": "booster", "outcome": "it broke", "has_failed": True}
+    cases = [{"name": "fp32", "engines": [broken]}, {"name": "bf16", "error": "rank 0 failed"}]
+    lines = suite.gpu_suite.format_cases(cases)
+    assert "fp32, booster FAILED: it broke" in lines
+    assert "bf16 FAILED: rank 0 failed" in lines
+    assert suite.gpu_suite.exit_code({"tests": None, "cases": cases}) == 1
+    assert suite.gpu_suite.exit_code({"tests": {"exit_code": 1}, "cases": []}) == 1
+    assert suite.gpu_suite.exit_code({"tests": {"exit_code": 0}, "cases": []}) == 0
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16_naive"])
+def test_plain_torch_and_the_booster_train_alike(suite, name):
+    engines = suite.gpu_cases.case_named(name).engines(suite.gpt.SIZES["tiny"], torch.device("cpu"))
+    plain, boosted = ([float(step(index)) for index in range(3)] for step in (engine.build() for engine in engines))
+    assert plain[0] > plain[2] > 0
+    # The same arithmetic in the same formats; fp16 rounds at 1e-3.
+    assert boosted == pytest.approx(plain, rel=1e-6 if name == "fp32" else 2e-3)
+
+
+def test_without_a_gpu_it_says_so_and_succeeds():
+    done = run_script()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("no GPU: nothing to run")
+
+
+def test_gpu_tests_live_where_the_suite_looks_for_them():
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    strays = {path for path in marked if path.parent.name != "gpu" and path != Path(__file__)}
+    assert marked - {Path(__file__)}
+    assert not strays
+
+
+@pytest.mark.slow
+def test_dry_run_on_the_cpu(suite, tmp_path):
+    done = run_script("--device", "cpu", "--tiny", "--seconds", "20", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DRY RUN on the CPU" in done.stdout
+    (path,) = tmp_path.glob("gpu-cpu-*.json")
+    document = json.loads(path.read_text())
+    assert document["is_dry_run"]
+    assert document["tests"]["exit_code"] == 0
+    assert document["versions"]["torch"] == torch.__version__
+    assert [case["name"] for case in document["cases"]] == [case.name for case in suite.gpu_cases.CASES]
+    for case in document["cases"]:
+        names = [engine["name"] for engine in case["engines"]]
+        assert names == ["plain torch", "plain torch (control)", "booster"]
+        assert all(engine["num_steps"] >= 3 for engine in case["engines"])
+        assert case["engines"][1]["largest_loss_difference"] == 0.0
+
+
+def test_arguments(suite):
+    options = suite.gpu_suite._parser().parse_args(["--device", "cpu", "--tiny", "--case", "fp8"])
+    assert isinstance(options, argparse.Namespace)
+    assert (options.device, options.tiny, options.case, options.seconds) == ("cpu", True, "fp8", 440.0)

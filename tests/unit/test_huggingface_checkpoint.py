@@ -1,0 +1,181 @@
+"""What is saved here opens with `from_pretrained`, and what `save_pretrained` wrote loads here."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from booster.checkpoint_io import GeneralCheckpointIO
+from booster.checkpoint_io.layout import MODEL, index_document, plan_files
+from booster.errors import CheckpointError
+from booster.interface import ModelWrapper
+
+IO = GeneralCheckpointIO()
+
+
+def _llama(tied):
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=37,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+MODELS = {
+    "llama tied": (lambda: _llama(True), AutoModelForCausalLM),
+    "llama untied": (lambda: _llama(False), AutoModelForCausalLM),
+    "gpt2": (
+        lambda: GPT2LMHeadModel(
+            GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, vocab_size=37, bos_token_id=1, eos_token_id=2)
+        ),
+        AutoModelForCausalLM,
+    ),
+    "t5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(d_model=16, d_ff=24, num_layers=1, num_heads=2, d_kv=8, vocab_size=37)
+        ),
+        AutoModelForSeq2SeqLM,
+    ),
+    "bert": (
+        lambda: BertForMaskedLM(
+            BertConfig(
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=16,
+                vocab_size=37,
+            )
+        ),
+        AutoModelForMaskedLM,
+    ),
+}
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
+def case(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        # Its own deprecations are transformers' business.
+        warnings.filterwarnings("ignore", module="transformers")
+        yield
+
+
+@pytest.fixture
+def tiny_shards(monkeypatch):
+    """Counts shards in bytes in place of MB, so that small models have several."""
+    monkeypatch.setattr("booster.checkpoint_io.save_request.MEGABYTE", 1)
+
+
+def _build(make, seed):
+    torch.manual_seed(seed)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def _assert_equal(left, right):
+    assert type(left) is type(right)
+    left, right = left.state_dict(), right.state_dict()
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.usefixtures("tiny_shards")
+@pytest.mark.parametrize("size", [4000, 10**6], ids=["shards", "one shard"])
+@pytest.mark.parametrize("options", [{}, {"prefix": "fp16"}, {"use_safetensors": False}], ids=repr)
+def test_from_pretrained_opens_what_was_saved(tmp_path, case, options, size):
+    make, auto_class = case
+    model = _build(make, 0)
+    config_before = model.config.to_dict()
+    IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True, size_per_shard=size, **options)
+    assert model.config.to_dict() == config_before
+    assert (len(os.listdir(tmp_path / "m")) > 4) is (size == 4000)
+    loaded, report = auto_class.from_pretrained(
+        tmp_path / "m", variant=options.get("prefix"), output_loading_info=True, local_files_only=True
+    )
+    assert not any(report.values())
+    _assert_equal(loaded, model)
+
+
+def test_the_number_format_is_in_the_config(tmp_path):
+    model = _build(lambda: _llama(True), 0).bfloat16()
+    IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    _assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto"), model)
+
+
+@pytest.mark.usefixtures("tiny_shards")
+def test_our_files_are_named_and_described_as_theirs(tmp_path, case):
+    model = _build(case[0], 0)
+    IO.save_model(ModelWrapper(model), tmp_path / "ours", shard=True, size_per_shard=6000)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=6000)
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / side / "model.safetensors.index.json").read_text()) for side in ("ours", "theirs")
+    )
+    assert ours["metadata"] == theirs["metadata"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    configs = [json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "6KB"}, {"variant": "fp16"}], ids=repr)
+def test_what_save_pretrained_wrote_loads(tmp_path, case, options):
+    saved, loaded = _build(case[0], 0), _build(case[0], 1)
+    saved.save_pretrained(tmp_path / "m", **options)
+    IO.load_model(ModelWrapper(loaded), tmp_path / "m")
+    _assert_equal(loaded, saved)
+
+
+@pytest.mark.parametrize("size", [6000, 10**9], ids=["shards", "one shard"])
+def test_bin_files_of_older_versions_load(tmp_path, case, size):
+    """They hold every name of a tied tensor."""
+    saved, loaded = _build(case[0], 0), _build(case[0], 1)
+    state = saved.state_dict()
+    sizes = {name: tensor.nbytes for name, tensor in state.items()}
+    plan = plan_files(sizes, MODEL.names(is_safetensors=False), max_shard_bytes=size)
+    for file_name, names in plan.files.items():
+        torch.save({name: state[name] for name in names}, tmp_path / file_name)
+    if plan.index is not None:
+        (tmp_path / plan.index).write_text(json.dumps(index_document(plan, sizes)))
+    IO.load_model(ModelWrapper(loaded), tmp_path)
+    _assert_equal(loaded, saved)
+
+
+def test_a_model_without_its_head_is_an_error_that_lists_the_names(tmp_path):
+    model = _build(lambda: _llama(False), 0)
+    model.model.save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint(?s:.*)model\.embed_tokens\.weight"):
+        IO.load_model(ModelWrapper(model), tmp_path / "base")

@@ -1,0 +1,9 @@
+"""Tiny models that together have what real ones have: odd sizes, ties, buffers, unused parameters, experts."""
+
+from __future__ import annotations
+
+from zoo.entry import Batch, ZooEntry, split_batch
+from zoo.registry import get_model, model_names
+from zoo.transformers_models import TRANSFORMERS_MODULES
+
+__all__ = ["TRANSFORMERS_MODULES", "Batch", "ZooEntry", "get_model", "model_names", "split_batch"]

@@ -1,0 +1,79 @@
+"""What a model of the zoo is: a builder, its batches and its loss, all deterministic and all tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
+
+_WEIGHT_SEED = 0
+_BATCH_SEED = 1000  # plus the step: another stream than the weights
+
+
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns all parameters that train, as one group for an optimizer."""
+    return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooEntry:
+    """One model and how to train it.
+
+    Attributes:
+        name: as `get_model` takes it.
+        construct: makes the model from the current generator; call `build` instead.
+        sample: makes a batch of that many samples from a generator; call `make_batch` instead.
+        loss: mean over the samples of a batch, where every sample counts alike: so the mean over equal parts of a batch
+            is the loss of the whole (unless `mixes_samples`).
+        param_groups: parameter groups for an optimizer, with their own settings where the model is about that.
+        uses_unused_parameters: a step may leave parameters without gradient: DDP needs find_unused_parameters.
+        mixes_samples: a sample's output depends on the other samples of the batch (BatchNorm).
+        tied: groups of names that are the same parameter.
+        slow: building or a step takes clearly longer than for the others.
+    """
+
+    name: str
+    construct: Callable[[], nn.Module]
+    sample: Callable[[int, torch.Generator], Batch]
+    loss: Loss
+    param_groups: ParamGroups = field(default=one_group)
+    uses_unused_parameters: bool = False
+    mixes_samples: bool = False
+    tied: tuple[tuple[str, ...], ...] = ()
+    slow: bool = False
+
+    def build(self) -> nn.Module:
+        """Returns the model in training mode, with the same weights at every call. Leaves the generator as it is."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_WEIGHT_SEED)
+            return self.construct().train()
+
+    def make_batch(self, step: int, global_batch: int) -> Batch:
+        """Returns the batch of all ranks for a step: tensors whose first dimension is `global_batch`."""
+        return self.sample(global_batch, torch.Generator().manual_seed(_BATCH_SEED + step))
+
+
+def split_batch(batch: Any, rank: int, world_size: int) -> Any:
+    """Returns a rank's contiguous part of a batch along dimension 0; containers keep their form.
+
+    Raises:
+        ValueError: the batch does not divide into equal parts, without which means of means would be wrong.
+    """
+    if isinstance(batch, torch.Tensor):
+        num_samples = batch.shape[0]
+        if num_samples % world_size:
+            raise ValueError(f"{num_samples} samples do not divide over {world_size} ranks: take a multiple of it")
+        part = num_samples // world_size
+        return batch[rank * part : (rank + 1) * part]
+    if isinstance(batch, dict):
+        return {name: split_batch(value, rank, world_size) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(split_batch(value, rank, world_size) for value in batch)
+    return batch

@@ -1,0 +1,199 @@
+"""Models of Hugging Face transformers, made from tiny configs without a download.
+
+transformers is imported when a model is built: without it, the rest of the zoo works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.entry import Batch, ZooEntry
+
+# For harness.preload: what the builders import, which takes seconds the first time.
+TRANSFORMERS_MODULES = (
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+)
+
+_VOCABULARY = 99
+_LENGTH = 12
+_DECODER = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.0,
+    "use_cache": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
+    ),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": _VOCABULARY,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 32,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "use_cache": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "vocab_size": _VOCABULARY,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 32,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "layerdrop": 0.0,
+            "use_cache": False,
+        },
+    ),
+    "bert": (
+        "BertConfig",
+        "BertForMaskedLM",
+        {
+            "vocab_size": _VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 32,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": _VOCABULARY,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 56,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "use_cache": False,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "vit": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 56,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 8,
+            "patch_size": 4,
+            "num_channels": 3,
+            "num_labels": 5,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+    ),
+}
+
+
+def _constructor(name: str) -> Callable[[], nn.Module]:
+    config_name, class_name, settings = _CONFIGS[name]
+
+    def construct() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
+        return getattr(transformers, class_name)(config)
+
+    return construct
+
+
+def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The model's own loss: every sample has the same number of labels that count."""
+    return model(**batch).loss
+
+
+def _ids(num_samples: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(4, _VOCABULARY, (num_samples, _LENGTH), generator=generator)  # above the special tokens
+
+
+def _causal(num_samples: int, generator: torch.Generator) -> Batch:
+    ids = _ids(num_samples, generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def _masked(num_samples: int, generator: torch.Generator) -> Batch:
+    """Masks the same number of tokens in every sample, at places that differ."""
+    ids = _ids(num_samples, generator)
+    hidden = torch.rand(num_samples, _LENGTH, generator=generator).argsort(dim=1)[:, :3]
+    is_hidden = torch.zeros_like(ids, dtype=torch.bool).scatter(1, hidden, True)
+    return {
+        "input_ids": ids.masked_fill(is_hidden, 3),
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(~is_hidden, -100),
+    }
+
+
+def _translation(num_samples: int, generator: torch.Generator) -> Batch:
+    ids = _ids(num_samples, generator)
+    labels = _ids(num_samples, generator)[:, :7].contiguous()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def _pictures(num_samples: int, generator: torch.Generator) -> Batch:
+    pixels = torch.randn(num_samples, 3, 8, 8, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(5, (num_samples,), generator=generator)}
+
+
+def _entry(name: str, sample: Callable[[int, torch.Generator], Batch] = _causal, **settings: Any) -> ZooEntry:
+    return ZooEntry(name=name, construct=_constructor(name), sample=sample, loss=_own_loss, **settings)
+
+
+_BERT_TIES = (
+    ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+_T5_TIES = (("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),)
+
+TRANSFORMERS_MODELS = (
+    _entry("llama"),
+    _entry("gpt2", tied=(("transformer.wte.weight", "lm_head.weight"),)),
+    _entry("bert", _masked, tied=_BERT_TIES),
+    _entry("opt", tied=(("model.decoder.embed_tokens.weight", "lm_head.weight"),)),
+    _entry("t5", _translation, tied=_T5_TIES),
+    _entry("vit", _pictures),
+    _entry("mixtral", uses_unused_parameters=True),  # an expert may get no token
+    _entry("qwen3"),
+)
