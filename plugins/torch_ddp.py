@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -137,8 +138,9 @@ class TorchDDPPlugin(Plugin):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # a teacher: nothing to average, and DistributedDataParallel refuses it
         device_ids = None if self._device.type == "cpu" else [self._device]
-        # place() has compared and broadcast the weights already, in the precision they had then.
-        return DistributedDataParallel(model, device_ids=device_ids, init_sync=False, **self._ddp_arguments)
+        with _logger_that_survives_detail():
+            # place() has compared and broadcast the weights already, in the precision they had then.
+            return DistributedDataParallel(model, device_ids=device_ids, init_sync=False, **self._ddp_arguments)
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
@@ -155,3 +157,24 @@ class TorchDDPPlugin(Plugin):
         from booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
+
+
+class _LoggerWithoutConstruction(dist.Logger):  # type: ignore[name-defined, misc]
+    def set_construction_data_and_log(self, *data: Any) -> None:
+        """Leaves out a statistic about the construction."""
+
+
+@contextmanager
+def _logger_that_survives_detail() -> Iterator[None]:
+    """Keeps TORCH_DISTRIBUTED_DEBUG=DETAIL from ending the process.
+
+    While DistributedDataParallel is constructed, torch's C++ logger casts the group to ProcessGroupGloo without asking.
+    DETAIL wraps the group in another class, and the process dies of SIGSEGV (seen in torch 2.13).
+    """
+    original = dist.Logger  # type: ignore[attr-defined]
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        dist.Logger = _LoggerWithoutConstruction  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.Logger = original  # type: ignore[attr-defined]

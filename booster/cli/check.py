@@ -123,6 +123,7 @@ def _first_line_of(path: str) -> str:
 
 def _kernel_rows() -> list[tuple[str, str]]:
     try:
+        from booster.device import device_type
         from booster.kernels.registry import kernel_status
     except ImportError as error:  # torch itself is missing: said above
         return [("kernels", f"can't be looked at ({error})")]

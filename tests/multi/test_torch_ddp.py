@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import distributed
+from harness import distributed, preload
 from oracles.serial_training import make_optimizer
 from parity import assert_parallel_equals_serial
 from torch import nn
-from zoo import get_model, model_names, split_batch
+from zoo import TRANSFORMERS_MODULES, get_model, model_names, split_batch
 
 from booster import Booster, ConfigError, DesyncError, FP16TorchMixedPrecision
 from booster.plugins import TorchDDPPlugin
 from booster.plugins.sync_batch_norm import SynchronizedBatchNorm
 
+preload(*TRANSFORMERS_MODULES)
 CUSTOM = ["mlp_odd", "convnet_batchnorm", "byte_gpt", "tied_lm", "frozen_unused_conditional", "multi_output_groups"]
 PRECISIONS = ["bf16", "fp16", "fp16_naive", "fp16_apex_o1", "fp16_apex_o2", "fp8"]
 
@@ -239,3 +240,16 @@ def test_batch_norm_equals_one_process(shape, momentum):
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(getattr(ours, name), buffer, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.eval()(mine), reference.eval()(whole)[part], rtol=1e-4, atol=1e-4)
+
+
+@distributed(world_size=2)
+def test_detailed_debugging_does_not_end_the_process():
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    original = dist.Logger
+    dist.Logger = torch._C._distributed_c10d.Logger  # the harness has put its own there
+    try:
+        model, *_ = Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(2, 1))
+        assert dist.Logger is torch._C._distributed_c10d.Logger
+    finally:
+        dist.Logger = original
+    assert model(torch.ones(1, 2)).shape == (1, 1)
