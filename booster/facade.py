@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
@@ -61,7 +60,6 @@ class Booster:
         self.plugin = _resolve_plugin(plugin, device)
         self.mixed_precision = _resolve_precision(mixed_precision, self.plugin)
         self._checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     # Boosting.
 
@@ -309,6 +307,11 @@ def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | No
             f"plugin={plugin!r} is a {type(plugin).__name__}, not a Plugin: pass an object such as"
             " TorchDDPPlugin(), not its class, or a name such as 'torch_ddp'"
         )
+    if resolved.device.type not in resolved.supported_devices():
+        raise ConfigError(
+            f"{type(resolved).__name__} was asked to run on {resolved.device.type!r}, and runs on"
+            f" {', '.join(resolved.supported_devices())}: choose another plugin or launch on another device"
+        )
     if device is not None and resolved.control_device():
         raise ConfigError(
             f"device={device!r} was given together with {type(resolved).__name__}, which puts every rank on its own"
@@ -332,4 +335,10 @@ def _resolve_precision(precision: str | MixedPrecision | None, plugin: Plugin) -
             f"mixed_precision={precision!r} is a {type(precision).__name__}: pass a name such as 'bf16', or a"
             " MixedPrecision object such as BF16MixedPrecision()"
         )
-    return mixed_precision_from_name(precision)
+    resolved = mixed_precision_from_name(precision)
+    if precision not in plugin.supported_precisions():
+        raise ConfigError(
+            f"mixed_precision={precision!r} does not run with {type(plugin).__name__}: choose one of"
+            f" {', '.join(plugin.supported_precisions())}"
+        )
+    return resolved

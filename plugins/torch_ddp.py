@@ -172,7 +172,7 @@ def _logger_that_survives_detail() -> Iterator[None]:
     DETAIL wraps the group in another class, and the process dies of SIGSEGV (seen in torch 2.13).
     """
     original = dist.Logger  # type: ignore[attr-defined]
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
         dist.Logger = _LoggerWithoutConstruction  # type: ignore[attr-defined]
     try:
         yield

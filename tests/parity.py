@@ -32,7 +32,7 @@ class Tolerance:
 # fp32: the batch is summed in another order, a few units of 2**-24 per step, grown by 5 steps of momentum or AdamW.
 EXACT = Tolerance(loss=1e-5, norm=1e-4, update=2e-4)
 # Low precision, against one process that takes the parts of the ranks in turn: the same roundings in forward and
-# backward. What differs is the sum of the parts, and now and then a rounding that falls to the other side because of it.
+# backward. What differs is the sum of the parts, and now and then a rounding that falls to the other side by it.
 # Models with fp16 weights have fp16 gradients, so that the sum of the parts is itself rounded, to 2**-11.
 IN_PARTS = {
     "bf16": Tolerance(loss=2e-3, norm=5e-3, update=1e-2),

@@ -68,7 +68,7 @@ class GradientWindow:
                 raise ConfigError(
                     f"num_items={num_items} is negative: give the number of items that the loss sums over"
                 )
-            self.num_items = (self.num_items or 0.0) + num_items
+            self.num_items = (self.num_items or 0.0) + float(num_items)
         self.num_backwards += 1
 
     def multiplier(self, loss_scale: float, group: dist.ProcessGroup | None) -> float:

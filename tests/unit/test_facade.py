@@ -290,6 +290,21 @@ class TestMistakes:
             def support_no_sync(self):
                 return False
 
+            def supported_precisions(self):
+                return ["fp32", "fp16"]
+
+        class Elsewhere(SingleDevicePlugin):
+            def supported_devices(self):
+                return ["tpu"]
+
+        class OnlyHalf(SingleDevicePlugin):
+            def supported_precisions(self):
+                return ["fp16"]
+
+        with pytest.raises(ConfigError, match="runs on tpu"):
+            Booster(plugin=Elsewhere())
+        with pytest.raises(ConfigError, match="'bf16' does not run with OnlyHalf: choose one of fp16"):
+            Booster(plugin=OnlyHalf(), mixed_precision="bf16")
         with pytest.raises(ConfigError, match="leave device out"):
             Booster(plugin=Strict(), device="cpu")
         for precision in ("bf16", BF16MixedPrecision()):
