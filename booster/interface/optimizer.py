@@ -279,6 +279,9 @@ class OptimizerWrapper(Optimizer):
         if self._window.num_backwards == 0:
             self._check_nothing_bypassed()
             return
+        if self._gradients_are_true():
+            self._window.is_final = True
+            return
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         multiplier = self._window.multiplier(scale, self.data_parallel_group)
         if self.master_weights is not None:
@@ -292,6 +295,12 @@ class OptimizerWrapper(Optimizer):
         self._window.is_final = True
         for hook in self._gradient_hooks:
             hook(gradients)
+
+    def _gradients_are_true(self) -> bool:
+        """True where finalising would look at every gradient and change none: the step of a plain fp32 loop."""
+        window = self._window
+        is_plain = self.loss_scaler is None and self.master_weights is None and not self._gradient_hooks
+        return is_plain and window.num_items is None and window.num_averaged <= 1
 
     def _check_nothing_bypassed(self) -> None:
         if (self.loss_scaler is not None or self.master_weights is not None) and self._has_gradients():

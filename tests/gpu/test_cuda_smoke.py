@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster import Booster, FP16ApexMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
+from booster.device import device_type
 from booster.kernels.float8 import (
     FORWARD_DTYPE,
     GRADIENT_DTYPE,
@@ -21,7 +22,7 @@ from booster.kernels.float8 import (
 )
 from booster.plugins import TorchDDPPlugin
 
-HAS_GPU = torch.cuda.is_available()
+HAS_GPU = device_type() == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,

@@ -82,7 +82,8 @@ class RankProcess:
 
     def _signal(self, number: int) -> None:
         if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself between the two lines
+                os.kill(self._process.pid, number)
 
     def _stacks(self) -> str:
         text = self._stack_path.read_text(errors="replace") if self._stack_path.exists() else ""

@@ -62,12 +62,17 @@ coordinator.print_on_master(f"dim {get_config().model.dim} of {coordinator.world
 """
 
 
+def without_gloo(stdout: str) -> list[str]:
+    """Returns what the script printed: torch 2.10's gloo prints lines of its own, into each other."""
+    return [line for line in stdout.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
+
+
 def test_ranks_join_and_coordinate(start, tmp_path):
     (tmp_path / "settings.py").write_text("model = {'dim': 8}\n")
     process = start(JOINED, "3")
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    lines = sorted(stdout.splitlines())
+    lines = sorted(without_gloo(stdout))
     assert lines[0] == "OSError: disk full"
     assert lines[1].startswith("RankFailedError: rank 0 failed")
     assert lines[2] == "dim 8 of 2"
@@ -127,7 +132,7 @@ def test_a_restart_joins_again(start):
     process = start(RESTARTED, options=["--max_restarts", "1"])
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    assert stdout == "finished in attempt 1\n"
+    assert without_gloo(stdout) == ["finished in attempt 1"]
 
 
 def test_an_interrupt_ends_all_ranks(start):
