@@ -59,7 +59,7 @@ def _runs(options: argparse.Namespace):
             yield _compare_loops(clips, options)
     if options.only != "loop":
         yield _compare_ddp("tiny", _schedule(1500, 50, options), options)
-        yield _compare_ddp("10m", _schedule(40, 3, options), options)
+        yield _compare_ddp("10m", _schedule(150, 5, options), options)
 
 
 def _schedule(steps: int, warmup: int, options: argparse.Namespace) -> Schedule:

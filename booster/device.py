@@ -14,6 +14,7 @@ __all__ = [
     "current_device",
     "default_backend",
     "device_type",
+    "has_sync_batch_norm",
     "max_memory_allocated",
     "memory_allocated",
     "num_devices",
@@ -63,6 +64,11 @@ def set_device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
+
+
+def has_sync_batch_norm(device: torch.device) -> bool:
+    """Returns whether torch's own `SyncBatchNorm` takes tensors of that device."""
+    return device.type == "cuda"
 
 
 def default_backend(kind: str) -> str:

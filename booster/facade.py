@@ -248,16 +248,21 @@ class Booster:
         model: ModelWrapper,
         checkpoint: str | PathLike[str],
         shard: bool = False,
+        gather_dtensor: bool = True,
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = True,
     ) -> None:
-        """Writes the model; see `CheckpointIO.save_model`. Collective."""
+        """Writes the model; see `CheckpointIO.save_model`. Collective.
+
+        `gather_dtensor` is there for callers of ColossalAI: files hold whole tensors always, so False is an error.
+        """
+        _check_whole_tensors(gather_dtensor)
         self._checkpoint_io.save_model(
             require_boosted_model(model, "save_model"),
             checkpoint,
             shard=shard,
-            prefix=prefix,
+            prefix=prefix or None,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
         )
@@ -271,16 +276,18 @@ class Booster:
         optimizer: OptimizerWrapper,
         checkpoint: str | PathLike[str],
         shard: bool = False,
+        gather_dtensor: bool = True,
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = True,
     ) -> None:
-        """Writes the optimizer; see `CheckpointIO.save_optimizer`. Collective."""
+        """Writes the optimizer; see `CheckpointIO.save_optimizer`. Collective. `gather_dtensor` as in `save_model`."""
+        _check_whole_tensors(gather_dtensor)
         self._checkpoint_io.save_optimizer(
             require_boosted_optimizer(optimizer, "save_optimizer"),
             checkpoint,
             shard=shard,
-            prefix=prefix,
+            prefix=prefix or None,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
         )
@@ -296,6 +303,14 @@ class Booster:
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Takes over what `save_lr_scheduler` wrote. Collective."""
         self._checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _check_whole_tensors(gather_dtensor: bool) -> None:
+    if not gather_dtensor:
+        raise ConfigError(
+            "gather_dtensor=False asks for files with parts of tensors, which only the same layout could load: leave it"
+            " out; every rank writes its own parts of whole tensors, without a gather"
+        )
 
 
 def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | None) -> Plugin:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.comm import all_gather_equal, all_reduce_sum
+from booster.device import has_sync_batch_norm
 
 __all__ = ["SynchronizedBatchNorm", "convert_batch_norm"]
 
@@ -129,7 +130,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Replaces the model's BatchNorm modules, in place, by ones that normalise over all ranks.
 
-    On CUDA torch's `SyncBatchNorm` is used, elsewhere `SynchronizedBatchNorm`. Parameters stay the same objects, and
+    Torch's `SyncBatchNorm` is used on devices that have it, elsewhere `SynchronizedBatchNorm`. Parameters stay the same objects, and
     modules that appear under several names stay shared.
     """
     replaced: dict[nn.Module, nn.Module] = {}
@@ -143,7 +144,7 @@ def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.Proce
 
 
 def _replacement(module: _BatchNorm, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    if device.type == "cuda":
+    if has_sync_batch_norm(device):
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
         return converted
     return SynchronizedBatchNorm(module, group)

@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
 def build_model() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=192, n_layer=4, n_head=6, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=10, eos_token_id=0,
+        attn_pdrop=0.0, bos_token_id=10, eos_token_id=0, loss_type="ForCausalLM",
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 

@@ -313,6 +313,14 @@ class TestMistakes:
         with pytest.raises(ConfigError, match=r"leave no_sync\(\) out"):
             Booster(plugin=Strict()).no_sync()
 
+    def test_files_with_parts_of_tensors(self, tmp_path):
+        booster, model, optimizer = make()
+        for save, what in ((booster.save_model, model), (booster.save_optimizer, optimizer)):
+            with pytest.raises(ConfigError, match="gather_dtensor=False"):
+                save(what, tmp_path / "out", shard=True, gather_dtensor=False)
+        booster.save_model(model, tmp_path / "out", True, True, "", 10, use_safetensors=True)
+        assert (tmp_path / "out" / "model.safetensors").is_file()
+
     def test_accumulate_over_no_steps(self):
         booster, model, optimizer = make()
         with pytest.raises(ConfigError, match="give 1 or more"), booster.accumulate(model, optimizer, 0):
