@@ -130,8 +130,8 @@ class SynchronizedBatchNorm(_BatchNorm):
 def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Replaces the model's BatchNorm modules, in place, by ones that normalise over all ranks.
 
-    Torch's `SyncBatchNorm` is used on devices that have it, elsewhere `SynchronizedBatchNorm`. Parameters stay the same objects, and
-    modules that appear under several names stay shared.
+    Torch's `SyncBatchNorm` is used on devices that have it, elsewhere `SynchronizedBatchNorm`.
+    Parameters stay the same objects, and modules that appear under several names stay shared.
     """
     replaced: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
