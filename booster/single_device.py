@@ -16,7 +16,8 @@ from booster.comm import group_size
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
+from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.mixed_precision import mixed_precision_names
 from booster.placement import move_to_device
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class SingleDevicePlugin(Plugin):
         return ["cpu", self._device.type]
 
     def supported_precisions(self) -> list[str]:
-        return ["fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
+        return ["fp32", *mixed_precision_names()]
 
     def control_precision(self) -> bool:
         return False
@@ -78,13 +79,7 @@ class SingleDevicePlugin(Plugin):
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
-    ) -> tuple[
-        ModelWrapper,
-        OptimizerWrapper | None,
-        Callable[..., Any] | None,
-        DataLoader[Any] | None,
-        LRScheduler | None,
-    ]:
+    ) -> Boosted:
         boosted = ModelWrapper(model)
         wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted)
         if dataloader is not None:

@@ -19,7 +19,8 @@ from booster.comm import group_rank, group_size, is_initialized
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
+from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.mixed_precision import mixed_precision_names
 from booster.placement import make_replicas_equal, move_to_device
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
@@ -87,7 +88,7 @@ class TorchDDPPlugin(Plugin):
         return ["cpu", self._device.type]
 
     def supported_precisions(self) -> list[str]:
-        return ["fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
+        return ["fp32", *mixed_precision_names()]
 
     def control_precision(self) -> bool:
         return False
@@ -120,13 +121,7 @@ class TorchDDPPlugin(Plugin):
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
-    ) -> tuple[
-        ModelWrapper,
-        OptimizerWrapper | None,
-        Callable[..., Any] | None,
-        DataLoader[Any] | None,
-        LRScheduler | None,
-    ]:
+    ) -> Boosted:
         is_primary = self.dp_rank == 0
         boosted = ModelWrapper(model, self._distributed(model), is_primary=is_primary)
         wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted, is_primary=is_primary)

@@ -4,10 +4,11 @@ from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPr
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.optimizer_state import OptimizerState, TensorSpec
-from booster.interface.plugin import Plugin
+from booster.interface.plugin import Boosted, Plugin
 from booster.interface.tensor_slice import TensorSlice
 
 __all__ = [
+    "Boosted",
     "LossScaler",
     "MasterWeights",
     "MixedPrecision",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,7 +20,16 @@ from booster.interface.optimizer import OptimizerWrapper
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
 
-__all__ = ["Plugin"]
+__all__ = ["Boosted", "Plugin"]
+
+Boosted: TypeAlias = tuple[
+    ModelWrapper,
+    OptimizerWrapper | None,
+    Callable[..., Any] | None,
+    DataLoader[Any] | None,
+    LRScheduler | None,
+]
+"""What `Plugin.configure` returns: model, optimizer, criterion, dataloader, scheduler."""
 
 
 class Plugin(ABC):
@@ -101,13 +110,7 @@ class Plugin(ABC):
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
-    ) -> tuple[
-        ModelWrapper,
-        OptimizerWrapper | None,
-        Callable[..., Any] | None,
-        DataLoader[Any] | None,
-        LRScheduler | None,
-    ]:
+    ) -> Boosted:
         """Wraps the five; what was left out stays None. Collective."""
 
     def no_sync(

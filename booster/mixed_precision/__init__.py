@@ -20,6 +20,7 @@ __all__ = [
     "FP16TorchMixedPrecision",
     "MixedPrecision",
     "mixed_precision_from_name",
+    "mixed_precision_names",
 ]
 
 _BY_NAME: dict[str, Callable[[], MixedPrecision]] = {
@@ -29,6 +30,11 @@ _BY_NAME: dict[str, Callable[[], MixedPrecision]] = {
     "fp16_apex": FP16ApexMixedPrecision,
     "fp8": FP8MixedPrecision,
 }
+
+
+def mixed_precision_names() -> list[str]:
+    """Returns every name that `mixed_precision_from_name` takes."""
+    return list(_BY_NAME)
 
 
 def mixed_precision_from_name(name: str) -> MixedPrecision:
