@@ -33,11 +33,12 @@ class Tolerance:
 EXACT = Tolerance(loss=1e-5, norm=1e-4, update=2e-4)
 # Low precision, against one process that takes the parts of the ranks in turn: the same roundings in forward and
 # backward. What differs is the sum of the parts, and now and then a rounding that falls to the other side by it.
-# Models with fp16 weights have fp16 gradients, so that the sum of the parts is itself rounded, to 2**-11.
+# Models with fp16 weights have fp16 gradients, so that the sum of the parts is itself rounded, at every
+# micro-batch and rank, to 2**-11; and some compute their own loss in fp16, of which one unit is 2**-10.
 IN_PARTS = {
     "bf16": Tolerance(loss=2e-3, norm=5e-3, update=1e-2),
     "fp16": Tolerance(loss=3e-4, norm=1e-3, update=2e-3),
-    "fp16 weights": Tolerance(loss=3e-4, norm=1e-3, update=6e-3),
+    "fp16 weights": Tolerance(loss=1e-3, norm=4e-3, update=8e-3),
     "fp8": Tolerance(loss=1e-2, norm=2e-2, update=5e-2),
 }
 # Low precision, against one process that takes the whole batch at once: every gradient is rounded once instead of once
@@ -47,7 +48,7 @@ AT_ONCE = {
     "bf16": Tolerance(loss=2e-2, norm=5e-2, update=1.2e-1),
     "fp16": Tolerance(loss=3e-3, norm=1e-2, update=2.5e-2),
     "fp16 weights": Tolerance(loss=3e-3, norm=1e-2, update=2.5e-2),
-    "fp8": Tolerance(loss=5e-2, norm=1.5e-1, update=5e-1),
+    "fp8": Tolerance(loss=1e-1, norm=2.5e-1, update=5e-1),
 }
 KIND = {"fp16_naive": "fp16 weights", "fp16_apex_o2": "fp16 weights", "fp16_apex_o1": "fp16"}
 
@@ -209,9 +210,9 @@ def make_precision(name: str | None):
         "bf16": BF16MixedPrecision,
         "fp8": FP8MixedPrecision,
         "fp16": lambda: FP16TorchMixedPrecision(init_scale=2**8),
-        "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2**8),
+        "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2**10),
         "fp16_apex_o1": lambda: FP16ApexMixedPrecision(opt_level="O1", loss_scale=2**8),
-        "fp16_apex_o2": lambda: FP16ApexMixedPrecision(opt_level="O2", loss_scale=2**8),
+        "fp16_apex_o2": lambda: FP16ApexMixedPrecision(opt_level="O2", loss_scale=2**10),
     }
     return None if name is None else makers[name]()
 

@@ -80,6 +80,7 @@ def test_whole_grid_equals_serial(model, precision, world_size):
         accumulation=2,
         synchronize="no_sync",
         max_norm=0.5,
+        optimizer="adamw" if precision is None else "sgd",
     )
 
 

@@ -61,7 +61,7 @@ def train_serial(
     for step in range(steps):
         whole = [entry.make_batch(step * accumulation + index, batch_size) for index in range(accumulation)]
         batches = [split_batch(batch, part, parts) for batch in whole for part in range(parts)]
-        record.losses.append(loop.backward(batches))
+        record.losses.append(loop.backward(batches, parts))
         record.norms.append(loop.clip_and_step(max_norm))
     record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return record
@@ -70,7 +70,12 @@ def train_serial(
 class Loop:
     """Backward over the micro-batches of one step, then clip and step."""
 
-    def backward(self, batches: list) -> float:
+    def backward(self, batches: list, parts: int) -> float:
+        """Leaves the gradient of the mean over all batches; returns that mean.
+
+        The mean over the `parts` of a batch is taken of gradients, not of losses: a loss divided by 3 would round in
+        another way on its way back through low precision than it does on a rank of three.
+        """
         raise NotImplementedError
 
     def clip_and_step(self, max_norm: float) -> float:
@@ -97,14 +102,17 @@ class AutocastLoop(Loop):
         )
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=dtype is torch.float16)
 
-    def backward(self, batches: list) -> float:
+    def backward(self, batches: list, parts: int) -> float:
         total = 0.0
         self.optimizer.zero_grad()
         for batch in batches:
             with self.context():
                 loss = self.entry.loss(self.model, batch)
-            self.scaler.scale(loss / len(batches)).backward()
+            self.scaler.scale(loss / (len(batches) // parts)).backward()
             total += float(loss.detach()) / len(batches)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(parts)
         return total
 
     def clip_and_step(self, max_norm: float) -> float:
@@ -118,7 +126,7 @@ class AutocastLoop(Loop):
 class HalfLoop(Loop):
     """fp16 weights with fp32 masters, written out by hand; the loss scale is constant as nothing overflows here."""
 
-    SCALE = 2.0**8
+    SCALE = 2.0**10  # small gradients stay out of fp16's subnormal numbers, and large ones below its largest
 
     def __init__(self, model: nn.Module, entry, optimizer: str, keep_batch_norm: bool) -> None:
         self.model, self.entry = model, entry
@@ -137,18 +145,19 @@ class HalfLoop(Loop):
             groups.append({**group, "params": [master_of[id(p)] for p in group["params"]]})
         self.optimizer = make_optimizer(optimizer, groups)
 
-    def backward(self, batches: list) -> float:
+    def backward(self, batches: list, parts: int) -> float:
         total = 0.0
         self.model.zero_grad()
+        self.multiplier = 1 / (self.SCALE * parts)
         for batch in batches:
             loss = self.entry.loss(HalfInputs(self.model), batch)
-            (loss / len(batches) * self.SCALE).backward()
+            (loss / (len(batches) // parts) * self.SCALE).backward()
             total += float(loss.detach()) / len(batches)
         return total
 
     def clip_and_step(self, max_norm: float) -> float:
         for working, master in zip(self.working, self.masters, strict=True):
-            master.grad = None if working.grad is None else working.grad.float() / self.SCALE
+            master.grad = None if working.grad is None else working.grad.float() * self.multiplier
         norm = nn.utils.clip_grad_norm_([m for m in self.masters if m.requires_grad], max_norm)
         self.optimizer.step()
         for working, master in zip(self.working, self.masters, strict=True):
