@@ -21,7 +21,8 @@ class Tolerance:
         loss: Of a step's loss.
         norm: Of a step's gradient norm.
         update: Of how far training moved a tensor, in the 2-norm; a tensor that hardly moved may differ by this share
-            of a hundredth of the whole model's move.
+            of a twentieth of the whole model's move: one ReLU whose input rounds to the other side of zero changes the
+            few gradients behind it by more than any rounding.
     """
 
     loss: float
@@ -117,7 +118,7 @@ def _assert_same_move(found: dict, expected: dict, initial: dict, relative: floa
             continue
         # Weights that are kept in half precision may fall on either side of a rounding boundary.
         rounding = _norm(expected[name].double()) * torch.finfo(weight.dtype).eps
-        allowed = relative * max(moves[name], 0.01 * whole) + rounding
+        allowed = relative * max(moves[name], 0.05 * whole) + rounding
         difference = _norm(weight.double() - expected[name].double())
         assert difference <= allowed, (
             f"{name} of {where}: {difference:.3g} away, allowed {allowed:.3g}; moved {moves[name]:.3g} of {whole:.3g}"
