@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
 def build_model() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=192, n_layer=4, n_head=6, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=10, eos_token_id=0, loss_type="ForCausalLM",
+        attn_pdrop=0.0, bos_token_id=10, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
@@ -60,14 +60,18 @@ def load(booster, directory, model, optimizer, scheduler, loader) -> int:
     return progress["step"]
 
 
+def window_losses(model, windows: torch.Tensor) -> torch.Tensor:
+    """Returns the mean loss of predicting each next byte, for every window."""
+    logits = model(windows).logits[:, :-1].transpose(1, 2)
+    return torch.nn.functional.cross_entropy(logits, windows[:, 1:], reduction="none").mean(1)
+
+
 @torch.no_grad()
 def validate(booster, model, loader) -> float:
     model.eval()
     losses = []
     for windows in loader:
-        logits = model(windows.to(booster.device)).logits[:, :-1].transpose(1, 2)
-        per_window = torch.nn.functional.cross_entropy(logits, windows[:, 1:].to(logits.device), reduction="none")
-        losses.append(booster.gather_for_metrics(per_window.mean(1)))
+        losses.append(booster.gather_for_metrics(window_losses(model, windows.to(booster.device))))
     model.train()
     return float(torch.cat(losses).mean())
 
@@ -96,7 +100,7 @@ def main() -> None:
         if windows is None:
             batches = iter(loader)
             continue
-        loss = model(windows.to(booster.device), labels=windows.to(booster.device)).loss
+        loss = window_losses(model, windows.to(booster.device)).mean()
         booster.backward(loss, optimizer)
         booster.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
