@@ -13,19 +13,24 @@ from torch.utils.data import DataLoader
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 
-__all__ = ["check_can_boost", "require_boosted_model", "require_boosted_optimizer"]
+__all__ = ["check_can_boost", "require_boosted_model", "require_boosted_optimizer", "require_scheduler"]
 
 # The user's own objects that were boosted: doing it again would average gradients twice.
 _boosted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_can_boost(
-    model: Any, optimizer: Any | None, dataloader: Any | None = None, lr_scheduler: Any | None = None
+    model: Any, optimizer: Any | None, criterion: Any | None, dataloader: Any | None, lr_scheduler: Any | None
 ) -> None:
     """Raises ConfigError if these can't be boosted together; else remembers that they are."""
     _check_model(model)
     if optimizer is not None:
         _check_optimizer(optimizer, model)
+    if criterion is not None and not callable(criterion):
+        raise ConfigError(
+            f"boost() got a criterion of type {type(criterion).__name__}, which can't be called: give a loss such as"
+            " torch.nn.MSELoss(), or leave it out"
+        )
     if dataloader is not None and not isinstance(dataloader, DataLoader):
         raise ConfigError(
             f"dataloader is a {type(dataloader).__name__}, not a torch DataLoader: give one, or leave it out and loop"
@@ -98,3 +103,14 @@ def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
             " returned"
         )
     return optimizer
+
+
+def require_scheduler(lr_scheduler: Any, caller: str) -> Any:
+    """Returns the scheduler if it has a state to save, else raises ConfigError."""
+    is_optimizer = isinstance(lr_scheduler, Optimizer)
+    if is_optimizer or not (hasattr(lr_scheduler, "state_dict") and hasattr(lr_scheduler, "load_state_dict")):
+        raise ConfigError(
+            f"{caller}() was given a {type(lr_scheduler).__name__}, which is no LR scheduler: pass one such as"
+            " torch.optim.lr_scheduler.StepLR(optimizer, 1)"
+        )
+    return lr_scheduler

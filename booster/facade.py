@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.boost_checks import check_can_boost, require_boosted_model, require_boosted_optimizer
+from booster.boost_checks import check_can_boost, require_boosted_model, require_boosted_optimizer, require_scheduler
 from booster.checkpoint_io import CheckpointIO
 from booster.comm import barrier, group_rank
 from booster.data import active_loader
@@ -88,7 +88,7 @@ class Booster:
             ConfigError: Something was boosted before, is of the wrong type, or does not belong together.
             DesyncError: The ranks' models differ.
         """
-        check_can_boost(model, optimizer, dataloader, lr_scheduler)
+        check_can_boost(model, optimizer, criterion, dataloader, lr_scheduler)
         self.plugin.place(model, optimizer)
         if self.mixed_precision is not None:
             self.mixed_precision.prepare(model)
@@ -199,6 +199,8 @@ class Booster:
         Collective.
         """
         model = require_boosted_model(model, "execute_pipeline")
+        if optimizer is not None:
+            optimizer = require_boosted_optimizer(optimizer, "execute_pipeline")
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
 
     # Looking.
@@ -208,6 +210,8 @@ class Booster:
 
         Plugin, ranks per axis, and for every param group the formats of parameter, compute, reduction, master, state.
         """
+        if optimizer is not None:
+            optimizer = require_boosted_optimizer(optimizer, "summary")
         text = summarize(self.plugin, require_boosted_model(model, "summary"), optimizer)
         self.print(text)
         return text
@@ -298,11 +302,11 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Writes the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
-        self._checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+        self._checkpoint_io.save_lr_scheduler(require_scheduler(lr_scheduler, "save_lr_scheduler"), checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Takes over what `save_lr_scheduler` wrote. Collective."""
-        self._checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+        self._checkpoint_io.load_lr_scheduler(require_scheduler(lr_scheduler, "load_lr_scheduler"), checkpoint)
 
 
 def _check_whole_tensors(gather_dtensor: bool) -> None:

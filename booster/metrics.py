@@ -8,6 +8,7 @@ import torch
 
 from booster.comm import all_gather_equal, group_size
 from booster.data import active_loader
+from booster.errors import ConfigError
 from booster.tensor_tree import map_tensors
 
 __all__ = ["gather_for_metrics"]
@@ -19,10 +20,20 @@ def gather_for_metrics(data: Any) -> Any:
     samples = 0 if loader is None else loader.current_batch_samples
     repeated = 0 if loader is None else loader.num_repeated_in_batch
 
+    gathered = 0
+
     def gather(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal gathered
+        gathered += 1
         joined = all_gather_equal(tensor)
         is_per_sample = tensor.dim() > 0 and tensor.shape[0] == samples
         # The loader puts the samples that fill up its last batch at the very end of the last ranks' parts.
         return joined[: samples * group_size() - repeated] if is_per_sample and repeated else joined
 
-    return map_tensors(gather, data)
+    result = map_tensors(gather, data)
+    if not gathered:
+        raise ConfigError(
+            f"gather_for_metrics() was given a {type(data).__name__} without any tensor: other ranks' values can't be"
+            " joined to it. Put numbers into a tensor, for example torch.tensor(value)"
+        )
+    return result

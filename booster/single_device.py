@@ -43,7 +43,7 @@ class SingleDevicePlugin(Plugin):
                 f"Booster() without a plugin runs one process, but {processes} were launched: each would train a model"
                 " of its own. Choose how they work together, for example Booster(plugin='torch_ddp')"
             )
-        self._device = current_device() if device is None else torch.device(device)
+        self._device = current_device() if device is None else _parsed(device)
 
     def supported_devices(self) -> list[str]:
         return ["cpu", self._device.type]
@@ -93,6 +93,15 @@ class SingleDevicePlugin(Plugin):
         from booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
+
+
+def _parsed(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device={device!r} is no device that torch knows: write 'cpu', the name of an accelerator, or leave it out"
+        ) from error
 
 
 def _launched_processes() -> int:

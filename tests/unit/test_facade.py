@@ -226,6 +226,10 @@ class TestMistakes:
             booster.boost("model")
         with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer"):
             booster.boost(model, "adam")
+        with pytest.raises(ConfigError, match="can't be called"):
+            booster.boost(model, criterion=3)
+        with pytest.raises(ConfigError, match="device='cudaa' is no device"):
+            Booster(device="cudaa")
         with pytest.raises(ConfigError, match="not a torch DataLoader"):
             booster.boost(model, dataloader=[1, 2])
         other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
@@ -247,6 +251,20 @@ class TestMistakes:
             booster.save_model(model.unwrap(), "nowhere")
         with pytest.raises(ConfigError, match=r"pass the optimizer that boost\(\) returned"):
             booster.save_optimizer(optimizer.unwrap(), "nowhere")
+
+        with pytest.raises(ConfigError, match=r"execute_pipeline\(\) was given a AdamW"):
+            booster.execute_pipeline(iter([torch.ones(1, 3)]), model, lambda out, _: out.sum(), optimizer.unwrap())
+        with pytest.raises(ConfigError, match=r"summary\(\) was given a AdamW"):
+            booster.summary(model, optimizer.unwrap())
+        for call in (booster.save_lr_scheduler, booster.load_lr_scheduler):
+            for wrong in (optimizer, None):
+                with pytest.raises(ConfigError, match="no LR scheduler"):
+                    call(wrong, "nowhere")
+
+    def test_values_that_cannot_be_joined(self):
+        booster, *_ = make()
+        with pytest.raises(ConfigError, match=r"torch\.tensor\(value\)"):
+            booster.gather_for_metrics({"accuracy": 0.5})
 
     def test_losses(self):
         booster, model, optimizer = make()
