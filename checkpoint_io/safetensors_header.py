@@ -18,7 +18,6 @@ __all__ = ["HEADER_LENGTH_BYTES", "MAX_HEADER_BYTES", "TensorRange", "encode_hea
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # as the format's own readers
 MAX_TENSORS = 1_000_000
-_ALIGNMENT = 8
 _METADATA = "__metadata__"
 
 _DTYPES = {
@@ -54,8 +53,15 @@ class TensorRange:
     stop: int
 
 
-def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, TensorRange]]:
+def encode_header(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], *, alignment: int = 8
+) -> tuple[bytes, dict[str, TensorRange]]:
     """Returns the file's first bytes and, in file order, where each tensor's bytes go.
+
+    Args:
+        specs: The tensors.
+        metadata: Texts that go with them.
+        alignment: The data starts at a multiple of this many bytes.
 
     Raises:
         CheckpointError: A name or a number format that the file format has no place for, or a header beyond its limit.
@@ -72,7 +78,7 @@ def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) 
         raw = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
         raise CheckpointError(f"a tensor's name is no valid unicode ({error}): rename the parameter") from None
-    raw += b" " * (-len(raw) % _ALIGNMENT)
+    raw += b" " * (-(HEADER_LENGTH_BYTES + len(raw)) % alignment)
     if len(raw) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{len(specs)} tensors need a header of {len(raw)} bytes, and safetensors allows {MAX_HEADER_BYTES}: save"

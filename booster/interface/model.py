@@ -126,7 +126,11 @@ class ModelWrapper(nn.Module):
             CheckpointError: The model's state holds something that is no tensor.
         """
         state = self.module.state_dict()
-        return [TensorSlice.whole(names[0], state[names[0]], primary=self._is_primary) for names in self._tied(state)]
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return [
+            TensorSlice.whole(names[0], state[names[0]], primary=self._is_primary, shared=names[0] in parameters)
+            for names in self._tied(state)
+        ]
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         """Returns for every slice's name the further names that the same memory has in the model."""

@@ -27,6 +27,8 @@ class TensorSlice:
         span: First element and one past the last, counted in the row-major flattening of the box.
         tensor: What this rank holds: `span[1] - span[0]` elements in that order, on any device or memory tier.
         primary: True on exactly one of the ranks that hold the same elements; that rank writes and counts them.
+        shared: Every rank that holds these elements holds them bit for bit alike, so they may divide the writing among
+            themselves. False: only the primary's count, as with buffers, which may drift apart.
     """
 
     name: str
@@ -36,6 +38,7 @@ class TensorSlice:
     span: tuple[int, int]
     tensor: torch.Tensor
     primary: bool
+    shared: bool = True
 
     def __post_init__(self) -> None:
         if len(self.box) != len(self.global_shape):
@@ -50,7 +53,7 @@ class TensorSlice:
             raise ValueError(f"{self.name}: span {self.span} does not fit a tensor of {self.tensor.numel()} elements")
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor, *, primary: bool) -> TensorSlice:
+    def whole(cls, name: str, tensor: torch.Tensor, *, primary: bool, shared: bool = True) -> TensorSlice:
         """Returns the slice of a tensor that this rank holds whole."""
         shape = tuple(tensor.shape)
         return cls(
@@ -61,6 +64,7 @@ class TensorSlice:
             span=(0, tensor.numel()),
             tensor=tensor,
             primary=primary,
+            shared=shared,
         )
 
     @property
