@@ -5,14 +5,17 @@ A new plugin or precision adds its line to CASES; nothing else changes.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from _engine import Engine, Step
-from _gpt import GPTSize, batches, make_gpt, next_token_loss
+from _gpt import SIZES, GPTSize, batches, make_gpt, next_token_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,12 +37,20 @@ class Case:
         plain: The training loop in plain torch.
         boosted: The same through the booster.
         is_distributed: It needs a process group, here one of a single rank.
+        largest: Name of the largest size that it trains; None: that of the run.
     """
 
     name: str
     plain: SizedBuild
     boosted: SizedBuild
     is_distributed: bool = False
+    largest: str | None = None
+
+    def size(self, of_run: GPTSize) -> GPTSize:
+        """Returns what it trains in a run of that size."""
+        if self.largest is None:
+            return of_run
+        return min(of_run, SIZES[self.largest], key=lambda size: size.num_matmul_parameters)
 
     def engines(self, size: GPTSize, device: torch.device) -> list[Engine]:
         """Returns the two engines, plain torch first."""
@@ -133,6 +144,47 @@ def _boosted(
     return step
 
 
+def _plain_saving(size: GPTSize, device: torch.device) -> Step:
+    """fp32, and after every step a durable torch.save of model and optimizer."""
+    model, batch = make_gpt(size, device), batches(size, device=device)
+    optimizer = _adamw(model.parameters())
+
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        loss = next_token_loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with tempfile.TemporaryDirectory() as folder, (Path(folder) / "state.pt").open("wb") as file:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return loss.detach()
+
+    return step
+
+
+def _boosted_saving(size: GPTSize, device: torch.device) -> Step:
+    """The same by booster.save."""
+    import booster as package
+
+    booster = package.Booster(device=device)
+    model, batch = make_gpt(size, device), batches(size, device=device)
+    model, optimizer, criterion, _, _ = booster.boost(model, _adamw(model.parameters()), next_token_loss)
+
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        loss = criterion(model(tokens), targets)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        with tempfile.TemporaryDirectory() as folder:
+            booster.save(Path(folder) / "checkpoint", model=model, optimizer=optimizer)
+        return loss.detach()
+
+    return step
+
+
 def _torch_ddp() -> Any:
     from booster.plugins import TorchDDPPlugin
 
@@ -177,6 +229,7 @@ CASES: Sequence[Case] = (
         plain=partial(_plain, autocast=torch.bfloat16),
         boosted=partial(_boosted, precision="FP8MixedPrecision"),
     ),
+    Case(name="fp32, a checkpoint per step", plain=_plain_saving, boosted=_boosted_saving, largest="50m"),
 )
 
 

@@ -79,9 +79,10 @@ def measure_case(name: str, size_name: str, kind: str, deadline: float, ceiling_
         ceiling_tflops: What MFU is a share of.
     """
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 means fp32
-    size = SIZES[size_name]
+    case = case_named(name)
+    size = case.size(SIZES[size_name])
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    engines = case_named(name).engines(size, device)
+    engines = case.engines(size, device)
     gc.freeze()  # what was imported stays: collections between the engines need not look at it
     for engine in engines:
         _peaks(engine)  # libraries and workspaces that come with the first use are no engine's own

@@ -13,7 +13,14 @@ from torch.utils.data import DataLoader
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 
-__all__ = ["check_can_boost", "require_boosted_model", "require_boosted_optimizer", "require_scheduler"]
+__all__ = [
+    "check_can_boost",
+    "require_boosted_model",
+    "require_boosted_optimizer",
+    "require_optimizer",
+    "require_scheduler",
+    "require_stateful_loader",
+]
 
 # The user's own objects that were boosted: doing it again would average gradients twice.
 _boosted: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -103,6 +110,24 @@ def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
             " returned"
         )
     return optimizer
+
+
+def require_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper | Optimizer:
+    """Returns the optimizer if it was boosted, or never was; else raises ConfigError."""
+    if isinstance(optimizer, Optimizer) and optimizer not in _boosted:
+        return optimizer  # an OptimizerWrapper is an Optimizer too
+    return require_boosted_optimizer(optimizer, caller)
+
+
+def require_stateful_loader(dataloader: Any, caller: str) -> Any:
+    """Returns the dataloader if it knows its position, else raises ConfigError."""
+    if not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
+        raise ConfigError(
+            f"{caller}() was given a {type(dataloader).__name__} that does not know its position: pass the one that"
+            " boost() or prepare_dataloader() returned. A loader over an IterableDataset has no position to save: leave"
+            " it out, and keep what the dataset needs in `extra`"
+        )
+    return dataloader
 
 
 def require_scheduler(lr_scheduler: Any, caller: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from os import PathLike
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.boost_checks import check_can_boost, require_boosted_model, require_boosted_optimizer, require_scheduler
+from booster.boost_checks import check_can_boost, require_boosted_model, require_boosted_optimizer
 from booster.checkpoint_io import CheckpointIO
 from booster.comm import barrier, group_rank
 from booster.data import active_loader
 from booster.errors import ConfigError
+from booster.facade_checkpoints import CheckpointMethods
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.metrics import gather_for_metrics
 from booster.mixed_precision import mixed_precision_from_name
@@ -28,7 +28,7 @@ from booster.summary import summarize
 __all__ = ["Booster"]
 
 
-class Booster:
+class Booster(CheckpointMethods):
     """Turns an ordinary training loop into one that runs under a parallel strategy.
 
     Args:
@@ -244,77 +244,6 @@ class Booster:
     def wait_for_everyone(self) -> None:
         """Waits until every rank is here. Collective."""
         barrier()
-
-    # Checkpoints.
-
-    def save_model(
-        self,
-        model: ModelWrapper,
-        checkpoint: str | PathLike[str],
-        shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
-    ) -> None:
-        """Writes the model; see `CheckpointIO.save_model`. Collective.
-
-        `gather_dtensor` is there for callers of ColossalAI: files hold whole tensors always, so False is an error.
-        """
-        _check_whole_tensors(gather_dtensor)
-        self._checkpoint_io.save_model(
-            require_boosted_model(model, "save_model"),
-            checkpoint,
-            shard=shard,
-            prefix=prefix or None,
-            size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
-        )
-
-    def load_model(self, model: ModelWrapper, checkpoint: str | PathLike[str], strict: bool = True) -> None:
-        """Fills the model; see `CheckpointIO.load_model`. Collective."""
-        self._checkpoint_io.load_model(require_boosted_model(model, "load_model"), checkpoint, strict=strict)
-
-    def save_optimizer(
-        self,
-        optimizer: OptimizerWrapper,
-        checkpoint: str | PathLike[str],
-        shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,
-    ) -> None:
-        """Writes the optimizer; see `CheckpointIO.save_optimizer`. Collective. `gather_dtensor` as in `save_model`."""
-        _check_whole_tensors(gather_dtensor)
-        self._checkpoint_io.save_optimizer(
-            require_boosted_optimizer(optimizer, "save_optimizer"),
-            checkpoint,
-            shard=shard,
-            prefix=prefix or None,
-            size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
-        )
-
-    def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | PathLike[str]) -> None:
-        """Fills the optimizer; see `CheckpointIO.load_optimizer`. Collective."""
-        self._checkpoint_io.load_optimizer(require_boosted_optimizer(optimizer, "load_optimizer"), checkpoint)
-
-    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
-        """Writes the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
-        self._checkpoint_io.save_lr_scheduler(require_scheduler(lr_scheduler, "save_lr_scheduler"), checkpoint)
-
-    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
-        """Takes over what `save_lr_scheduler` wrote. Collective."""
-        self._checkpoint_io.load_lr_scheduler(require_scheduler(lr_scheduler, "load_lr_scheduler"), checkpoint)
-
-
-def _check_whole_tensors(gather_dtensor: bool) -> None:
-    if not gather_dtensor:
-        raise ConfigError(
-            "gather_dtensor=False asks for files with parts of tensors, which only the same layout could load: leave it"
-            " out; every rank writes its own parts of whole tensors, without a gather"
-        )
 
 
 def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | None) -> Plugin:

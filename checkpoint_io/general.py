@@ -1,47 +1,67 @@
-"""Checkpoints of models that every rank holds whole: one rank writes, all ranks read."""
+"""The CheckpointIO of every plugin: says what a call means in components and loads; the engine does the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from os import PathLike, fspath
+from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.checkpoint_io import json_values
-from booster.checkpoint_io.commit import new_file
+from booster.checkpoint_io.commit import Transaction
+from booster.checkpoint_io.component import Component
+from booster.checkpoint_io.components import model_component, optimizer_component, save_facts
+from booster.checkpoint_io.destination import Destination, as_path
 from booster.checkpoint_io.interface import CheckpointIO
+from booster.checkpoint_io.json_documents import json_bytes
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
-from booster.checkpoint_io.matching import Match, match_names, part_of
-from booster.checkpoint_io.optimizer_values import MASTER_SUFFIX, parse_values
-from booster.checkpoint_io.reader import Checkpoint, open_checkpoint, read_json
+from booster.checkpoint_io.loader import Loader, ModelLoad, OptimizerLoad, load_all
+from booster.checkpoint_io.lr_scheduler_state import scheduler_document, scheduler_state
+from booster.checkpoint_io.plain_optimizer import as_optimizer_wrapper
+from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.save_request import SaveRequest
+from booster.checkpoint_io.saver import Saver
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.writer import write_json
-from booster.comm import all_reduce_numbers, group_rank, raise_on_all_ranks
-from booster.errors import BoosterError, CheckpointError, ConfigError
-from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice
+from booster.checkpoint_io.strict_json import MAX_JSON_BYTES
+from booster.checkpoint_io.training_parts import SaveOptions, TrainingParts
+from booster.checkpoint_io.training_state import TrainingStateIO
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper
 
 __all__ = ["GeneralCheckpointIO"]
 
-T = TypeVar("T")
+TIMEOUT_SECONDS = 1800.0
 
 
 class GeneralCheckpointIO(CheckpointIO):
-    """Writes by the one rank whose slices are primary, which must hold everything whole; reads on every rank.
+    """Saves and loads whatever the wrappers describe as slices: whole on every rank, or cut in any way over ranks.
+
+    Every rank writes and reads only bytes of its own: nothing is gathered.
 
     Args:
         group: The ranks that call together; None: the world, or this process alone where nothing was launched.
         storage: Where files are; None: the local file system.
+        timeout_seconds: How long a rank waits for the others in each phase of a save, before an error names them.
+        host: Name of the machine that this rank runs on; None: asked of the system. Files on a file system that
+            several hosts share are each written by one host.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, storage: Storage | None = None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        storage: Storage | None = None,
+        *,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        host: str | None = None,
+    ) -> None:
+        self.ranks = Ranks(group, host)
         self.storage = Storage() if storage is None else storage
+        self.saver = Saver(self.ranks, self.storage, timeout_seconds)
+        self._training_state = TrainingStateIO(self.ranks, self.storage, self.saver)
 
     def save_model(
         self,
@@ -52,6 +72,7 @@ class GeneralCheckpointIO(CheckpointIO):
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = True,
+        use_async: bool = False,
     ) -> None:
         """Writes the model; see `CheckpointIO.save_model`. Collective over the group.
 
@@ -59,52 +80,36 @@ class GeneralCheckpointIO(CheckpointIO):
         an older save under the same prefix and format go. `shard=False` takes the path as it is, without configs.
         """
 
-        def prepare() -> tuple[SaveRequest, dict[str, torch.Tensor], bool]:
-            request = SaveRequest(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
-            return request, *self._whole_tensors(model.tensor_slices())
+        def prepare() -> tuple[Destination, Component]:
+            to = Destination(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
+            return to, model_component(model, to)
 
-        request, tensors, is_writer = self._agree(prepare, "saving the model")
-        self._check_one_writer(is_writer)
-        self._agree(
-            lambda: request.write_model(self.storage, model.unwrap(), tensors) if is_writer else None,
-            f"saving the model to {request.path}",
-        )
+        self._save(prepare, "saving the model", use_async)
 
-    def load_model(self, model: ModelWrapper, checkpoint: str | PathLike[str], *, strict: bool = True) -> None:
-        """Fills the model; see `CheckpointIO.load_model`. Collective over the group.
-
-        A tied tensor may be stored under any of its names. Floats are converted to the model's own float format;
-        between other formats only what is lossless is.
-        """
-        path = _as_path(checkpoint)
-        with ExitStack() as stack:
-
-            def check() -> tuple[Checkpoint, Match, list[TensorSlice]]:
-                stored = stack.enter_context(open_checkpoint(self.storage, path, MODEL))
-                slices = model.tensor_slices()
-                match = match_names(stored.specs, slices, model.tied_names())
-                match.check(str(path), strict=strict)
-                if strict:
-                    _check_duplicates(stored, match)
-                return stored, match, slices
-
-            stored, match, slices = self._agree(check, f"loading the model from {path}")
-
-            def fill() -> None:
-                _fill(stored, {match.sources[part.name]: part for part in slices if part.name in match.sources})
-                model.notify_loaded()
-
-            self._agree(fill, f"loading the model from {path}")
+    def load_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+    ) -> None:
+        """Fills the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
+        self.saver.wait()
+        path = as_path(checkpoint)
+        with Loader(self.ranks, self.storage, verify) as loader:
+            load_all([ModelLoad(loader, model, path, strict=strict)])
 
     def save_optimizer(
         self,
-        optimizer: OptimizerWrapper,
+        optimizer: OptimizerWrapper | Optimizer,
         checkpoint: str | PathLike[str],
         *,
         shard: bool = False,
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = True,
+        use_async: bool = False,
     ) -> None:
         """Writes the optimizer; see `CheckpointIO.save_optimizer`. Collective over the group.
 
@@ -112,41 +117,26 @@ class GeneralCheckpointIO(CheckpointIO):
         tensor; `shard=False` puts both into one file.
         """
 
-        def prepare() -> tuple[SaveRequest, dict[str, torch.Tensor], bool, str]:
-            request = SaveRequest(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors)
-            state = optimizer.checkpoint_state()
-            groups = json_values.dumps(state.values(), "the optimizer's values")
-            tensors, is_writer = self._whole_tensors(state.slices(), is_primary=optimizer.is_primary)
-            return request, tensors, is_writer, groups
+        def prepare() -> tuple[Destination, Component]:
+            to = Destination(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors)
+            wrapped = as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
+            return to, optimizer_component(wrapped, to)
 
-        request, tensors, is_writer, groups = self._agree(prepare, "saving the optimizer")
-        self._check_one_writer(is_writer)
-        self._agree(
-            lambda: request.write_optimizer(self.storage, tensors, groups) if is_writer else None,
-            f"saving the optimizer to {request.path}",
-        )
+        self._save(prepare, "saving the optimizer", use_async)
 
-    def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | PathLike[str]) -> None:
-        """Fills the optimizer; see `CheckpointIO.load_optimizer`. Collective over the group.
-
-        fp32 master weights that are stored fill the optimizer's; one that keeps none gets them into the parameters
-        themselves, as they are the more exact weights: load the model first. Where none are stored, masters follow the
-        model's weights.
-        """
-        path = _as_path(checkpoint)
-        with ExitStack() as stack:
-
-            def check() -> tuple[Checkpoint, OptimizerState, dict[str, Any]]:
-                stored = stack.enter_context(open_checkpoint(self.storage, path, OPTIMIZER))
-                if stored.groups is None:
-                    raise CheckpointError(f"{path} holds no param groups: it is no optimizer that save_optimizer wrote")
-                values = parse_values(stored.groups, stored.specs, str(path))
-                state = optimizer.checkpoint_state()
-                state.check(stored.specs, values)
-                return stored, state, values
-
-            stored, state, values = self._agree(check, f"loading the optimizer from {path}")
-            self._agree(lambda: _fill_optimizer(optimizer, stored, state, values), f"loading the optimizer from {path}")
+    def load_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | PathLike[str],
+        *,
+        verify: str = "checksums",
+    ) -> None:
+        """Fills the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
+        self.saver.wait()
+        path = as_path(checkpoint)
+        wrapped = as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
+        with Loader(self.ranks, self.storage, verify) as loader:
+            load_all([OptimizerLoad(loader, wrapped, path)])
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Writes the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.
@@ -154,16 +144,15 @@ class GeneralCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: The state holds something that is no plain value; the message names its key.
         """
-        path = _as_path(checkpoint)
+        self.saver.raise_failures()
+        path = as_path(checkpoint)
 
         def write() -> None:
-            name = type(lr_scheduler).__name__
-            document = {"scheduler": name, "state": json_values.encode(lr_scheduler.state_dict(), f"state of {name}")}
-            if group_rank(self.group) == 0:
-                with new_file(self.storage, path) as file:
-                    write_json(file, document)
+            document = json_values.encode(scheduler_document(lr_scheduler), f"state of {type(lr_scheduler).__name__}")
+            if self.ranks.rank == 0:
+                self._write_document(path, json_bytes(document))
 
-        self._agree(write, f"saving the LR scheduler to {path}")
+        self.ranks.agree(write, f"saving the LR scheduler to {path}")
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Takes over the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
@@ -171,115 +160,59 @@ class GeneralCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: The file is unreadable, or of another class of scheduler.
         """
-        path = _as_path(checkpoint)
+        self.saver.wait()
+        path = as_path(checkpoint)
 
         def read() -> dict[str, Any]:
             if path.is_dir():
                 raise ConfigError(f"{path} is a directory, and an LR scheduler is one file: give the file")
-            return _scheduler_state(json_values.loads(read_json(self.storage, path), str(path)), lr_scheduler, path)
+            raw = self.storage.read_file(path, max_bytes=MAX_JSON_BYTES)
+            return scheduler_state(json_values.loads(raw, str(path)), lr_scheduler, path)
 
-        state = self._agree(read, f"loading the LR scheduler from {path}")
-        self._agree(lambda: lr_scheduler.load_state_dict(state), f"loading the LR scheduler from {path}")
+        state = self.ranks.agree(read, f"loading the LR scheduler from {path}")
+        self.ranks.agree(lambda: lr_scheduler.load_state_dict(state), f"loading the LR scheduler from {path}")
 
-    def _agree(self, action: Callable[[], T], doing: str) -> T:
-        """Returns what the action gives, once it succeeded on every rank; else raises on every rank."""
-        results: list[T] = []
-        failure: Exception | None = None
-        try:
-            results.append(action())
-        except BoosterError as error:
-            failure = error
-        except OSError as error:
-            failure = CheckpointError(f"{doing} failed: {error}. Check the path, its permissions and the free space")
-            failure.__cause__ = error
-        except Exception as error:  # raised below, by every rank
-            failure = error
-        raise_on_all_ranks(failure, self.group)
-        return results[0]
+    def save_training_state(
+        self,
+        checkpoint: str | PathLike[str],
+        parts: TrainingParts,
+        *,
+        extra: Any = None,
+        facts: Mapping[str, Any],
+        options: SaveOptions,
+        use_async: bool = False,
+    ) -> None:
+        """Writes a whole training state; see `TrainingStateIO.save`. Collective over the group."""
+        self._training_state.save(checkpoint, parts, extra=extra, facts=facts, options=options, use_async=use_async)
 
-    def _whole_tensors(
-        self, slices: Sequence[TensorSlice], is_primary: bool | None = None
-    ) -> tuple[dict[str, torch.Tensor], bool]:
-        """Returns this rank's tensors by name and whether it is the one that writes them."""
-        parts = [part.name for part in slices if not part.is_whole]
-        if parts:
-            raise ConfigError(
-                f"this rank holds only a part of {parts[0]!r} and of {len(parts) - 1} others, and GeneralCheckpointIO"
-                " writes from one rank that holds everything: take the CheckpointIO of the plugin that sharded them"
-            )
-        primaries = {part.primary for part in slices}
-        if len(primaries) > 1:
-            raise ConfigError(
-                "this rank is to write some tensors and other ranks the rest, and GeneralCheckpointIO writes from one"
-                " rank: take the CheckpointIO of the plugin that placed them"
-            )
-        without_slices = group_rank(self.group) == 0 if is_primary is None else is_primary
-        return {part.name: part.tensor for part in slices}, primaries.pop() if primaries else without_slices
+    def load_training_state(
+        self, checkpoint: str | PathLike[str], parts: TrainingParts, *, strict: bool = True, verify: str = "checksums"
+    ) -> Any:
+        """Fills the parts of a training run and returns `extra`; see `TrainingStateIO.load`. Collective."""
+        return self._training_state.load(checkpoint, parts, strict=strict, verify=verify)
 
-    def _check_one_writer(self, is_writer: bool) -> None:
-        num_writers = int(all_reduce_numbers([float(is_writer)], self.group)[0])
-        if num_writers != 1:
-            raise ConfigError(
-                f"{num_writers} ranks hold primary slices, and GeneralCheckpointIO writes from exactly one: pass"
-                " is_primary=True to the wrappers of one of the ranks that hold the same parameters"
-            )
+    def wait(self) -> None:
+        """Returns when no save is under way any more; see `CheckpointIO.wait`. Collective over the group."""
+        self.saver.wait()
 
-
-def _as_path(checkpoint: str | PathLike[str]) -> Path:
-    text = fspath(checkpoint)
-    if not text:
-        raise ConfigError("the checkpoint's path is empty: give a file or a directory")
-    return Path(text)
-
-
-def _check_duplicates(stored: Checkpoint, match: Match) -> None:
-    for taken, others in match.duplicates.items():
-        differing = [name for name in others if not torch.equal(stored.read(taken), stored.read(name))]
-        if differing:
-            raise CheckpointError(
-                f"{taken!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, nothing"
-                " was loaded: untie them in the model, or pass strict=False to load the first"
-            )
-
-
-def _fill(stored: Checkpoint, parts: Mapping[str, TensorSlice]) -> None:
-    with torch.no_grad():
-        for name, part in parts.items():
-            part.tensor.copy_(part_of(stored.read(name), part))
-
-
-def _fill_optimizer(
-    optimizer: OptimizerWrapper, stored: Checkpoint, state: OptimizerState, values: Mapping[str, Any]
-) -> None:
-    masters = [part.name for part in state.slices() if part.name.endswith(MASTER_SUFFIX)]
-    if optimizer.master_weights is not None and any(name not in stored.specs for name in masters):
-        optimizer.master_weights.refresh()
-    parts = {part.name: part for part in state.allocate(stored.specs, values)}
-    _fill(stored, parts)
-    in_parameters = dict(_masters_without_place(optimizer, stored, parts))
-    if in_parameters:
-        _fill(stored, in_parameters)
-        optimizer.model.notify_loaded()
-
-
-def _masters_without_place(
-    optimizer: OptimizerWrapper, stored: Checkpoint, parts: Mapping[str, TensorSlice]
-) -> Iterator[tuple[str, TensorSlice]]:
-    of_model = {part.name: part for part in optimizer.model.tensor_slices()}
-    for name in stored.specs:
-        parameter = name.removesuffix(MASTER_SUFFIX)
-        if name.endswith(MASTER_SUFFIX) and name not in parts and parameter in of_model:
-            yield name, of_model[parameter]
-
-
-def _scheduler_state(document: Any, lr_scheduler: LRScheduler, path: Path) -> dict[str, Any]:
-    state = document.get("state") if isinstance(document, dict) else None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds no scheduler's state: give a file that save_lr_scheduler wrote")
-    name = type(lr_scheduler).__name__
-    if document.get("scheduler") != name:
-        raise CheckpointError(
-            f"{path} holds the state of a {document.get('scheduler')!s:.80}, not of a {name}: build the scheduler"
-            " that was saved"
+    def _save(self, prepare: Callable[[], tuple[Destination, Component]], doing: str, use_async: bool) -> None:
+        self.saver.raise_failures()
+        to, component = self.ranks.agree(prepare, doing)
+        request = SaveRequest(
+            target=to.path,
+            is_directory=to.is_sharded,
+            components=[component],
+            facts=save_facts(self.ranks.size),
+            doing=doing,
         )
-    return state
+        self.saver.save(request, use_async=use_async)
+
+    def _write_document(self, path: Path, content: bytes) -> None:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory, and one file is to be written: give a file name")
+        transaction = Transaction(self.storage, path, is_directory=False)
+        try:
+            self.storage.write_file(transaction.begin() / path.name, content)
+            transaction.commit(is_stale=lambda name: False)
+        finally:
+            transaction.abort()

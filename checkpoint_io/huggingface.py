@@ -1,36 +1,68 @@
-"""What makes a directory of weights a model for `from_pretrained`: the model's own config, written by itself."""
+"""What makes a directory of weights a model for `from_pretrained`: the model's own configs, as it would write them."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["write_configs"]
+from booster.errors import ConfigError
+
+__all__ = ["config_documents"]
+
+# Note [Configs]: transformers' save_pretrained writes the config with the model's class and number format in it,
+# without what describes a file that it was read from, and without how the model is compiled on this machine. The same
+# is done here to copies, which are asked for their text: save_pretrained itself writes files, past the storage seam.
 
 
-def write_configs(model: nn.Module, directory: Path) -> None:
-    """Writes `config.json` and `generation_config.json` where the model has such configs; nothing else has to be there.
+def config_documents(model: nn.Module) -> dict[str, bytes]:
+    """Returns the contents of `config.json` and `generation_config.json` where the model has such configs.
 
     Args:
-        model: The user's model; its configs are asked for `save_pretrained`, whatever library they are from.
-        directory: A directory that exists.
+        model: The user's model; a config counts that can give its JSON text (`to_json_string`), whatever library it
+            is from.
+
+    Raises:
+        ConfigError: A config can't be written as JSON.
     """
+    documents: dict[str, bytes] = {}
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "save_pretrained"):
-        return
+    if not _has_text(config):
+        return documents
     described = copy.deepcopy(config)
-    # As transformers' own save_pretrained: the first opens the right class, the second the right number format.
-    described.architectures = [type(model).__name__]
-    described.dtype = _dtype_name(model)
-    described.save_pretrained(directory)
+    if hasattr(described, "architectures"):
+        described.architectures = [type(model).__name__]
+    if hasattr(described, "dtype"):
+        described.dtype = _dtype_name(model)
+    documents["config.json"] = _text(described, "config")
     generation_config: Any = getattr(model, "generation_config", None)
     can_generate = getattr(model, "can_generate", None)
-    if hasattr(generation_config, "save_pretrained") and (can_generate is None or can_generate()):
-        generation_config.save_pretrained(directory)
+    if _has_text(generation_config) and (can_generate is None or can_generate()):
+        documents["generation_config.json"] = _text(copy.deepcopy(generation_config), "generation_config")
+    return documents
+
+
+def _has_text(config: Any) -> bool:
+    return not isinstance(config, type) and callable(getattr(config, "to_json_string", None))
+
+
+def _text(described: Any, what: str) -> bytes:
+    if hasattr(described, "transformers_weights"):
+        del described.transformers_weights
+    if getattr(described, "compile_config", None) is not None:
+        described.compile_config = None
+    try:
+        text = described.to_json_string()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's {what} cannot be written as JSON: {error}. Remove what is not plain text, numbers, lists or"
+            " dicts from it"
+        ) from error
+    if not isinstance(text, str):
+        raise ConfigError(f"the model's {what}.to_json_string() gave a {type(text).__name__}: it must return a str")
+    return text.encode("utf-8")
 
 
 def _dtype_name(model: nn.Module) -> str:

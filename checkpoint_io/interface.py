@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
+    from booster.checkpoint_io.training_parts import SaveOptions, TrainingParts
     from booster.interface import ModelWrapper, OptimizerWrapper
 
 __all__ = ["CheckpointIO"]
@@ -31,6 +34,7 @@ class CheckpointIO(ABC):
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = True,
+        use_async: bool = False,
     ) -> None:
         """Writes the model's parameters and buffers under the user's names, tied ones once.
 
@@ -40,21 +44,33 @@ class CheckpointIO(ABC):
             shard: Write Hugging Face's sharded layout, with `config.json` where the model has a config.
             prefix: Put into the file names, as Hugging Face's `variant`: `model.<prefix>-00001-of-00002.safetensors`.
             size_per_shard: Largest shard in MB (10**6 bytes); a single larger tensor makes a larger shard.
-            use_safetensors: False writes `.bin` files by `torch.save`.
+            use_safetensors: False writes `.bin` files, which `torch.load(weights_only=True)` opens.
+            use_async: Return after a copy into host memory and write in the background. The model may be trained on
+                at once; what goes wrong is raised by the next call here, or by `wait`.
 
         Raises:
             ConfigError: A directory where a file is expected or the reverse, or a size below 1.
-            CheckpointError: Writing failed on some rank.
+            CheckpointError: Writing failed on some rank, or the checkpoint before this one in the background.
+            RankFailedError: A rank did not come in time.
         """
 
     @abstractmethod
-    def load_model(self, model: ModelWrapper, checkpoint: str | PathLike[str], *, strict: bool = True) -> None:
+    def load_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+    ) -> None:
         """Fills the model from a file or a directory that this library, `save_pretrained` or `torch.save` wrote.
 
         Args:
             model: The boosted model.
             checkpoint: A file, an index file, or a directory.
             strict: False loads what matches in name and shape; a checkpoint that matches nothing is an error still.
+            verify: "checksums" reads everything that a checksum was recorded for before anything is loaded;
+                "structure" trusts the bytes.
 
         Raises:
             CheckpointError: Missing, unexpected or differing names and shapes, all in one message; unreadable files.
@@ -63,18 +79,29 @@ class CheckpointIO(ABC):
     @abstractmethod
     def save_optimizer(
         self,
-        optimizer: OptimizerWrapper,
+        optimizer: OptimizerWrapper | Optimizer,
         checkpoint: str | PathLike[str],
         *,
         shard: bool = False,
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = True,
+        use_async: bool = False,
     ) -> None:
-        """Writes the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`."""
+        """Writes the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`.
+
+        A plain torch optimizer is taken too: its parameters are named as in `torch.optim.AdamW(model.named_parameters())`,
+        or numbered as in its own `state_dict`.
+        """
 
     @abstractmethod
-    def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | PathLike[str]) -> None:
+    def load_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | PathLike[str],
+        *,
+        verify: str = "checksums",
+    ) -> None:
         """Fills the optimizer from what `save_optimizer` wrote; see `load_model`."""
 
     @abstractmethod
@@ -84,3 +111,39 @@ class CheckpointIO(ABC):
     @abstractmethod
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Takes over what `save_lr_scheduler` wrote."""
+
+    @abstractmethod
+    def save_training_state(
+        self,
+        checkpoint: str | PathLike[str],
+        parts: TrainingParts,
+        *,
+        extra: Any = None,
+        facts: Mapping[str, Any],
+        options: SaveOptions,
+        use_async: bool = False,
+    ) -> None:
+        """Writes models, optimizers, schedulers, loaders and random states into one directory; see `Booster.save`.
+
+        Args:
+            checkpoint: The directory, or with `options.step` the one that holds a directory for every step.
+            parts: What to save.
+            extra: Further plain values.
+            facts: What to say of the save: the plugin, the layout of the ranks.
+            options: How to save.
+            use_async: See `save_model`.
+        """
+
+    @abstractmethod
+    def load_training_state(
+        self, checkpoint: str | PathLike[str], parts: TrainingParts, *, strict: bool = True, verify: str = "checksums"
+    ) -> Any:
+        """Fills the parts from what `save_training_state` wrote and returns `extra`; see `load_model`."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when no save is under way in the background any more.
+
+        Raises:
+            CheckpointError: One of them failed, on whichever rank.
+        """

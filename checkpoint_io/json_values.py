@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from booster.checkpoint_io.strict_json import parse_json
+from booster.checkpoint_io.strict_json import parse_document
 from booster.checkpoint_io.tensor_bytes import bytes_of, plain
 from booster.errors import CheckpointError
 
@@ -37,7 +37,7 @@ def loads(raw: bytes, where: str) -> Any:
     Raises:
         CheckpointError: The text is not what `dumps` writes.
     """
-    return decode(parse_json(raw, where), where)
+    return decode(parse_document(raw, where), where)
 
 
 def encode(value: Any, where: str) -> Any:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "GRADIENTS",
     "MODEL",
     "OPTIMIZER",
+    "RANDOM_STATE",
     "SINGLE_FILE_SUFFIXES",
     "FileNames",
     "FilePlan",
@@ -39,16 +41,16 @@ class Kind:
         return FileNames(stem=self.bin_stem, suffix="bin", prefix=prefix)
 
     def names_of(self, file_name: str) -> FileNames | None:
-        """Returns the names that an index or an unsharded file of this kind belongs to; None for any other file."""
+        """Returns the names that an index, a manifest or an unsharded file of this kind belongs to; None for others."""
         for is_safetensors in (True, False):
             plain = self.names(is_safetensors=is_safetensors)
-            index = re.fullmatch(rf"{plain.stem}\.{plain.suffix}\.index(?:\.({_PREFIX.pattern}))?\.json", file_name)
-            single = re.fullmatch(rf"{plain.stem}(?:\.({_PREFIX.pattern}))?\.{plain.suffix}", file_name)
-            match = index or single
+            variant = rf"(?:\.({_PREFIX.pattern}))?"
+            record = re.fullmatch(rf"{plain.stem}\.{plain.suffix}\.(?:index|manifest){variant}\.json", file_name)
+            match = record or re.fullmatch(rf"{plain.stem}{variant}\.{plain.suffix}", file_name)
             if match is None:
                 continue
             found = self.names(is_safetensors=is_safetensors, prefix=match.group(1))
-            if file_name in (found.index, found.single):
+            if file_name in (found.index, found.manifest, found.single):
                 return None if found.is_shard_like(file_name) else found
         return None
 
@@ -75,8 +77,12 @@ class FileNames:
     @property
     def index(self) -> str:
         """Name of the file that says which tensor is in which shard."""
-        variant = f".{self.prefix}" if self.prefix else ""
-        return f"{self.stem}.{self.suffix}.index{variant}.json"
+        return self._record("index")
+
+    @property
+    def manifest(self) -> str:
+        """Name of the file with the sizes and checksums of all others."""
+        return self._record("manifest")
 
     @property
     def groups(self) -> str:
@@ -90,12 +96,16 @@ class FileNames:
     def owns(self, file_name: str) -> bool:
         """Returns whether a save under these names may have written the file."""
         shard = rf"{re.escape(self._begin)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
-        return file_name in (self.single, self.index) or re.fullmatch(shard, file_name) is not None
+        return file_name in (self.single, self.index, self.manifest) or re.fullmatch(shard, file_name) is not None
 
     @staticmethod
     def is_shard_like(file_name: str) -> bool:
         """Returns whether the name is numbered as shards are."""
         return re.search(r"-\d{5,}-of-\d{5,}\.", file_name) is not None
+
+    def _record(self, what: str) -> str:
+        variant = f".{self.prefix}" if self.prefix else ""
+        return f"{self.stem}.{self.suffix}.{what}{variant}.json"
 
     @property
     def _begin(self) -> str:
@@ -104,6 +114,8 @@ class FileNames:
 
 MODEL = Kind(name="model", safetensors_stem="model", bin_stem="pytorch_model")
 OPTIMIZER = Kind(name="optimizer", safetensors_stem="optimizer", bin_stem="optimizer")
+RANDOM_STATE = Kind(name="random_state", safetensors_stem="random_state", bin_stem="random_state")
+GRADIENTS = Kind(name="gradients", safetensors_stem="gradients", bin_stem="gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

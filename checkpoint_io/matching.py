@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice, TensorSpec
 
-__all__ = ["Match", "can_convert", "match_names", "part_of"]
+__all__ = ["Match", "can_convert", "match_names"]
 
 MAX_LISTED = 10
 
@@ -60,18 +60,23 @@ class Match:
 
 
 def match_names(
-    specs: Mapping[str, TensorSpec], slices: Sequence[TensorSlice], tied: Mapping[str, Sequence[str]]
+    specs: Mapping[str, TensorSpec],
+    slices: Sequence[TensorSlice],
+    tied: Mapping[str, Sequence[str]],
+    wanted_by_all: Collection[str] | None = None,
 ) -> Match:
     """Returns which stored tensor fills which slice.
 
     Args:
         specs: What the checkpoint holds.
-        slices: What the model wants, by the first name of each tensor.
+        slices: What this rank's part of the model wants, by the first name of each tensor; of one tensor there may be
+            several slices.
         tied: Further names of the same memory, which count as well; the first name goes first.
+        wanted_by_all: Names that the model has on any rank, which are not unexpected; None: those of `slices`.
     """
     match = Match()
-    known: set[str] = set()
-    for part in slices:
+    known = set(wanted_by_all or ())
+    for part in {part.name: part for part in slices}.values():
         names = (part.name, *tied.get(part.name, ()))
         known.update(names)
         stored = [name for name in names if name in specs]
@@ -95,14 +100,6 @@ def can_convert(stored: torch.dtype, wanted: torch.dtype) -> bool:
     kinds = {_format_kind(stored), _format_kind(wanted)}
     # promote_types knows no unsigned formats but uint8: anything else there counts as lossy.
     return kinds == {"integer"} and torch.promote_types(stored, wanted) == wanted
-
-
-def part_of(logical: torch.Tensor, part: TensorSlice) -> torch.Tensor:
-    """Returns the elements of a logical tensor that a slice holds, in the shape of the slice's memory."""
-    box = logical[tuple(slice(offset, offset + length) for offset, length in part.box)]
-    if part.span == (0, part.box_numel):
-        return box.reshape(part.tensor.shape)
-    return box.reshape(-1)[part.span[0] : part.span[1]].reshape(part.tensor.shape)
 
 
 def _difference(name: str, spec: TensorSpec, part: TensorSlice) -> str | None:

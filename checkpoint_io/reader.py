@@ -2,92 +2,74 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-import torch
-
+from booster.checkpoint_io.directory_reader import DirectoryReader, cannot_open, is_transient
+from booster.checkpoint_io.index_file import check_file_name, check_held, listed, parse_index
 from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileNames, Kind
+from booster.checkpoint_io.manifest import FileRecord, Manifest, check_tiling
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.strict_json import parse_json
+from booster.checkpoint_io.stored_checkpoint import Checkpoint, read_recorded
+from booster.checkpoint_io.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
 from booster.errors import CheckpointError
-from booster.interface import TensorSpec
 
-__all__ = ["Checkpoint", "open_checkpoint", "read_json"]
+__all__ = ["MANIFEST_KEY", "Checkpoint", "open_checkpoint", "read_json"]
 
-MAX_JSON_BYTES = 64 * 2**20
+# Note [Opening while others save]: a new checkpoint may be committed into a directory while this process opens it. No
+# file of it is in place before its manifest can be seen, see Note [Commit]: so if the manifest is the same before the
+# first file is opened and after the last, all of them are of one save. Else, and if a name was gone that was there a
+# moment before, everything is opened once more.
 
-
-class Checkpoint:
-    """An open checkpoint; a context manager that closes its files.
-
-    Args:
-        path: What the user gave.
-        files: The files of tensors, open.
-        groups: The optimizer's plain values as JSON, where the checkpoint is an optimizer's.
-
-    Raises:
-        CheckpointError: A tensor is in two files.
-    """
-
-    def __init__(self, path: Path, files: Sequence[TensorFile], groups: bytes | None) -> None:
-        self.path = path
-        self.groups = groups
-        self._files = list(files)
-        self._file_of: dict[str, TensorFile] = {}
-        for file in self._files:
-            twice = next((name for name in file.specs if name in self._file_of), None)
-            if twice is not None:
-                raise CheckpointError(f"{path}: {twice!r} is in two files, one of them stale: remove what is left over")
-            self._file_of.update(dict.fromkeys(file.specs, file))
-
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
-        """Shape and format of every tensor, from the files that hold them."""
-        return {name: file.specs[name] for name, file in self._file_of.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """Returns one tensor, on the CPU. The caller must not write into it."""
-        return self._file_of[name].read(name)
-
-    def close(self) -> None:
-        """Closes the files."""
-        for file in self._files:
-            file.close()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+MANIFEST_KEY = "booster_manifest"  # in a file's metadata: which manifest vouches for it
+_MIN_ATTEMPTS = 3
+_FIRST_PAUSE_SECONDS = 0.01
+_LONGEST_PAUSE_SECONDS = 0.5
 
 
-def open_checkpoint(storage: Storage, path: str | os.PathLike[str], kind: Kind) -> Checkpoint:
+def open_checkpoint(
+    storage: Storage,
+    path: str | os.PathLike[str],
+    kind: Kind,
+    *,
+    patience_seconds: float = 0.0,
+    requires_manifest: bool = True,
+) -> Checkpoint:
     """Opens a file of tensors, an index, or a directory.
+
+    In a directory, the manifest decides which files belong to the checkpoint, or where there is none the index, or
+    else the single file of the kind's own name is taken. What a manifest or a file records of itself is compared with
+    sizes, headers, index and names at once; the checksums of the data are for `verify_ranges`.
 
     Args:
         storage: Where it is.
-        path: The file or directory. In a directory, the index decides which files belong to the checkpoint; without
-            one, the single file of the kind's own name is taken.
+        path: The file or directory.
         kind: Which of the checkpoints of a directory.
+        patience_seconds: For how long a file that is not there may appear: on network file systems other hosts see new
+            files late.
+        requires_manifest: False: files whose manifest is lost open as well.
 
     Raises:
         CheckpointError: Nothing there, more than one candidate, names or links that leave the directory, or damage.
     """
-    path = Path(path)
-    if not os.path.lexists(path):
-        raise CheckpointError(f"{path} does not exist: give a file or a directory that holds a {kind.name}")
-    if path.is_dir():
-        path = path / _find_in_directory(storage, path, kind)
-        return _open_named(storage, path, kind, inside=path.parent)
-    return _open_named(storage, path, kind, inside=None)
+    opening = _Opening(storage, kind, requires_manifest)
+    deadline = time.monotonic() + patience_seconds
+    num_attempts = 0
+    while True:
+        try:
+            return opening.open(Path(path))
+        except CheckpointError as error:
+            num_attempts += 1
+            is_late = time.monotonic() >= deadline
+            if not is_transient(error) or (is_late and num_attempts >= _MIN_ATTEMPTS):
+                raise
+        if not is_late:
+            time.sleep(min(_FIRST_PAUSE_SECONDS * 2**num_attempts, _LONGEST_PAUSE_SECONDS))
 
 
 def read_json(storage: Storage, path: Path, *, inside: Path | None = None) -> bytes:
@@ -96,107 +78,204 @@ def read_json(storage: Storage, path: Path, *, inside: Path | None = None) -> by
     Raises:
         CheckpointError: Missing, no regular file, or larger.
     """
-    with storage.open_regular(path, inside=inside) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, and {MAX_JSON_BYTES} are allowed: it is no index")
-        return b"".join(iter(lambda: file.read(2**20), b""))
+    return storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=inside)
 
 
-def _find_in_directory(storage: Storage, directory: Path, kind: Kind) -> str:
-    names = storage.names(directory)
-    found = [(name, owner) for name in names if (owner := kind.names_of(name)) is not None]
-    plain = [(name, owner) for name, owner in found if owner.prefix is None]
-    candidates = {owner: owner.index if owner.index in names else owner.single for _, owner in plain or found}
-    if len(candidates) == 1:
-        return next(iter(candidates.values()))
-    tensor_files = [name for name in names if name.endswith((*SINGLE_FILE_SUFFIXES, ".json"))]
-    if not candidates:
-        plain_names = kind.names(is_safetensors=True)
-        raise CheckpointError(
-            f"{directory} holds no {kind.name} checkpoint: neither {plain_names.index} nor {plain_names.single} nor"
-            f" their .bin forms are there, only {_listed(tensor_files)}. Give the file itself"
-        )
-    raise CheckpointError(
-        f"{directory} holds several {kind.name} checkpoints: {_listed(sorted(candidates.values()))}. Give the one to"
-        " load"
-    )
+class _Opening:
+    """One way to open: the arguments that every step needs."""
 
+    def __init__(self, storage: Storage, kind: Kind, requires_manifest: bool) -> None:
+        self._storage = storage
+        self._kind = kind
+        self._requires_manifest = requires_manifest
 
-def _open_named(storage: Storage, path: Path, kind: Kind, inside: Path | None) -> Checkpoint:
-    if path.suffix != ".json":
+    def open(self, path: Path) -> Checkpoint:
+        directory = self._directory(path)
+        if directory is not None:
+            return self._open_directory(directory, _find_owner(directory, self._kind))
+        if path.suffix == ".json":
+            return self._open_directory(self._beside(path), self._owner_of_record(path))
+        for name in self._names_beside(path):
+            owner = self._kind.names_of(name)
+            if owner is not None and name == owner.manifest and owner.owns(path.name):
+                return self._open_recorded(self._beside(path), owner, only=path.name)
+        return self._open_single(path, lambda: open_tensor_file(self._storage, path))
+
+    def _directory(self, path: Path) -> DirectoryReader | None:
+        """Returns a directory; None for anything else that is there."""
+        try:
+            return DirectoryReader(self._storage, path)
+        except NotADirectoryError:
+            return None
+        except FileNotFoundError as error:
+            if path.name in self._names_beside(path):  # a link to nothing: opening says so
+                return None
+            raise CheckpointError(
+                f"{path} does not exist: give a file or a directory that holds a {self._kind.name}"
+            ) from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise cannot_open(path, error) from error
+
+    def _beside(self, path: Path) -> DirectoryReader:
+        try:
+            return DirectoryReader(self._storage, path.parent)
+        except OSError as error:
+            raise cannot_open(path.parent, error) from error
+
+    def _names_beside(self, path: Path) -> Sequence[str]:
+        try:
+            return DirectoryReader(self._storage, path.parent).names
+        except OSError:
+            return ()  # the caller says that the path is not there
+
+    def _owner_of_record(self, path: Path) -> FileNames:
+        owner = self._kind.names_of(path.name)
+        if owner is None or path.name not in (owner.index, owner.manifest):
+            expected = self._kind.names(is_safetensors=True).index
+            raise CheckpointError(
+                f"{path} is no {self._kind.name} index: give a directory, a file of tensors, or {expected}"
+            )
+        return owner
+
+    def _open_directory(self, directory: DirectoryReader, owner: FileNames) -> Checkpoint:
+        if owner.manifest in directory.names:
+            return self._open_recorded(directory, owner, only=None)
+        is_sharded = owner.index in directory.names
+        found = self._open_foreign(directory, owner) if is_sharded else self._open_plain(directory, owner)
+        if owner.manifest in self._names_beside(directory.path / owner.manifest):
+            found.close()
+            raise _changed(directory.path)
+        return found
+
+    # What a manifest vouches for.
+
+    def _open_recorded(self, directory: DirectoryReader, owner: FileNames, only: str | None) -> Checkpoint:
+        """Opens all files of a manifest, or only one; see Note [Opening while others save]."""
+        raw = directory.read(owner.manifest)
         with ExitStack() as stack:
-            file = open_tensor_file(storage, path, inside=inside)
-            stack.callback(file.close)
-            text = file.metadata.get(GROUPS_KEY)
-            checkpoint = Checkpoint(path, [file], None if text is None else text.encode("utf-8", "surrogatepass"))
+            try:
+                found = stack.enter_context(self._open_by_manifest(directory, owner, raw, only))
+            except CheckpointError:
+                if directory.read(owner.manifest) != raw:
+                    raise _changed(directory.path) from None
+                raise
+            if DirectoryReader(self._storage, directory.path).read(owner.manifest) != raw:
+                raise _changed(directory.path)
+            stack.pop_all()
+        return found
+
+    def _open_by_manifest(
+        self, directory: DirectoryReader, owner: FileNames, raw: bytes, only: str | None
+    ) -> Checkpoint:
+        path = directory.path / owner.manifest
+        manifest = Manifest.parse(raw, str(path))
+        if manifest.kind != self._kind.name:
+            raise CheckpointError(f"{path} is the manifest of a {manifest.kind[:200]!r}, not of a {self._kind.name}")
+        for name in manifest.files:
+            check_file_name(name, str(path), owner)
+        if only is not None and only not in manifest.files:
+            raise CheckpointError(f"{path} does not name {only}, which is left over from another save: remove it")
+        with ExitStack() as stack:
+            files = []
+            for name, record in manifest.files.items():
+                if only in (None, name):
+                    files.append(directory.open(name, record))
+                    stack.callback(files[-1].close)
+                    _check_ranges(files[-1], record)
+            if only is None:
+                _check_index(directory, owner, manifest, files)
+            groups = read_recorded(directory, owner.groups, manifest) if self._kind == OPTIMIZER else None
+            checkpoint = Checkpoint(self._storage, path, files, groups, manifest)
             stack.pop_all()
         return checkpoint
-    owner = kind.names_of(path.name)
-    if owner is None or path.name != owner.index:
-        expected = kind.names(is_safetensors=True).index
-        raise CheckpointError(f"{path} is no {kind.name} index: give a directory, a file of tensors, or {expected}")
-    groups = read_json(storage, path.parent / owner.groups, inside=path.parent) if kind == OPTIMIZER else None
-    return _open_indexed(storage, path, owner, inside, groups)
 
+    # What vouches for itself, or comes from elsewhere.
 
-def _open_indexed(
-    storage: Storage, path: Path, owner: FileNames, inside: Path | None, groups: bytes | None
-) -> Checkpoint:
-    directory = path.parent
-    named = _parse_index(read_json(storage, path, inside=inside), path, owner)
-    with ExitStack() as stack:
-        files = []
-        for file_name, names in named.items():
-            file = open_tensor_file(storage, directory / file_name, inside=directory)
+    def _open_foreign(self, directory: DirectoryReader, owner: FileNames) -> Checkpoint:
+        groups = directory.read(owner.groups) if self._kind == OPTIMIZER else None
+        path = directory.path / owner.index
+        with ExitStack() as stack:
+            files = []
+            for file_name, held in parse_index(directory.read(owner.index), str(path), owner).items():
+                files.append(directory.open(file_name))
+                stack.callback(files[-1].close)
+                self._check_mark(files[-1])
+                check_held(held, files[-1].specs, files[-1].path, owner.index)
+            checkpoint = Checkpoint(self._storage, path, files, groups)
+            stack.pop_all()
+        return checkpoint
+
+    def _open_plain(self, directory: DirectoryReader, owner: FileNames) -> Checkpoint:
+        return self._open_single(directory.path / owner.single, lambda: directory.open(owner.single))
+
+    def _open_single(self, path: Path, open_file: Callable[[], TensorFile]) -> Checkpoint:
+        with ExitStack() as stack:
+            file = open_file()
             stack.callback(file.close)
-            files.append(file)
-            lost = [name for name in names if name not in file.specs]
-            if lost:
-                raise CheckpointError(
-                    f"{directory / file_name} lacks {len(lost)} tensors that {path.name} says it holds, such as"
-                    f" {_listed(lost)}: the files are of different saves, or one is damaged"
-                )
-        checkpoint = Checkpoint(path, files, groups)
-        stack.pop_all()
-    return checkpoint
+            self._check_mark(file)
+            text = file.metadata.get(GROUPS_KEY)
+            groups = None if text is None else text.encode("utf-8", "surrogatepass")
+            checkpoint = Checkpoint(self._storage, path, [file], groups)
+            stack.pop_all()
+        return checkpoint
+
+    def _check_mark(self, file: TensorFile) -> None:
+        mark = file.metadata.get(MANIFEST_KEY)
+        if mark is not None and self._requires_manifest:
+            raise CheckpointError(
+                f"{file.path} was saved with the manifest {mark[:200]!r}, which records its checksums and is not beside"
+                ' it: copy it there too, or pass verify="structure" to load without checksums'
+            ) from _not_there(mark[:200])
 
 
-def _parse_index(raw: bytes, path: Path, owner: FileNames) -> Mapping[str, list[str]]:
-    document = parse_json(raw, str(path))
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{path} has no weight_map: it is no index, or damaged. Take another copy of it")
-    named: dict[str, list[str]] = {}
-    for name, file_name in weight_map.items():
-        named.setdefault(_checked_file_name(file_name, path, owner), []).append(name)
-    for file_name in _empty_shards(document, owner):
-        named.setdefault(file_name, [])
-    return named
-
-
-def _empty_shards(document: Mapping[str, Any], owner: FileNames) -> Iterator[str]:
-    # An optimizer that never stepped has an index over one shard without tensors, which no entry names.
-    if not document["weight_map"]:
-        yield owner.shard(1, 1)
-
-
-def _checked_file_name(file_name: Any, path: Path, owner: FileNames) -> str:
-    is_plain = (
-        isinstance(file_name, str)
-        and len(file_name) <= 255
-        and not file_name.startswith(".")
-        and not any(character in '/\\:*?"<>|' or not character.isprintable() for character in file_name)
-        and file_name.endswith(f".{owner.suffix}")
-    )
-    if not is_plain:
+def _find_owner(directory: DirectoryReader, kind: Kind) -> FileNames:
+    names = directory.names
+    found = {owner: None for name in names if (owner := kind.names_of(name)) is not None}
+    candidates = [owner for owner in found if owner.prefix is None] or list(found)
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        given = sorted(owner.index if owner.index in names else owner.single for owner in candidates)
         raise CheckpointError(
-            f"{path} names the file {str(file_name)[:200]!r}: an index may name only .{owner.suffix} files beside"
-            " itself. Do not trust this checkpoint"
+            f"{directory.path} holds several {kind.name} checkpoints: {listed(given)}. Give the one to load"
         )
-    return str(file_name)
+    plain = kind.names(is_safetensors=True)
+    others = [name for name in names if name.endswith((*SINGLE_FILE_SUFFIXES, ".json"))]
+    raise CheckpointError(
+        f"{directory.path} holds no {kind.name} checkpoint: neither {plain.index} nor {plain.single} nor their .bin"
+        f" forms are there, only {listed(others)}. Give the file itself"
+    ) from _not_there(str(directory.path))
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name[:200]) for name in names[:10])
-    return (f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown) or "nothing"
+def _check_ranges(file: TensorFile, record: FileRecord) -> None:
+    try:
+        check_tiling(file.specs, record.ranges)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path} and its manifest do not fit: {error}") from error
+
+
+def _check_index(directory: DirectoryReader, owner: FileNames, manifest: Manifest, files: Sequence[TensorFile]) -> None:
+    if owner.index not in manifest.documents and owner.index not in directory.names:
+        return
+    path = directory.path / owner.index
+    named = parse_index(read_recorded(directory, owner.index, manifest), str(path), owner)
+    for file in files:
+        held = named.pop(file.path.name, [])
+        check_held(held, file.specs, file.path, owner.index)
+        if len(held) != len(file.specs):
+            raise CheckpointError(f"{path} lacks tensors of {file.path}: the files are of different saves")
+    if named:
+        raise CheckpointError(f"{path} names files that {owner.manifest} does not: {listed(named)}")
+
+
+def _changed(directory: Path) -> CheckpointError:
+    error = CheckpointError(
+        f"{directory} changed again and again while it was opened: another process saves there. Load when it has"
+        " finished"
+    )
+    error.__cause__ = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
+    return error
+
+
+def _not_there(name: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)

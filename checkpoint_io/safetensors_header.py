@@ -18,6 +18,7 @@ __all__ = ["HEADER_LENGTH_BYTES", "MAX_HEADER_BYTES", "TensorRange", "encode_hea
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # as the format's own readers
 MAX_TENSORS = 1_000_000
+_MAX_ELEMENTS = 2**56
 _METADATA = "__metadata__"
 
 _DTYPES = {
@@ -133,6 +134,8 @@ def _parse_entry(name: str, entry: object, what: str) -> TensorRange:
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise _broken(what, f"{name[:200]!r} has the number format {str(entry['dtype'])[:40]!r}, which torch lacks")
+    if math.prod(max(size, 1) for size in shape) >= _MAX_ELEMENTS:  # beside a zero too: torch multiplies the others
+        raise _broken(what, f"{name[:200]!r} has the shape {shape}, which no tensor can have")
     start, stop = offsets
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise _broken(what, f"{name[:200]!r} does not fill its {stop - start} bytes")

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
+
+import numpy as np
 
 from booster.errors import CheckpointError
 
-__all__ = ["parse_json"]
+__all__ = ["MAX_JSON_BYTES", "parse_document", "parse_json"]
 
-MAX_INT_DIGITS = 400
+# Note [Limits of JSON]: what a text may cost is bounded before it is parsed: its bytes, its depth, and how many values
+# it has, since a value of two bytes ("1,") becomes one of forty. A million tensors stay far below all of them.
+MAX_JSON_BYTES = 64 * 2**20
+MAX_DEPTH = 8
+MAX_DOCUMENT_DEPTH = 256
+MAX_VALUES = 12_000_000
+_MAX_INT_DIGITS = 400
+_INT64 = range(-(2**63), 2**63)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_ESCAPED = re.compile(rb"\\[\\\"]")
+_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'{}[]",')
+_SCAN_BYTES = 2**20
+# By byte: what it adds to the depth.
+_STEPS = np.zeros(256, dtype=np.int8)
+_STEPS[list(b"{[")] = 1
+_STEPS[list(b"}]")] = -1
 
 
 def parse_json(raw: bytes, what: str) -> Any:
-    """Returns the value of a JSON text.
+    """Returns the value of an index, a manifest or a header.
 
     Args:
         raw: The text, in UTF-8.
@@ -22,29 +40,93 @@ def parse_json(raw: bytes, what: str) -> Any:
 
     Raises:
         CheckpointError: No JSON, or JSON that readers disagree about: keys given twice, NaN and infinities, numbers
-            beyond fp64, or nesting beyond what the parser takes.
+            beyond fp64 or 64 bits, half surrogate pairs, nesting deeper than 8 levels, or an absurd number of values.
     """
+    value = _parse(raw, what, MAX_DEPTH, _int64)
+    if _SURROGATE.search(raw) is not None:
+        _check_unicode(value, what)
+    return value
+
+
+def parse_document(raw: bytes, what: str) -> Any:
+    """Returns the value of a JSON text that carries the user's own values: deeper, with any integer and any string.
+
+    Raises:
+        CheckpointError: No JSON, keys given twice, NaN and infinities, floats beyond fp64, absurd size or nesting.
+    """
+    return _parse(raw, what, MAX_DOCUMENT_DEPTH, _bounded)
+
+
+def _parse(raw: bytes, what: str, max_depth: int, parse_int: Any) -> Any:
     try:
+        _check_structure(raw, max_depth)
         return json.loads(
             raw.decode("utf-8"),
             object_pairs_hook=_unique,
             parse_constant=_refuse_constant,
             parse_float=_finite,
-            parse_int=_bounded,
+            parse_int=parse_int,
         )
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(
-            f"{what} cannot be read as JSON: {reason}. The file is damaged or was not written by a checkpoint writer:"
-            " take another copy"
-        ) from None
+        raise _unreadable(what, reason) from None
+
+
+def _unreadable(what: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} cannot be read as JSON: {reason}. The file is damaged or was not written by a checkpoint writer:"
+        " take another copy"
+    )
+
+
+def _check_structure(raw: bytes, max_depth: int) -> None:
+    """Raises for too deep nesting or too many values, in a few passes and without building any of them."""
+    depth = num_values = 0
+    in_string = False
+    for structure in _structure(raw):
+        codes = np.frombuffer(structure, dtype=np.uint8)
+        quotes = codes == ord('"')
+        # A byte is inside of a string where an odd number of quotes came before it.
+        outside = (np.cumsum(quotes, dtype=np.int64) + in_string) % 2 == 0
+        outside &= ~quotes
+        depths = depth + np.cumsum(np.where(outside, _STEPS[codes], 0), dtype=np.int64)
+        if depths.max() > max_depth:
+            raise ValueError(f"it is nested deeper than {max_depth} levels")
+        num_values += int(np.count_nonzero(outside & (_STEPS[codes] >= 0)))
+        if num_values > MAX_VALUES:
+            raise ValueError(f"it holds more than {MAX_VALUES} values")
+        in_string ^= bool(np.count_nonzero(quotes) % 2)
+        depth = int(depths[-1])
+
+
+def _structure(raw: bytes) -> Any:
+    """Yields the quotes, brackets and commas of a text, in pieces; escaped quotes are left out."""
+    start = 0
+    while start < len(raw):
+        stop = min(start + _SCAN_BYTES, len(raw))
+        while stop < len(raw) and raw[stop - 1] == ord("\\"):  # a piece never ends within an escape
+            stop += 1
+        piece = raw[start:stop]
+        if b"\\" in piece:
+            piece = _ESCAPED.sub(b"", piece)
+        structure = piece.translate(None, _NOT_STRUCTURE)
+        if structure:
+            yield structure
+        start = stop
+
+
+def _check_unicode(value: Any, what: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _unreadable(what, f"it holds half of a surrogate pair ({error.reason})") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"key {twice[:200]!r} is given twice")
     return found
 
@@ -61,6 +143,12 @@ def _finite(text: str) -> float:
 
 
 def _bounded(text: str) -> int:
-    if len(text) > MAX_INT_DIGITS:  # int() is quadratic in the digits
+    if len(text) > _MAX_INT_DIGITS:  # int() is quadratic in the digits
         raise ValueError(f"an integer of {len(text)} digits is beyond the range of a number")
+    return int(text)
+
+
+def _int64(text: str) -> int:
+    if len(text) > 20 or int(text) not in _INT64:
+        raise ValueError(f"the integer {text[:40]} does not fit into 64 bits")
     return int(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import zlib
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from booster.checkpoint_io.file_record import own_record
 from booster.checkpoint_io.layout import SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES
-from booster.checkpoint_io.safetensors_header import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, TensorRange, parse_header
-from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.manifest import FileRecord
+from booster.checkpoint_io.safetensors_header import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
+from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.checkpoint_io.tensor_bytes import bytes_of
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
@@ -28,12 +31,22 @@ class TensorFile(Protocol):
     """Tensors of one file by name.
 
     Attributes:
+        path: The file.
+        num_bytes: Its size.
         specs: Shape and format of every tensor, known without reading any.
         metadata: Texts that go with them.
+        own_record: Sizes and checksums that the file carries of itself; None where it carries none.
     """
 
+    path: Path
+    num_bytes: int
     specs: dict[str, TensorSpec]
     metadata: dict[str, str]
+    own_record: FileRecord | None
+
+    def locate(self, name: str) -> tuple[OpenFile, int] | None:
+        """Returns where a tensor's bytes lie row by row; None where only `read` can tell."""
+        ...
 
     def read(self, name: str) -> torch.Tensor:
         """Returns one tensor, on the CPU. The caller must not write into it."""
@@ -44,13 +57,16 @@ class TensorFile(Protocol):
         ...
 
 
-def open_tensor_file(storage: Storage, path: Path, *, inside: Path | None = None) -> TensorFile:
+def open_tensor_file(
+    storage: Storage, path: Path, *, inside: Path | None = None, expected: FileRecord | None = None
+) -> TensorFile:
     """Opens a file of tensors by its suffix.
 
     Args:
         storage: Where the file is.
         path: The file.
         inside: The directory that links may not leave; None: links are followed.
+        expected: What a manifest says of it; its size and head are compared before anything else is read from it.
 
     Raises:
         CheckpointError: Missing, no regular file, another suffix, or damaged.
@@ -60,73 +76,73 @@ def open_tensor_file(storage: Storage, path: Path, *, inside: Path | None = None
             f"{path} ends in {path.suffix!r}, which says no format: a checkpoint file ends in one of"
             f" {', '.join(SINGLE_FILE_SUFFIXES)}; rename it"
         )
-    if path.suffix in SAFETENSORS_SUFFIXES:
-        return _SafetensorsFile(storage.open_regular(path, inside=inside), str(path))
-    return _TorchFile(storage.open_regular(path, inside=inside), str(path))
+    file = storage.open_regular(path, inside=inside)
+    try:
+        if expected is not None:
+            _check_expected(storage, file, expected)
+        return (_SafetensorsFile if path.suffix in SAFETENSORS_SUFFIXES else _TorchFile)(storage, file)
+    except BaseException:
+        file.close()
+        raise
 
 
 class _SafetensorsFile:
-    def __init__(self, file: FileIO, what: str) -> None:
+    def __init__(self, storage: Storage, file: OpenFile) -> None:
+        self.path = file.path
+        self.num_bytes = storage.size(file)
+        self._storage = storage
         self._file = file
-        self._what = what
-        try:
-            self._ranges, self.metadata, self._data_start = self._read_header()
-        except BaseException:
-            file.close()
-            raise
+        head = self._read_head()
+        self._data_start = len(head)
+        self._ranges, self.metadata = parse_header(
+            head[HEADER_LENGTH_BYTES:], self.num_bytes - len(head), str(self.path)
+        )
         self.specs = {name: part.spec for name, part in self._ranges.items()}
+        self.own_record = own_record(head, self.num_bytes, self.metadata, self.specs, str(self.path))
 
-    def _read_header(self) -> tuple[dict[str, TensorRange], dict[str, str], int]:
-        file_bytes = os.fstat(self._file.fileno()).st_size
-        if file_bytes < HEADER_LENGTH_BYTES:
-            raise CheckpointError(f"{self._what} is cut: it has {file_bytes} bytes. Take another copy of it")
-        header_bytes = int.from_bytes(self._read_at(0, HEADER_LENGTH_BYTES), "little")
-        data_start = HEADER_LENGTH_BYTES + header_bytes
-        if header_bytes > MAX_HEADER_BYTES or data_start > file_bytes:
+    def _read_head(self) -> bytes:
+        if self.num_bytes < HEADER_LENGTH_BYTES:
+            raise CheckpointError(f"{self.path} is cut: it has {self.num_bytes} bytes. Take another copy of it")
+        length = _read_bytes(self._storage, self._file, 0, HEADER_LENGTH_BYTES)
+        header_bytes = int.from_bytes(length, "little")
+        if header_bytes > MAX_HEADER_BYTES or HEADER_LENGTH_BYTES + header_bytes > self.num_bytes:
             raise CheckpointError(
-                f"{self._what} is cut or no safetensors file: its header should have {header_bytes} bytes. Take another"
+                f"{self.path} is cut or no safetensors file: its header should have {header_bytes} bytes. Take another"
                 " copy of it"
             )
-        raw = self._read_at(HEADER_LENGTH_BYTES, header_bytes)
-        return *parse_header(raw, file_bytes - data_start, self._what), data_start
+        return length + _read_bytes(self._storage, self._file, HEADER_LENGTH_BYTES, header_bytes)
+
+    def locate(self, name: str) -> tuple[OpenFile, int] | None:
+        return self._file, self._data_start + self._ranges[name].start
 
     def read(self, name: str) -> torch.Tensor:
         part = self._ranges[name]
         tensor = torch.empty(part.spec.shape, dtype=part.spec.dtype)
-        self._read_into(bytes_of(tensor), self._data_start + part.start)
+        self._storage.read_at(self._file, bytes_of(tensor), self._data_start + part.start)
         return tensor
 
     def close(self) -> None:
         self._file.close()
 
-    def _read_at(self, offset: int, num_bytes: int) -> bytes:
-        raw = bytearray(num_bytes)
-        self._read_into(memoryview(raw), offset)
-        return bytes(raw)
-
-    def _read_into(self, target: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(target):  # one call reads 2 GiB at most
-            count = os.preadv(self._file.fileno(), [target[done:]], offset + done)
-            if count == 0:
-                raise CheckpointError(f"{self._what} became shorter while it was read: another process writes it")
-            done += count
-
 
 class _TorchFile:
-    def __init__(self, file: FileIO, what: str) -> None:
-        try:
-            content = _load_torch(file, what)
-        finally:
-            file.close()
+    def __init__(self, storage: Storage, file: OpenFile) -> None:
+        self.path = file.path
+        self.num_bytes = storage.size(file)
+        content = _load_torch(storage, file)
+        file.close()  # the tensors keep their own hold of it
         self.metadata: dict[str, str] = {}
         if isinstance(content, Mapping) and set(content) == {"state", "values"} and isinstance(content["values"], str):
             self.metadata = {GROUPS_KEY: content["values"]}
             content = content["state"]
-        self._tensors = _checked_tensors(content, what)
+        self._tensors = _checked_tensors(content, str(self.path))
         self.specs = {
             name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
         }
+        self.own_record: FileRecord | None = None
+
+    def locate(self, name: str) -> tuple[OpenFile, int] | None:
+        return None
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -135,20 +151,44 @@ class _TorchFile:
         self._tensors = {}
 
 
-def _load_torch(file: FileIO, what: str) -> Any:
-    is_zip = os.pread(file.fileno(), len(_ZIP_MAGIC), 0) == _ZIP_MAGIC
+def _check_expected(storage: Storage, file: OpenFile, expected: FileRecord) -> None:
+    num_bytes = storage.size(file)
+    if num_bytes != expected.num_bytes:
+        raise CheckpointError(
+            f"{file.path} has {num_bytes} bytes, and its manifest says {expected.num_bytes}: it is cut or of another"
+            " save. Take another copy of the checkpoint"
+        )
+    if not 0 <= expected.head_bytes <= min(num_bytes, HEADER_LENGTH_BYTES + MAX_HEADER_BYTES):
+        raise CheckpointError(f"the manifest of {file.path} says that its first {expected.head_bytes} bytes are a head")
+    head = _read_bytes(storage, file, 0, expected.head_bytes)
+    if zlib.crc32(head) != expected.head_crc32:
+        raise CheckpointError(
+            f"{file.path} is damaged or of another save: the checksum of its first {expected.head_bytes} bytes, which"
+            " say what it holds, is not the one that was saved. Take another copy of the checkpoint"
+        )
+
+
+def _read_bytes(storage: Storage, file: OpenFile, offset: int, num_bytes: int) -> bytes:
+    raw = bytearray(num_bytes)
+    storage.read_at(file, raw, offset)
+    return bytes(raw)
+
+
+def _load_torch(storage: Storage, file: OpenFile) -> Any:
+    is_zip = _read_bytes(storage, file, 0, min(len(_ZIP_MAGIC), storage.size(file))) == _ZIP_MAGIC
     try:
         with warnings.catch_warnings():
             # Old files make torch warn about its own storage classes, and nobody can act on that.
             warnings.simplefilter("ignore")
             # By its descriptor: under its name there may be another file by now.
-            reopened = f"/proc/self/fd/{file.fileno()}"
+            reopened = f"/proc/self/fd/{file.descriptor}"
             if is_zip and os.path.exists(reopened):
                 return torch.load(reopened, map_location="cpu", weights_only=True, mmap=True)
-            return torch.load(file, map_location="cpu", weights_only=True)
+            with FileIO(file.descriptor, "rb", closefd=False) as content:
+                return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{what} cannot be loaded without running code from it, or is damaged: {error}. Save it again as"
+            f"{file.path} cannot be loaded without running code from it, or is damaged: {error}. Save it again as"
             " safetensors, or as a plain dictionary of tensors"
         ) from error
 

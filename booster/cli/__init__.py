@@ -1,4 +1,4 @@
-"""The command line: `booster run` starts ranks, `booster check` looks whether everything is there."""
+"""The command line: `booster run` starts ranks, `booster check` and `booster ckpt` look at what is on the disk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; None for those of this process.
     """
-    from booster.cli import check, run  # here, so that neither costs the other's imports or a user of `import booster`
+    # Here, so that none costs a user of `import booster` anything.
+    from booster.cli import check, checkpoint, run
 
     parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run.add_parser(commands)
     check.add_parser(commands)
+    checkpoint.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.handle(arguments))

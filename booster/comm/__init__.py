@@ -13,18 +13,26 @@ from booster.comm.collectives import (
     group_size,
     is_initialized,
 )
+from booster.comm.exchange import gather_distinct
+from booster.comm.store_barrier import ErrorBarrier
+from booster.comm.point_to_point import new_cpu_group, receive, send
 
 __all__ = [
+    "ErrorBarrier",
     "all_gather_equal",
     "all_reduce_numbers",
     "all_reduce_sum",
     "barrier",
     "broadcast",
     "collective_device",
+    "gather_distinct",
     "global_rank_of",
     "group_rank",
     "group_size",
     "is_initialized",
+    "new_cpu_group",
     "raise_on_all_ranks",
+    "receive",
     "require_same_on_all_ranks",
+    "send",
 ]

@@ -4,6 +4,7 @@ from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPr
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.optimizer_state import OptimizerState, TensorSpec
+from booster.interface.pending_gradients import PendingGradients, WindowCounts
 from booster.interface.plugin import Boosted, Plugin
 from booster.interface.tensor_slice import TensorSlice
 
@@ -15,7 +16,9 @@ __all__ = [
     "ModelWrapper",
     "OptimizerState",
     "OptimizerWrapper",
+    "PendingGradients",
     "Plugin",
     "TensorSlice",
     "TensorSpec",
+    "WindowCounts",
 ]

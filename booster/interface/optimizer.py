@@ -16,6 +16,7 @@ from booster.interface.gradient_window import GradientWindow
 from booster.interface.mixed_precision import LossScaler, MasterWeights
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer_state import OptimizerState
+from booster.interface.pending_gradients import PendingGradients
 
 __all__ = ["OptimizerWrapper"]
 
@@ -382,6 +383,20 @@ class OptimizerWrapper(Optimizer):
     def checkpoint_state(self) -> OptimizerState:
         """Returns the view of this optimizer's state that a CheckpointIO reads and fills."""
         return OptimizerState(self)
+
+    def pending_gradients(self) -> PendingGradients:
+        """Returns the view of gradients that wait for their step, which are part of a whole training state."""
+        return PendingGradients(self)
+
+    @property
+    def window(self) -> GradientWindow:
+        """What happened since the last `zero_grad()`; see Note [Gradient window]."""
+        return self._window
+
+    def restore_window(self, window: GradientWindow, num_micro_steps: int) -> None:
+        """Goes on as after these backward() calls and micro-steps; the gradients are filled by the caller."""
+        self._window = window
+        self._num_micro_steps = num_micro_steps
 
     # What a plugin overrides.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerState", "TensorSpec"]
 
 MASTER = "master"
+_NAME_KEYS = ("params", "param_names")  # of a group; "param_names" is there if torch's optimizer was given names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,16 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements in a file."""
+        return self.numel * self.dtype.itemsize
 
 
 class OptimizerState:
@@ -68,7 +80,7 @@ class OptimizerState:
         named = self.named_parameters()
         name_of = {id(parameter): name for name, parameter in named.items()}
         groups = [
-            {key: value for key, value in group.items() if key != "params"}
+            {key: value for key, value in group.items() if key not in _NAME_KEYS}
             | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
             for group in self.optimizer.param_groups
         ]
@@ -114,6 +126,8 @@ class OptimizerState:
         scaler = self.optimizer.loss_scaler
         if scaler is not None and values["loss_scaler"] is not None:
             scaler.load_state_dict(values["loss_scaler"])  # first: it refuses a malformed state
+        for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
+            group.update({key: value for key, value in stored.items() if key not in _NAME_KEYS})
         named = self.named_parameters()
         state = self.optimizer.state
         state.clear()
@@ -123,8 +137,6 @@ class OptimizerState:
                 state[named[name]][key] = self._new_state_tensor(named[name], key, spec)
         for name, numbers in values["numbers"].items():
             state[named[name]].update(numbers)
-        for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
-            group.update({key: value for key, value in stored.items() if key != "params"})
         self.optimizer.num_skipped_steps = int(values["num_skipped_steps"])
         return [part for part in self.slices() if part.name in specs]
 

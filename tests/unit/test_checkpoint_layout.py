@@ -8,7 +8,15 @@ import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from booster.checkpoint_io.layout import MODEL, OPTIMIZER, index_document, is_valid_prefix, plan_files
+from booster.checkpoint_io.layout import (
+    GRADIENTS,
+    MODEL,
+    OPTIMIZER,
+    RANDOM_STATE,
+    index_document,
+    is_valid_prefix,
+    plan_files,
+)
 
 NAMES = MODEL.names(is_safetensors=True)
 
@@ -26,13 +34,30 @@ def test_names_are_those_of_hugging_face():
     assert (optimizer.index, optimizer.groups) == ("optimizer.safetensors.index.a.json", "optimizer_groups.a.json")
 
 
+def test_a_manifest_is_named_after_its_index():
+    assert NAMES.manifest == "model.safetensors.manifest.json"
+    assert MODEL.names(is_safetensors=True, prefix="fp16").manifest == "model.safetensors.manifest.fp16.json"
+    assert MODEL.names(is_safetensors=False).manifest == "pytorch_model.bin.manifest.json"
+
+
+def test_no_kind_takes_another_kinds_files():
+    kinds = (MODEL, OPTIMIZER, RANDOM_STATE, GRADIENTS)
+    names = {kind.name: kind.names(is_safetensors=True) for kind in kinds}
+    files = {name: (of.single, of.index, of.manifest, of.shard(1, 2)) for name, of in names.items()}
+    for kind in kinds:
+        for name, others in files.items():
+            assert all(names[kind.name].owns(file) is (name == kind.name) for file in others)
+            assert all(kind.names_of(file) is None for file in others if name != kind.name)
+
+
 @pytest.mark.parametrize("is_safetensors", [True, False])
 @pytest.mark.parametrize("prefix", [None, "fp16", "a.b-c"])
-@pytest.mark.parametrize("kind", [MODEL, OPTIMIZER], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [MODEL, OPTIMIZER, RANDOM_STATE, GRADIENTS], ids=lambda kind: kind.name)
 def test_names_are_found_again(kind, prefix, is_safetensors):
     names = kind.names(is_safetensors=is_safetensors, prefix=prefix)
     assert kind.names_of(names.single) == names
     assert kind.names_of(names.index) == names
+    assert kind.names_of(names.manifest) == names
     assert kind.names_of(names.shard(1, 2)) is None
 
 
@@ -44,11 +69,15 @@ def test_other_files_are_nobodys(other):
     assert not NAMES.owns(other)
 
 
+def _all_names(names):
+    return names.single, names.index, names.manifest, names.shard(3, 7)
+
+
 def test_a_save_owns_its_own_files_alone():
     variant = MODEL.names(is_safetensors=True, prefix="fp16")
     for names, others in ((NAMES, variant), (variant, NAMES)):
-        assert all(names.owns(name) for name in (names.single, names.index, names.shard(3, 7)))
-        assert not any(names.owns(name) for name in (others.single, others.index, others.shard(3, 7)))
+        assert all(names.owns(name) for name in _all_names(names))
+        assert not any(names.owns(name) for name in _all_names(others))
 
 
 def test_a_prefix_like_a_shard_number_is_refused():

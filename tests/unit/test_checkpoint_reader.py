@@ -9,11 +9,11 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored_tensors import save_tensors
 
 from booster.checkpoint_io.layout import MODEL
 from booster.checkpoint_io.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.writer import write_tensors
 from booster.errors import CheckpointError
 
 DTYPES = [
@@ -57,8 +57,7 @@ def _refused(path, match=None):
 
 
 def test_our_files_open_elsewhere_and_theirs_here(tmp_path):
-    with (tmp_path / "ours.safetensors").open("wb") as file:
-        write_tensors(file, _tensors(), is_safetensors=True)
+    save_tensors(tmp_path / "ours.safetensors", _tensors())
     save_file({name: tensor.contiguous() for name, tensor in _tensors().items()}, tmp_path / "theirs.safetensors")
     _assert_same(load_file(tmp_path / "ours.safetensors"), _tensors())
     _assert_same(_read_all(tmp_path / "ours.safetensors"), _tensors())
@@ -76,9 +75,8 @@ def test_files_of_torch_save_open(tmp_path, suffix, is_zip):
     _assert_same(_read_all(path), tensors)
 
 
-def test_torch_save_writes_no_more_than_the_view(tmp_path):
-    with (tmp_path / "view.bin").open("wb") as file:
-        write_tensors(file, {"view": torch.zeros(100_000)[:2]}, is_safetensors=False)
+def test_a_view_is_written_without_the_rest_of_its_memory(tmp_path):
+    save_tensors(tmp_path / "view.bin", {"view": torch.zeros(100_000)[:2]}, use_safetensors=False)
     assert (tmp_path / "view.bin").stat().st_size < 10_000
 
 
@@ -297,8 +295,7 @@ def test_damaged_files_are_refused_or_whole(tmp_path):
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 def test_cut_files_are_refused(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
-    with path.open("wb") as file:
-        write_tensors(file, {"a": torch.arange(8.0)}, is_safetensors=suffix == ".safetensors")
+    save_tensors(path, {"a": torch.arange(8.0)}, use_safetensors=suffix == ".safetensors")
     good = path.read_bytes()
     for length in range(0, len(good), 7):
         path.write_bytes(good[:length])

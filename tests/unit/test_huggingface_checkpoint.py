@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BertConfig,
     BertForMaskedLM,
+    CompileConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -23,8 +24,9 @@ from transformers import (
 )
 
 from booster.checkpoint_io import GeneralCheckpointIO
+from booster.checkpoint_io.huggingface import config_documents
 from booster.checkpoint_io.layout import MODEL, index_document, plan_files
-from booster.errors import CheckpointError
+from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper
 
 IO = GeneralCheckpointIO()
@@ -91,7 +93,7 @@ def _quiet():
 @pytest.fixture
 def tiny_shards(monkeypatch):
     """Counts shards in bytes in place of MB, so that small models have several."""
-    monkeypatch.setattr("booster.checkpoint_io.save_request.MEGABYTE", 1)
+    monkeypatch.setattr("booster.checkpoint_io.destination.MEGABYTE", 1)
 
 
 def _build(make, seed):
@@ -134,6 +136,68 @@ def test_the_number_format_is_in_the_config(tmp_path):
     assert config["dtype"] == "bfloat16"
     assert config["architectures"] == ["LlamaForCausalLM"]
     _assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto"), model)
+
+
+def _documents(model, tmp_path):
+    """What the model's own save_pretrained writes."""
+    model.save_pretrained(tmp_path / "theirs")
+    names = ("config.json", "generation_config.json")
+    return {name: (tmp_path / "theirs" / name).read_bytes() for name in names if (tmp_path / "theirs" / name).exists()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_configs_are_those_of_save_pretrained_byte_for_byte(tmp_path, case, dtype):
+    model = _build(case[0], 0).to(dtype)
+    documents, before = config_documents(model), model.config.to_dict()
+    assert documents["config.json"].startswith(b"{")
+    assert model.config.to_dict() == before
+    assert documents == _documents(model, tmp_path)
+
+
+def test_what_was_loaded_and_changed_is_written_as_save_pretrained_does(tmp_path):
+    _build(lambda: _llama(True), 0).save_pretrained(tmp_path / "first")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.bfloat16, local_files_only=True)
+    model.config.custom = {"a": [1, 2.5, None]}
+    model.generation_config.max_new_tokens = 7
+    model.generation_config.compile_config = CompileConfig()
+    documents = config_documents(model)
+    assert model.generation_config.compile_config is not None
+    assert b"compile_config" not in documents["generation_config.json"]
+    assert documents == _documents(model, tmp_path)
+
+
+class _Config:
+    """Of another library, which knows none of transformers' attributes."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def to_json_string(self):
+        return json.dumps(self.text) if isinstance(self.text, (str, set)) else self.text
+
+
+@pytest.mark.parametrize("config", [None, {"a": 1}, object(), _Config, "text"], ids=repr)
+def test_what_cannot_give_its_text_is_no_config(config):
+    model = torch.nn.Linear(1, 1)
+    model.config = config
+    assert config_documents(model) == {}
+
+
+def test_any_librarys_config_that_gives_its_text_is_written():
+    model = torch.nn.Linear(1, 1)
+    model.config = model.generation_config = _Config("\u00e4")
+    assert config_documents(model) == dict.fromkeys(("config.json", "generation_config.json"), b'"\\u00e4"')
+    model.can_generate = lambda: False
+    assert list(config_documents(model)) == ["config.json"]
+    assert vars(model.config) == {"text": "\u00e4"}
+
+
+@pytest.mark.parametrize(("text", "reason"), [({1}, "not JSON serializable"), (7, "gave a int")])
+def test_a_config_that_is_no_json_is_an_error(text, reason):
+    model = torch.nn.Linear(1, 1)
+    model.config = _Config(text)
+    with pytest.raises(ConfigError, match=reason):
+        config_documents(model)
 
 
 @pytest.mark.usefixtures("tiny_shards")

@@ -1,0 +1,223 @@
+"""What `booster ckpt` does: each action takes the parsed arguments and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from booster.checkpoint_io.comparison import Comparison, compare_tensors, compare_values
+from booster.checkpoint_io.conversion import Conversion, consolidate, convert
+from booster.checkpoint_io.inspection import (
+    Contents,
+    Part,
+    describe,
+    describe_training,
+    find_contents,
+    training_document,
+)
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER
+from booster.checkpoint_io.optimizer_values import parse_values
+from booster.checkpoint_io.part_verification import VerifiedPart, lost_shards, verify_documents, verify_part
+from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.torch_optimizer_export import export_optimizer
+from booster.checkpoint_io.training_document import TrainingDocument
+from booster.cli.checkpoint_text import (
+    comparison_lines,
+    count_text,
+    inspection_lines,
+    size_text,
+    verified_text,
+)
+from booster.errors import CheckpointError, ConfigError
+
+__all__ = ["ACTIONS"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    storage = Storage()
+    contents = find_contents(storage, arguments.path)
+    described = []
+    for part in contents.parts:
+        with part.open(storage) as stored:
+            described.append(describe(part, stored))
+    document = training_document(storage, contents)
+    found = {
+        "path": str(contents.path),
+        "training_state": None if document is None else describe_training(document),
+        "parts": described,
+    }
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for line in inspection_lines(found):
+        print(line)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    storage, start = Storage(), time.perf_counter()
+    try:
+        contents = find_contents(storage, arguments.path)
+    except CheckpointError as error:
+        print(f"DAMAGED: {error}")
+        return 1
+    damages: list[str] = []
+    verified: list[VerifiedPart] = []
+    for part in contents.parts:
+        try:
+            verified.append(verify_part(storage, part))
+            print(f"{part.label}: {verified_text(verified[-1])}")
+        except CheckpointError as error:
+            damages.append(f"{part.label}: {error}")
+    damages += _damages_beside(storage, contents)
+    for damage in damages:
+        print(f"DAMAGED: {damage}")
+    if not damages:
+        print(_conclusion(contents, verified, time.perf_counter() - start))
+    return 1 if damages else 0
+
+
+def _damages_beside(storage: Storage, contents: Contents) -> Iterator[str]:
+    for name in lost_shards(storage, contents):
+        yield f"{name} is a shard of a checkpoint whose index and manifest are gone. Take another copy, or remove it"
+    try:
+        num_documents = verify_documents(storage, contents)
+    except CheckpointError as error:
+        yield f"training state: {error}"
+    else:
+        if num_documents:
+            print(f"training state: {count_text(num_documents, 'document')}: sizes and checksums are right")
+
+
+def _conclusion(contents: Contents, verified: list[VerifiedPart], seconds: float) -> str:
+    num_bytes = sum(found.num_bytes for found in verified if found.has_checksums)
+    rate = f"{size_text(num_bytes)} in {seconds:.2f} s, {num_bytes / 1e9 / seconds:.2f} GB/s"
+    if all(found.has_checksums for found in verified):
+        return f"OK: {contents.path} is what was saved ({rate})"
+    if num_bytes == 0:
+        return f"OK as far as its structure goes: {contents.path} came without checksums"
+    return f"OK: {contents.path}; what has checksums is what was saved ({rate}), the rest is right in structure"
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    storage = Storage()
+    conversion = Conversion(
+        is_safetensors=None if arguments.format is None else arguments.format == "safetensors",
+        size_per_shard=arguments.size_per_shard,
+        dtype=None if arguments.dtype is None else _DTYPES[arguments.dtype],
+        keeps_optimizer=not arguments.no_optimizer,
+        overwrites=arguments.overwrite,
+    )
+    contents = find_contents(storage, arguments.source)
+    for note in convert(storage, contents, Path(arguments.target), conversion):
+        print(note)
+    print(f"converted {contents.path} to {arguments.target}")
+    return 0
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
+    storage = Storage()
+    contents = find_contents(storage, arguments.source)
+    part = contents.only(OPTIMIZER if arguments.optimizer else MODEL)
+    consolidate(storage, contents, part, Path(arguments.target), overwrites=arguments.overwrite)
+    print(f"wrote the {part.label} of {contents.path} to {arguments.target}")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    if not arguments.tolerance >= 0:
+        raise ConfigError(f"--tolerance {arguments.tolerance:g} is no difference: give 0 or a positive number")
+    storage = Storage()
+    left, right = (find_contents(storage, path) for path in (arguments.left, arguments.right))
+    num_differing = 0
+    for title, lines in _differences(storage, left, right, arguments.tolerance):
+        print(title, *lines, sep="\n")
+        num_differing += bool(lines)
+    print("the checkpoints differ" if num_differing else "the checkpoints are equal")
+    return 1 if num_differing else 0
+
+
+def _differences(
+    storage: Storage, left: Contents, right: Contents, tolerance: float
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields for everything that was compared a title and what differs."""
+    for label, ours, theirs in _pairs(left, right):
+        summary, lines = _compared(storage, ours, theirs, tolerance)
+        yield f"{label}: {summary}", lines
+    first, second = (training_document(storage, contents) for contents in (left, right))
+    if first is not None and second is not None:
+        lines = [f"  {line}" for line in compare_values(_run_values(first), _run_values(second), "")]
+        yield f"training state: {count_text(len(lines), 'difference')}", lines
+
+
+def _run_values(document: TrainingDocument) -> dict[str, Any]:
+    # Without versions, the time of the save and the like: those do not say whether two runs are alike.
+    return {
+        "step": document.facts.get("step"),
+        "lr_schedulers": document.lr_schedulers,
+        "dataloaders": document.dataloaders,
+        "ranks": [document.per_rank.of(rank) for rank in range(len(document.per_rank.of_rank))],
+        "extra": document.extra,
+    }
+
+
+def _pairs(left: Contents, right: Contents) -> Iterator[tuple[str, Part | None, Part | None]]:
+    if not (left.is_directory and right.is_directory):
+        kind = (right if left.is_directory else left).parts[0].kind
+        ours, theirs = left.only(kind), right.only(kind)
+        yield kind.name, ours, theirs
+        return
+    of_left, of_right = ({part.label: part for part in contents.parts} for contents in (left, right))
+    for label in dict.fromkeys((*of_left, *of_right)):
+        yield label, of_left.get(label), of_right.get(label)
+
+
+def _compared(storage: Storage, left: Part | None, right: Part | None, tolerance: float) -> tuple[str, list[str]]:
+    if left is None or right is None:
+        return "not in both", [f"  only in {'B' if left is None else 'A'}"]
+    with left.open(storage) as ours, right.open(storage) as theirs:
+        found = compare_tensors(ours, theirs, tolerance=tolerance)
+        lines = list(comparison_lines(found))
+        if ours.groups is not None and theirs.groups is not None:
+            values = (parse_values(stored.groups, stored.specs, str(stored.path)) for stored in (ours, theirs))
+            lines += [f"  {line}" for line in compare_values(*values, "")]
+    return _summary(found), lines
+
+
+def _summary(found: Comparison) -> str:
+    compared = count_text(found.num_common, "tensor")
+    return f"{compared} in both, largest difference of an element {found.max_difference:g}"
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    storage = Storage()
+    contents = find_contents(storage, arguments.source)
+    names = export_optimizer(
+        storage,
+        contents,
+        Path(arguments.target),
+        with_master_weights=arguments.master_weights,
+        overwrites=arguments.overwrite,
+    )
+    for number, name in enumerate(names):
+        print(f"{number:>6}  {name}")
+    print(f"wrote {count_text(len(names), 'parameter')} in this order from {contents.path} to {arguments.target}")
+    return 0
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "convert": _convert,
+    "consolidate": _consolidate,
+    "diff": _diff,
+    "export-optimizer": _export,
+}

@@ -1,0 +1,65 @@
+"""Bytes of any length from every rank to every rank, what is alike sent once."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from booster.comm.collectives import all_gather_equal, broadcast, collective_device, group_size
+
+__all__ = ["gather_distinct"]
+
+_MAX_BROADCASTS = 8  # beyond it, one padded all-gather costs less than that many messages
+
+
+def gather_distinct(payload: bytes, group: dist.ProcessGroup | None = None) -> tuple[list[bytes], list[int]]:
+    """Returns the different payloads of all ranks, and for every rank which of them is its own.
+
+    Ranks that hold the same layout send the same bytes: of a replicated model's description one copy travels, however
+    many ranks there are.
+
+    Args:
+        payload: This rank's bytes, of any length.
+        group: The ranks that call together; None: the world.
+
+    Collective: every rank of the group must call it.
+    """
+    size = group_size(group)
+    if size == 1:
+        return [payload], [0]
+    card = hashlib.sha256(payload).digest() + len(payload).to_bytes(8, "little")
+    cards = _rows(all_gather_equal(_tensor(card), group), len(card))
+    senders: dict[bytes, int] = {}
+    for rank, other in enumerate(cards):
+        senders.setdefault(other, rank)
+    lengths = [int.from_bytes(other[-8:], "little") for other in senders]
+    ours = senders[card]
+    if len(senders) <= _MAX_BROADCASTS:
+        payloads = [
+            _broadcast(payload if sender == ours else bytes(length), sender, group)
+            for sender, length in zip(senders.values(), lengths, strict=True)
+        ]
+    else:
+        padded = _tensor(payload + bytes(max(lengths) - len(payload)))
+        rows = all_gather_equal(padded, group).view(size, -1)
+        payloads = [
+            bytes(rows[sender, :length].numpy()) for sender, length in zip(senders.values(), lengths, strict=True)
+        ]
+    order = {other: index for index, other in enumerate(senders)}
+    return payloads, [order[other] for other in cards]
+
+
+def _tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def _rows(joined: torch.Tensor, length: int) -> list[bytes]:
+    return [bytes(row.numpy()) for row in joined.view(-1, length)]
+
+
+def _broadcast(raw: bytes, sender: int, group: dist.ProcessGroup | None) -> bytes:
+    buffer = _tensor(raw).to(collective_device(group))
+    broadcast([buffer], group, source=sender)
+    return bytes(buffer.cpu().numpy())

@@ -1,0 +1,264 @@
+"""A barrier over the store that carries errors and small payloads, and that a background thread may use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from booster.comm.collectives import group_rank, group_size
+from booster.errors import BoosterError, DesyncError, RankFailedError
+
+__all__ = ["ErrorBarrier"]
+
+# Note [Error barrier]
+# Every phase has keys of its own. Each rank writes `report/<rank>`: its error or none, and its payload. Rank 0 waits
+# for all reports and writes the `verdict`; the others wait for that. The verdict is set by compare_set, so it is
+# written once: a rank whose time is up writes one too, naming those without a report, and whichever came first is what
+# every rank obeys, also one that arrives later. So no rank goes on where another gave up.
+# A report is deleted by its rank once the verdict says that rank 0 has read it; the verdict by the last that read it.
+# After a timeout the keys stay: a late rank must still find them.
+# Nobody waits inside of the store: a blocking get holds the client's lock, and the main thread of this process may need
+# it to build a group. For the same reason the barriers have a client of their own (a clone), one per process.
+
+_CHUNK_BYTES = 4 * 2**20  # TCPStore takes no value above 8 MiB
+_MAX_TEXT = 4000
+_FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02
+_RANKS_AT_LAST_PAUSE = 64  # a larger world asks less often, so that its store answers as many questions a second
+
+# By default store: the barriers' client of it, and how many barriers each name had.
+_clients: WeakKeyDictionary[Store, tuple[Any, Counter[str]]] = WeakKeyDictionary()
+_clients_lock = threading.Lock()
+
+
+class ErrorBarrier:
+    """Brings the ranks of a group together phase by phase; what fails on one rank fails on all of them.
+
+    It needs the store of torch.distributed alone, no collective, so it works beside collectives of other threads.
+
+    Args:
+        group: The ranks that take part; None: the world, which is one rank where nothing was launched.
+        name: What the phases belong to, the same on all ranks. Barriers that live at the same time have different
+            names.
+        timeout_seconds: How long a phase waits for the last rank.
+
+    Collective: every rank of the group makes it, and calls the same methods in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, name: str, timeout_seconds: float = 1800) -> None:
+        self._rank, self._size = group_rank(group), group_size(group)
+        self._timeout_seconds = timeout_seconds
+        self._name = name
+        self._num_phases = 0
+        self._store = None if self._size == 1 else _own_store(group, name)
+
+    def gather(self, phase: str, payload: bytes = b"", error: Exception | None = None) -> list[bytes]:
+        """Returns the payloads by rank on rank 0, and an empty list on the others, once every rank is here.
+
+        Args:
+            phase: What the ranks have just done, for messages; the same on all ranks.
+            payload: This rank's bytes.
+            error: What went wrong on this rank.
+
+        Raises:
+            Exception: A rank brought an error: its own on a rank that did; elsewhere one of the same class of this
+                library, else `RankFailedError`, with the failing rank's number and text.
+            RankFailedError: A rank did not come in time, or the store is gone.
+            DesyncError: The ranks are at different phases.
+
+        Collective: every rank of the group must call it.
+        """
+        reports, _ = self._meet(phase, payload, error, is_shared=False)
+        return reports
+
+    def share(self, phase: str, payload: bytes | None = None, error: Exception | None = None) -> bytes:
+        """Returns rank 0's payload on every rank, once every rank is here. Raises as `gather` does.
+
+        Args:
+            phase: What the ranks have just done, for messages; the same on all ranks.
+            payload: Rank 0's bytes; of no meaning on the others.
+            error: What went wrong on this rank.
+
+        Collective: every rank of the group must call it.
+        """
+        _, shared = self._meet(phase, payload or b"", error, is_shared=True)
+        return shared
+
+    def _meet(
+        self, phase: str, payload: bytes, error: Exception | None, *, is_shared: bool
+    ) -> tuple[list[bytes], bytes]:
+        if self._store is None:
+            if error is not None:
+                raise error
+            return [payload], payload
+        self._num_phases += 1
+        store = PrefixStore(str(self._num_phases), self._store)
+        meeting = Meeting(store, self._rank, self._size, f"{phase!r} of {self._name!r}", self._timeout_seconds)
+        try:
+            return meeting.hold(payload, error, is_shared=is_shared)
+        except dist.DistError as failure:
+            if error is not None:
+                raise error from failure
+            raise RankFailedError(
+                f"rank {self._rank} lost the store of torch.distributed at {phase!r} of {self._name!r}: {failure}. The"
+                " process that serves it (rank 0 or torchrun) has ended, see its log"
+            ) from failure
+
+
+class Meeting:
+    """One phase on one rank; see Note [Error barrier]."""
+
+    def __init__(self, store: Any, rank: int, size: int, phase: str, timeout_seconds: float) -> None:
+        self._store = store  # torch's stubs give its values as str; they are bytes
+        self._rank, self._size = rank, size
+        self._phase = phase
+        self._timeout_seconds = timeout_seconds
+        self._reports = [f"report/{other}" for other in range(size)]
+
+    def hold(self, payload: bytes, error: Exception | None, *, is_shared: bool) -> tuple[list[bytes], bytes]:
+        """Returns the payloads of all ranks (on rank 0, unless shared) and the shared one."""
+        self._report(error, b"" if is_shared else payload)
+        payloads: list[bytes] = []
+        if self._rank == 0:
+            if self._wait(self._reports, or_key="verdict"):
+                heads, payloads = self._read(self._reports)
+                failure = self._failure(heads)
+                self._pronounce(failure, payload if is_shared and failure is None else b"")
+        else:
+            self._wait(["verdict"])
+        (verdict,), (shared,) = self._read(["verdict"])
+        self._leave(verdict)
+        if verdict["error"] is not None:
+            raise error if error is not None else _raised(verdict["error"])
+        return [] if is_shared else payloads, shared
+
+    def _report(self, error: Exception | None, payload: bytes) -> None:
+        key, head = self._reports[self._rank], {"phase": self._phase, "error": error and _described(error)}
+        self._num_own_chunks = _num_chunks(payload)
+        self._store.set(key, self._with_chunks(key, head, payload))
+
+    def _wait(self, keys: Sequence[str], or_key: str | None = None) -> bool:
+        """Returns whether the keys came before the other key; gives the verdict itself when time is up."""
+        deadline = time.monotonic() + self._timeout_seconds
+        pause, last_pause = _FIRST_PAUSE, _LAST_PAUSE * max(1.0, self._size / _RANKS_AT_LAST_PAUSE)
+        while not self._store.check(list(keys)):
+            if or_key is not None and self._store.check([or_key]):
+                return False
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._pronounce(self._lateness())
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, last_pause)
+        return True
+
+    def _lateness(self) -> dict[str, Any]:
+        missing = [rank for rank, key in enumerate(self._reports) if not self._store.check([key])]
+        text = (
+            f"{_listed(missing or [0])} did not get through {self._phase} within {self._timeout_seconds:g} s, so all"
+            " ranks stop: see the logs of the missing ranks; they died, hang, or need a longer timeout"
+        )
+        return {"class": RankFailedError.__name__, "text": text, "is_late": True}
+
+    def _failure(self, heads: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        for rank, head in enumerate(heads):
+            if head["phase"] != self._phase:
+                text = (
+                    f"rank {rank} is at {head['phase']} and rank 0 at {self._phase}: every rank must make the same"
+                    " calls in the same order"
+                )
+                return {"class": DesyncError.__name__, "text": text, "is_late": False}
+        failed = [(rank, head["error"]) for rank, head in enumerate(heads) if head["error"] is not None]
+        if not failed:
+            return None
+        rank, (name, text) = failed[0]
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        text = f"rank {rank} failed{others} at {self._phase}, so all ranks stop: {text}"
+        return {"class": name, "text": text, "is_late": False}
+
+    def _pronounce(self, failure: dict[str, Any] | None, payload: bytes = b"") -> None:
+        value = self._with_chunks("verdict", {"error": failure}, payload)
+        self._store.compare_set("verdict", "", value)
+
+    def _leave(self, verdict: dict[str, Any]) -> None:
+        if verdict["error"] is not None and verdict["error"]["is_late"]:
+            return
+        self._delete(self._reports[self._rank], self._num_own_chunks)
+        if self._store.add("left", 1) == self._size:
+            self._delete("verdict", verdict["num_chunks"])
+            self._store.delete_key("left")
+
+    # Values of any size: a line of JSON and the first bytes under the key, the rest in chunks, which are there before.
+
+    def _with_chunks(self, key: str, head: dict[str, Any], payload: bytes) -> bytes:
+        num_chunks = _num_chunks(payload)
+        for number in range(1, num_chunks):
+            self._store.set(f"{key}/{number}", payload[number * _CHUNK_BYTES : (number + 1) * _CHUNK_BYTES])
+        line = json.dumps({**head, "num_chunks": num_chunks}).encode("ascii")
+        return line + b"\n" + payload[:_CHUNK_BYTES]
+
+    def _read(self, keys: Sequence[str]) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Returns heads and payloads of keys that are there."""
+        heads, payloads = [], []
+        for key, value in zip(keys, self._values(keys), strict=True):
+            line, _, first = value.partition(b"\n")
+            heads.append(json.loads(line))
+            rest = [f"{key}/{number}" for number in range(1, heads[-1]["num_chunks"])]
+            payloads.append(b"".join((first, *(self._store.get(chunk) for chunk in rest))))
+        return heads, payloads
+
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(list(keys)))
+        return [self._store.get(key) for key in keys]
+
+    def _delete(self, key: str, num_chunks: int) -> None:
+        for number in range(1, num_chunks):
+            self._store.delete_key(f"{key}/{number}")
+        self._store.delete_key(key)
+
+
+def _num_chunks(payload: bytes) -> int:
+    return max(1, -(-len(payload) // _CHUNK_BYTES))
+
+
+def _own_store(group: dist.ProcessGroup | None, name: str) -> Store:
+    """Returns a store under a prefix that no earlier barrier of these ranks used."""
+    default: Any = _get_default_store()
+    ranks = dist.get_process_group_ranks(group)
+    key = f"{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{name}"
+    with _clients_lock:
+        if default not in _clients:
+            _clients[default] = (default.clone(), Counter())
+        client, uses = _clients[default]
+        uses[key] += 1
+        return PrefixStore(f"booster.barrier/{key}/{uses[key]}", client)
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    """Returns what travels: the class of this library that the error is, or else the error's own name, and its text."""
+    known = next((cls for cls in type(error).__mro__ if cls in _known_classes().values()), None)
+    text = str(error)[:_MAX_TEXT]
+    return (known.__name__, text) if known else (type(error).__name__, f"{type(error).__name__}: {text}")
+
+
+def _raised(failure: dict[str, Any]) -> BoosterError:
+    return _known_classes().get(failure["class"], RankFailedError)(failure["text"])
+
+
+def _known_classes() -> dict[str, type[BoosterError]]:
+    return {cls.__name__: cls for cls in BoosterError.__subclasses__() if cls.__module__ == BoosterError.__module__}
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:10])
+    more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"

@@ -1,0 +1,265 @@
+"""The part of the facade that saves and loads; it asks the plugin's CheckpointIO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any, TypeAlias
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.boost_checks import (
+    require_boosted_model,
+    require_optimizer,
+    require_scheduler,
+    require_stateful_loader,
+)
+from booster.checkpoint_io import CheckpointIO
+from booster.checkpoint_io.plain_optimizer import as_optimizer_wrapper
+from booster.checkpoint_io.training_parts import SaveOptions, TrainingParts
+from booster.comm import group_rank
+from booster.errors import ConfigError
+from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from booster.random_state import ProcessRandomState
+
+__all__ = ["CheckpointMethods"]
+
+Models: TypeAlias = ModelWrapper | Mapping[str, ModelWrapper]
+Optimizers: TypeAlias = OptimizerWrapper | Optimizer | Mapping[str, OptimizerWrapper | Optimizer]
+Schedulers: TypeAlias = LRScheduler | Mapping[str, LRScheduler]
+Loaders: TypeAlias = DataLoader[Any] | Mapping[str, DataLoader[Any]]
+
+
+class CheckpointMethods:
+    """What `Booster` does with checkpoints. Every method is collective."""
+
+    plugin: Plugin
+    mixed_precision: MixedPrecision | None
+    _checkpoint_io: CheckpointIO
+
+    # The whole training state.
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
+        lr_scheduler: Schedulers | None = None,
+        dataloader: Loaders | None = None,
+        extra: Any = None,
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> None:
+        """Writes everything that a run needs to go on exactly: beside what is given, the random states of every rank.
+
+        Gradients that wait for their step, in the middle of an accumulation, are part of it. Each of the four may be a
+        dict by name; then `path/<name>/` holds the model and the optimizer of that name. Without a dict, transformers'
+        `from_pretrained(path)` opens the model.
+
+        Args:
+            path: A directory.
+            model: The boosted model.
+            optimizer: Its boosted optimizer, or a plain torch one.
+            lr_scheduler: A scheduler.
+            dataloader: A loader that knows its position, as `boost()` and `prepare_dataloader()` return.
+            extra: Numbers, strings, tensors, and containers of them; rank 0's are written, and `load` returns them.
+            step: Write `path/step-00001200` instead, and name it in the file `path/latest`.
+            keep_last: Then remove whole steps, oldest first, until this many are left.
+            size_per_shard: Largest file in MB (10**6 bytes).
+            use_safetensors: False writes `.bin` files.
+            use_async: Return after a copy into host memory; what goes wrong is raised by the next checkpoint call, or
+                by `wait_for_checkpoints`.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: Something that was not boosted, names, numbers or paths that can't be, or a save between
+                clipping and step.
+            CheckpointError: A value of `extra` or of a state that is no plain value, named by its key; or writing
+                failed on some rank. What was on disk is as it was.
+        """
+        self._checkpoint_io.save_training_state(
+            path,
+            self._parts("save", model, optimizer, lr_scheduler, dataloader),
+            extra=extra,
+            facts={
+                "plugin": type(self.plugin).__name__,
+                "dp_size": self.plugin.dp_size,
+                "precision": "fp32" if self.mixed_precision is None else type(self.mixed_precision).__name__,
+            },
+            options=SaveOptions(
+                step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors
+            ),
+            use_async=use_async,
+        )
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
+        lr_scheduler: Schedulers | None = None,
+        dataloader: Loaders | None = None,
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
+    ) -> Any:
+        """Fills what is given from what `save` wrote, and restores the random states; returns `extra`.
+
+        The same plugin on as many ranks goes on bit for bit. Any other goes on from the same weights, optimizer states
+        and samples; a rank beyond the stored ones gets random states of its own, the same at every such load.
+
+        Args:
+            path: What `save` was given: the directory itself, or the latest whole step below it, whichever was saved
+                last. `path/step-00001200` is that step.
+            model: As for `save`; what the checkpoint has and is not asked for is left alone.
+            optimizer: As for `save`.
+            lr_scheduler: As for `save`.
+            dataloader: As for `save`.
+            strict: False loads of a model what matches in name and shape.
+            verify: "checksums" reads everything that a checksum was recorded for before anything is loaded;
+                "structure" trusts the bytes.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: Something that was not boosted, or a loader over other data.
+            CheckpointError: Something that was asked for is missing or does not fit, or files are damaged. Nothing was
+                changed.
+        """
+        parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
+        return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify)
+
+    def wait_for_checkpoints(self) -> None:
+        """Returns when no save is under way in the background any more. Collective.
+
+        Raises:
+            CheckpointError: One of them failed.
+        """
+        self._checkpoint_io.wait()
+
+    def _parts(self, caller: str, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> TrainingParts:
+        optimizers = _by_name(optimizer, require_optimizer, caller)
+        return TrainingParts(
+            models=_by_name(model, require_boosted_model, caller),
+            optimizers={
+                name: as_optimizer_wrapper(one, is_primary=group_rank() == 0) for name, one in optimizers.items()
+            },
+            lr_schedulers=_by_name(lr_scheduler, require_scheduler, caller),
+            dataloaders=_by_name(dataloader, require_stateful_loader, caller),
+            random_state=ProcessRandomState(self.plugin.device),
+        )
+
+    # One thing at a time.
+
+    def save_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        *,
+        use_async: bool = False,
+    ) -> None:
+        """Writes the model; see `CheckpointIO.save_model`. Collective.
+
+        `gather_dtensor` is there for callers of ColossalAI: files hold whole tensors always, so False is an error.
+        """
+        _check_whole_tensors(gather_dtensor)
+        self._checkpoint_io.save_model(
+            require_boosted_model(model, "save_model"),
+            checkpoint,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+        )
+
+    def load_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | PathLike[str],
+        strict: bool = True,
+        *,
+        verify: str = "checksums",
+    ) -> None:
+        """Fills the model; see `CheckpointIO.load_model`. Collective."""
+        model = require_boosted_model(model, "load_model")
+        self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
+
+    def save_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | PathLike[str],
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+        *,
+        use_async: bool = False,
+    ) -> None:
+        """Writes the optimizer, boosted or plain; see `CheckpointIO.save_optimizer`. Collective.
+
+        `gather_dtensor` as in `save_model`.
+        """
+        _check_whole_tensors(gather_dtensor)
+        self._checkpoint_io.save_optimizer(
+            require_optimizer(optimizer, "save_optimizer"),
+            checkpoint,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+        )
+
+    def load_optimizer(
+        self,
+        optimizer: OptimizerWrapper | Optimizer,
+        checkpoint: str | PathLike[str],
+        *,
+        verify: str = "checksums",
+    ) -> None:
+        """Fills the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
+        self._checkpoint_io.load_optimizer(require_optimizer(optimizer, "load_optimizer"), checkpoint, verify=verify)
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+        """Writes the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
+        self._checkpoint_io.save_lr_scheduler(require_scheduler(lr_scheduler, "save_lr_scheduler"), checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+        """Takes over what `save_lr_scheduler` wrote. Collective."""
+        self._checkpoint_io.load_lr_scheduler(require_scheduler(lr_scheduler, "load_lr_scheduler"), checkpoint)
+
+
+def _by_name(given: Any, require: Callable[[Any, str], Any], caller: str) -> dict[str, Any]:
+    """Returns the objects by name, "" for the only one, once each is of its kind."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        return {"": require(given, caller)}
+    for name in given:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"{caller}() was given a dict with the key {name!r}: names are strings that are not empty"
+            )
+    return {name: require(one, caller) for name, one in given.items()}
+
+
+def _check_whole_tensors(gather_dtensor: bool) -> None:
+    if not gather_dtensor:
+        raise ConfigError(
+            "gather_dtensor=False asks for files with parts of tensors, which only the same layout could load: leave it"
+            " out; every rank writes its own parts of whole tensors, without a gather"
+        )

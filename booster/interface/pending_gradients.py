@@ -1,0 +1,182 @@
+"""Gradients that wait for their step when a checkpoint is taken in the middle of an accumulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster.errors import CheckpointError, ConfigError
+from booster.interface.gradient_window import GradientWindow
+
+if TYPE_CHECKING:
+    from booster.interface.optimizer import OptimizerWrapper
+
+__all__ = ["PendingGradients", "WindowCounts"]
+
+# Note [Gradients of other ranks]
+# Inside of a window a rank holds a raw gradient g_r that the others lack, and the step uses a number times
+# D = 1/W sum g_r over the W ranks. (It does not matter whether backward() has averaged already: then every g_r is D.)
+# W' ranks that load must arrive at the same gradient of the step, so
+# - without num_items every rank takes the mean of the stored gradients: 1/W' times the sum of W' times D is D;
+# - with num_items the step multiplies D by W / (items of all ranks): what counts is W D = sum g_r. Every rank takes
+#   1/W' of the sum of gradients and 1/W' of the sum of items, so that what follows adds to the same two sums, and an
+#   item weighs alike before and after the load.
+# Where W' = W every rank takes its own, bit for bit. Raw gradients carry the loss scale they were made with: under
+# another one they are multiplied by the quotient.
+
+
+@dataclass(slots=True, kw_only=True)
+class WindowCounts:
+    """The numbers of a gradient window that belong to its gradients.
+
+    Attributes:
+        num_backwards: See `GradientWindow`.
+        num_averaged: See `GradientWindow`.
+        num_micro_steps: Micro-steps of `Booster.accumulate` since the last step.
+        loss_scale: What the losses were multiplied with.
+        num_items: This rank's sum of `num_items`; None where backward() was called without.
+    """
+
+    num_backwards: int
+    num_averaged: int
+    num_micro_steps: int
+    loss_scale: float
+    num_items: float | None
+
+    def to_plain(self) -> dict[str, float | None]:
+        """Returns the numbers as JSON has them; `from_plain` reads them."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> WindowCounts:
+        """Returns the counts of what `to_plain` gave.
+
+        Raises:
+            CheckpointError: It is something else.
+        """
+        names = [field.name for field in fields(cls)]
+        items = plain.get("num_items") if isinstance(plain, dict) else None
+        if (
+            not isinstance(plain, dict)
+            or set(plain) != set(names)
+            or not all(
+                type(plain[name]) in (int, float) and 0 <= plain[name] < math.inf
+                for name in names
+                if name != "num_items" or items is not None
+            )
+        ):
+            raise CheckpointError(
+                f"{str(plain)[:200]} are no counts of stored gradients: take another copy of the checkpoint"
+            )
+        return cls(**plain)
+
+    @classmethod
+    def of_rank(cls, stored: Sequence[WindowCounts], rank: int, num_ranks: int) -> WindowCounts:
+        """Returns what a rank goes on with; see Note [Gradients of other ranks].
+
+        Args:
+            stored: The counts of all ranks that saved.
+            rank: The rank that loads.
+            num_ranks: How many ranks load.
+        """
+        own = stored[rank % len(stored)]
+        if num_ranks == len(stored) or own.num_items is None:
+            return own
+        return replace(own, num_items=sum(counts.num_items or 0.0 for counts in stored) / num_ranks)
+
+
+class PendingGradients:
+    """A live view of the gradients that wait for a boosted optimizer's step, and of what is known about them.
+
+    A plugin that shards gradients overrides it, as `OptimizerState`.
+
+    Args:
+        optimizer: The optimizer to read and fill.
+    """
+
+    def __init__(self, optimizer: OptimizerWrapper) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def is_waiting(self) -> bool:
+        """True where gradients are there that no step has used."""
+        window = self.optimizer.window
+        if window.has_stepped:
+            return False
+        gradients = self.tensors().values()
+        if window.num_backwards > 0:
+            return len(gradients) > 0  # none: the user cleared them by hand
+        # zero_grad(set_to_none=False) leaves zeros, a loss.backward() of the user's own does not.
+        return any(bool(gradient.any()) for gradient in gradients if not gradient.is_sparse)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the model's parameters that the optimizer updates, by name: those that can hold a gradient."""
+        named = self.optimizer.checkpoint_state().named_parameters()
+        return {name: self.optimizer.working_parameter(parameter) for name, parameter in named.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's raw gradients by parameter name; parameters without one are left out."""
+        return {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
+
+    def counts(self) -> WindowCounts:
+        """Returns the numbers that belong to the gradients."""
+        window = self.optimizer.window
+        return WindowCounts(
+            num_backwards=window.num_backwards,
+            num_averaged=window.num_averaged,
+            num_micro_steps=self.optimizer.num_micro_steps,
+            loss_scale=self._loss_scale(),
+            num_items=window.num_items,
+        )
+
+    def check(self) -> None:
+        """Raises if the gradients can't be stored.
+
+        Raises:
+            ConfigError: They were unscaled, averaged or clipped already: a save between clip and step.
+            CheckpointError: One of them is sparse.
+        """
+        if self.optimizer.window.is_final and self.optimizer.window.was_multiplied:
+            raise ConfigError(
+                "a checkpoint was asked for between clipping (or the gradient's norm) and optimizer.step(), where"
+                " gradients are neither raw nor used: save after step(), or before the clipping"
+            )
+        sparse = [name for name, gradient in self.tensors().items() if gradient.is_sparse]
+        if sparse:
+            raise CheckpointError(
+                f"the gradient of {sparse[0]!r} waits for its step and is sparse, without a place in a checkpoint: save"
+                " after step()"
+            )
+
+    @torch.no_grad()
+    def fill(self, gradients: Iterable[tuple[str, torch.Tensor]], counts: WindowCounts) -> None:
+        """Replaces all gradients and the window; call it after the loss scaler got its state.
+
+        Args:
+            gradients: Names of parameters with their raw gradients; the others get None.
+            counts: The numbers that belong to them.
+        """
+        self.clear()
+        factor = self._loss_scale() / counts.loss_scale
+        parameters = self.parameters()
+        for name, raw in gradients:
+            parameter = parameters[name]
+            scaled = raw if factor == 1.0 else raw.double() * factor
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(scaled)
+        window = GradientWindow(num_backwards=counts.num_backwards, num_averaged=counts.num_averaged)
+        window.num_items = counts.num_items
+        self.optimizer.restore_window(window, counts.num_micro_steps)
+
+    def clear(self) -> None:
+        """Forgets gradients and window, as after a step."""
+        self.optimizer.restore_window(GradientWindow(), 0)
+        self.optimizer.zero_grad()
+
+    def _loss_scale(self) -> float:
+        scaler = self.optimizer.loss_scaler
+        return 1.0 if scaler is None else scaler.scale

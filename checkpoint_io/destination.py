@@ -1,0 +1,94 @@
+"""Where a save goes and in which form: the arguments of a call, checked."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from pathlib import Path
+
+from booster.checkpoint_io.layout import BIN_SUFFIXES, SAFETENSORS_SUFFIXES, FileNames, Kind, is_valid_prefix
+from booster.errors import ConfigError
+
+__all__ = ["Destination", "as_path"]
+
+MEGABYTE = 10**6
+
+
+class Destination:
+    """Where and how to save; see `CheckpointIO.save_model` for the arguments.
+
+    Attributes:
+        path: The file or directory.
+        is_sharded: Into a directory.
+        max_shard_bytes: Largest file of a directory.
+        names: What the files are called.
+
+    Raises:
+        ConfigError: Arguments that contradict each other or themselves.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | PathLike[str],
+        kind: Kind,
+        shard: bool,
+        prefix: str | None,
+        size_per_shard: int,
+        use_safetensors: bool,
+    ) -> None:
+        self.path = as_path(checkpoint)
+        if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
+            raise ConfigError(f"size_per_shard={size_per_shard!r} is no size in MB: give a whole number from 1 on")
+        _check_prefix(prefix, shard)
+        if shard:
+            _check_directory(self.path)
+        else:
+            _check_file(self.path, use_safetensors)
+        self.is_sharded = shard
+        self.max_shard_bytes = size_per_shard * MEGABYTE
+        self.names: FileNames = kind.names(is_safetensors=use_safetensors, prefix=prefix)
+
+
+def as_path(checkpoint: str | PathLike[str]) -> Path:
+    """Returns the path that the user gave.
+
+    Raises:
+        ConfigError: It is empty.
+    """
+    text = fspath(checkpoint)
+    if not text:
+        raise ConfigError("the checkpoint's path is empty: give a file or a directory")
+    return Path(text)
+
+
+def _check_prefix(prefix: str | None, shard: bool) -> None:
+    if prefix is None:
+        return
+    if not shard:
+        raise ConfigError(
+            f"prefix={prefix!r} goes into the names of shards, and shard=False writes to the path as it is"
+        )
+    if not is_valid_prefix(prefix):
+        raise ConfigError(
+            f"prefix={prefix!r} cannot be told apart within a file name: use letters, digits, '_' and '-',"
+            " such as 'fp16'"
+        )
+
+
+def _check_directory(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file, and shard=True writes a directory: give another path, or shard=False")
+
+
+def _check_file(path: Path, use_safetensors: bool) -> None:
+    allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if use_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a directory, and shard=False writes one file: give a file name, or pass shard=True"
+        )
+    if path.suffix in allowed:
+        return
+    flag = f"pass use_safetensors={not use_safetensors}, " if path.suffix in other else ""
+    raise ConfigError(
+        f"{path} ends in {path.suffix!r}, and use_safetensors={use_safetensors} writes another format: {flag}give a"
+        f" name that ends in {' or '.join(allowed)}"
+    )

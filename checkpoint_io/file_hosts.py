@@ -1,0 +1,106 @@
+"""Which host writes which file, and which of a part's holders may then write it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["choose_hosts", "usable_holders", "writers_of"]
+
+# Note [Hosts of files]: on a file system that hosts share, two hosts that write into one file may lose each other's
+# pages. So each file belongs to one host. What its ranks hold they write from their memory; what they don't hold is
+# relayed to them: the owner sends it to the rank that stands for it on the file's host.
+
+
+def choose_hosts(
+    file_of_part: np.ndarray,
+    bytes_of_part: np.ndarray,
+    holders: np.ndarray,
+    holder_sets: Sequence[np.ndarray],
+    num_files: int,
+    host_of_rank: np.ndarray,
+) -> np.ndarray:
+    """Returns the host of each file: where most of it is held, among hosts that have not had their share of bytes yet.
+
+    Args:
+        file_of_part: Number of each part's file.
+        bytes_of_part: Size of each part.
+        holders: For each part, which of `holder_sets`.
+        holder_sets: Ranks that hold a part alike.
+        num_files: Number of files.
+        host_of_rank: Number of each rank's host.
+    """
+    num_ranks = np.bincount(host_of_rank)
+    sizes = np.bincount(file_of_part, weights=bytes_of_part, minlength=num_files)
+    held = _held_bytes(file_of_part, bytes_of_part, holders, holder_sets, num_files, host_of_rank)
+    fair = sizes.sum() * num_ranks / len(host_of_rank)
+    loads = np.zeros(len(num_ranks))
+    chosen = np.zeros(num_files, dtype=np.int64)
+    for file in np.argsort(-sizes, kind="stable").tolist():
+        is_open = (num_ranks > 0) & ((loads < fair) | (sizes[file] == 0))
+        # Most bytes held first, then the least load; a number that no rank has is never chosen.
+        chosen[file] = np.lexsort((loads, -held[file], ~is_open))[0]
+        loads[chosen[file]] += sizes[file]
+    return chosen
+
+
+def _held_bytes(
+    file_of_part: np.ndarray,
+    bytes_of_part: np.ndarray,
+    holders: np.ndarray,
+    holder_sets: Sequence[np.ndarray],
+    num_files: int,
+    host_of_rank: np.ndarray,
+) -> np.ndarray:
+    """Returns for each file and host the bytes of the file that some rank of the host holds."""
+    num_hosts = int(host_of_rank.max()) + 1
+    pairs, pair_of = np.unique(file_of_part * max(len(holder_sets), 1) + holders, return_inverse=True)
+    sizes = np.bincount(pair_of, weights=bytes_of_part)
+    held = np.zeros((num_files, num_hosts))
+    for pair, size in zip(pairs.tolist(), sizes.tolist(), strict=True):
+        file, number = divmod(pair, len(holder_sets))
+        held[file, np.unique(host_of_rank[holder_sets[number]])] += size
+    return held
+
+
+def usable_holders(
+    host_of_part: np.ndarray, holders: np.ndarray, holder_sets: Sequence[np.ndarray], host_of_rank: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Returns for each part the number of a set of holders, and the sets: those on its file's host, or else all.
+
+    Args:
+        host_of_part: Host of each part's file.
+        holders: For each part, which of `holder_sets`.
+        holder_sets: Ranks that hold a part alike.
+        host_of_rank: Number of each rank's host.
+    """
+    num_hosts = int(host_of_rank.max()) + 1
+    pairs, pair_of = np.unique(holders * num_hosts + host_of_part, return_inverse=True)
+    numbers: dict[bytes, int] = {}
+    sets: list[np.ndarray] = []
+    number_of_pair = np.empty(len(pairs), dtype=np.int64)
+    for place, pair in enumerate(pairs.tolist()):
+        number, host = divmod(pair, num_hosts)
+        ranks = holder_sets[number]
+        local = ranks[host_of_rank[ranks] == host]
+        usable = local if len(local) else ranks
+        number_of_pair[place] = numbers.setdefault(usable.tobytes(), len(sets))
+        if len(numbers) > len(sets):
+            sets.append(usable)
+    return number_of_pair[pair_of], sets
+
+
+def writers_of(owner: np.ndarray, host: np.ndarray, host_of_rank: np.ndarray) -> np.ndarray:
+    """Returns the rank that writes each range: its owner, or the rank that stands for it on the file's host.
+
+    Args:
+        owner: Rank whose memory holds each range.
+        host: Host of each range's file.
+        host_of_rank: Number of each rank's host.
+    """
+    order = np.argsort(host_of_rank, kind="stable")
+    num_ranks = np.bincount(host_of_rank)
+    first = np.cumsum(num_ranks) - num_ranks
+    standing = order[first[host] + owner % num_ranks[host]]
+    return np.where(host_of_rank[owner] == host, owner, standing)

@@ -1,0 +1,14 @@
+"""Small JSON files as transformers writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["json_bytes"]
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """Returns a document's text: indented, in the order given, in UTF-8."""
+    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode("utf-8")

@@ -1,0 +1,82 @@
+"""Host memory that bytes pass through on their way to a file: a few aligned buffers, kept from save to save."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["PAGE_BYTES", "STAGING", "StagingBuffers", "host_memory"]
+
+PAGE_BYTES = 4096  # writing past the page cache wants memory, offset and length in multiples of this
+
+
+class StagingBuffers:
+    """Aligned buffers that threads borrow; they get their memory when first used, and keep it.
+
+    However many saves run at once, they share these: the memory is bounded per process.
+
+    Args:
+        count: How many there are.
+        num_bytes: Size of each, a multiple of `PAGE_BYTES`.
+    """
+
+    def __init__(self, count: int, num_bytes: int) -> None:
+        self.count = count
+        self.num_bytes = num_bytes
+        self._idle = [_Buffer() for _ in range(count)]
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def borrow(self, *, is_pinned: bool = False) -> Iterator[torch.Tensor]:
+        """Lends a buffer to the calling thread, which waits until there is one. A thread must not hold two.
+
+        Args:
+            is_pinned: Whether an accelerator is to write into it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._idle))
+            buffer = self._idle.pop()
+        try:
+            yield buffer.ready(self.num_bytes, is_pinned)
+        finally:
+            with self._changed:
+                self._idle.append(buffer)
+                self._changed.notify()
+
+
+class _Buffer:
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._is_pinned = False  # as asked for: not every accelerator has such memory
+
+    def ready(self, num_bytes: int, is_pinned: bool) -> torch.Tensor:
+        if self._memory is None or (is_pinned and not self._is_pinned):
+            self._memory = None  # before the new memory, so that there is never both
+            self._memory, self._is_pinned = host_memory(num_bytes, is_pinned=is_pinned), is_pinned
+        return self._memory
+
+
+def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+    """Returns new bytes on the CPU, at a multiple of `PAGE_BYTES`.
+
+    Args:
+        num_bytes: How many, at least one.
+        is_pinned: Whether accelerators should reach them directly, where this one can.
+    """
+    if is_pinned:
+        try:
+            whole = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # an accelerator without such memory, or no more of it: copies are slower, and correct
+            return host_memory(num_bytes, is_pinned=False)
+        offset = -whole.data_ptr() % PAGE_BYTES
+        return whole[offset : offset + num_bytes]
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+# 4 MiB at a time already write at the full rate where four threads do so, and stay in the cache between the copy, the
+# checksum and the write.
+STAGING = StagingBuffers(count=4, num_bytes=4 * 2**20)

@@ -1,0 +1,133 @@
+"""Saves in the background: what is written is the moment of the call, and no failure is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed
+from torch import nn
+from torch.optim import AdamW
+
+from booster.checkpoint_io import GeneralCheckpointIO
+from booster.checkpoint_io.storage import Storage
+from booster.errors import CheckpointError
+from booster.interface import ModelWrapper, OptimizerWrapper
+
+
+class _Gate(Storage):
+    """Holds back every write until the gate is opened, and may then fail."""
+
+    def __init__(self, fails=False):
+        self.opened = threading.Event()
+        self.fails = fails
+
+    def write_at(self, file, data, offset):
+        assert self.opened.wait(30)
+        if self.fails:
+            raise OSError(28, "No space left on device", str(file.path))
+        super().write_at(file, data, offset)
+
+
+def _wrapped(seed=0):
+    torch.manual_seed(seed)
+    is_primary = dist.get_rank() == 0
+    model = ModelWrapper(nn.Linear(301, 200), is_primary=is_primary)
+    optimizer = OptimizerWrapper(AdamW(model.parameters()), model, is_primary=is_primary)
+    model(torch.ones(1, 301)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _tensors(model, optimizer):
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return found | {part.name: part.tensor.clone() for part in optimizer.checkpoint_state().slices()}
+
+
+def _overwrite(model, optimizer, value):
+    with torch.no_grad():
+        for part in [*model.tensor_slices(), *optimizer.checkpoint_state().slices()]:
+            part.tensor.fill_(value)
+
+
+def _assert_loads(expected, path):
+    model, optimizer = _wrapped(5)
+    io = GeneralCheckpointIO()
+    io.load_model(model, path)
+    io.load_optimizer(optimizer, path)
+    found = _tensors(model, optimizer)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@distributed(world_size=[1, 2])
+def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path):
+    io = GeneralCheckpointIO(storage=_Gate())
+    model, optimizer = _wrapped()
+    expected = _tensors(model, optimizer)
+    io.save_model(model, tmp_path / "c", shard=True, use_async=True)
+    io.save_optimizer(optimizer, tmp_path / "c", shard=True, use_async=True)
+    assert not (tmp_path / "c").exists()
+    for value in range(1, 1001):
+        _overwrite(model, optimizer, float(value)) if value % 50 == 0 else None
+    dist.all_reduce(torch.ones(1))  # collectives go on beside the save
+    io.storage.opened.set()
+    io.wait()
+    _assert_loads(expected, tmp_path / "c")
+
+
+@distributed(world_size=[1, 2])
+def test_a_third_save_waits_for_memory_and_all_are_whole(tmp_path):
+    io = GeneralCheckpointIO()
+    model, optimizer = _wrapped()
+    expected = []
+    for number in range(5):
+        _overwrite(model, optimizer, float(number))
+        expected.append(_tensors(model, optimizer))
+        io.save_model(model, tmp_path / f"c{number}", shard=True, use_async=True)
+        io.save_optimizer(optimizer, tmp_path / f"c{number}", shard=True, use_async=True)
+    io.wait()
+    for number, tensors in enumerate(expected):
+        _assert_loads(tensors, tmp_path / f"c{number}")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("collect", ["wait", "save", "load"])
+def test_a_failure_of_one_rank_reaches_all_at_the_next_call(tmp_path, failing, collect):
+    io = GeneralCheckpointIO(storage=_Gate(fails=dist.get_rank() == failing))
+    io.storage.opened.set()
+    model, _ = _wrapped()
+    io.save_model(model, tmp_path / "c", shard=True, use_async=True)
+    calls = {
+        "wait": io.wait,
+        "save": lambda: _until_it_raises(lambda: io.save_model(model, tmp_path / "d", shard=True, use_async=True)),
+        "load": lambda: io.load_model(model, tmp_path / "c"),
+    }
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        calls[collect]()
+    dist.barrier()
+    assert [name for name in os.listdir(tmp_path) if name != "d"] == []
+    if collect == "wait":
+        io.wait()  # raised once
+
+
+def _until_it_raises(save):
+    for _ in range(4):
+        save()
+
+
+@distributed(world_size=2)
+def test_a_synchronous_save_follows_those_before_it(tmp_path):
+    io = GeneralCheckpointIO()
+    model, optimizer = _wrapped()
+    io.save_model(model, tmp_path / "c", shard=True, use_async=True)
+    _overwrite(model, optimizer, 3.0)
+    expected = _tensors(model, optimizer)
+    io.save_model(model, tmp_path / "c", shard=True)
+    io.save_optimizer(optimizer, tmp_path / "c", shard=True)
+    io.wait()
+    _assert_loads(expected, tmp_path / "c")

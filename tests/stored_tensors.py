@@ -1,0 +1,46 @@
+"""A dictionary of tensors in place of a model: any names, formats and strides."""
+
+from __future__ import annotations
+
+import torch
+from oracles.faulting_storage import UnsyncedStorage
+from save_cases import small_shards
+from torch import nn
+
+from booster.checkpoint_io import GeneralCheckpointIO
+from booster.interface import ModelWrapper, TensorSlice
+
+
+class TensorsModel(ModelWrapper):
+    """Wraps tensors by name; a load fills them."""
+
+    def __init__(self, tensors):
+        super().__init__(nn.Module())
+        self.tensors = dict(tensors)
+
+    def tensor_slices(self):
+        """Returns all of them, whole."""
+        return [TensorSlice.whole(name, tensor, primary=True) for name, tensor in self.tensors.items()]
+
+    def tied_names(self):
+        """Returns none."""
+        return {}
+
+
+def save_tensors(path, tensors, *, shard_bytes=None, storage=None, **options):
+    """Writes tensors as the engine does; with `shard_bytes`, into a directory of such shards."""
+    io = GeneralCheckpointIO(storage=storage or UnsyncedStorage())
+    if shard_bytes is not None:
+        options |= {"shard": True, "size_per_shard": 1}
+    with small_shards(shard_bytes or 10**6):
+        io.save_model(TensorsModel(tensors), path, **options)
+
+
+def load_tensors(path, tensors, **options):
+    """Fills tensors from a checkpoint."""
+    GeneralCheckpointIO(storage=UnsyncedStorage()).load_model(TensorsModel(tensors), path, **options)
+
+
+def bits(tensor):
+    """Returns the bytes of a tensor in row-major order."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
