@@ -44,7 +44,8 @@ __all__ = ["DirectoryView", "Transaction", "listing", "remove_checkpoint", "reso
 # before it died is installed by the next, so no commit waits while a newer one is made. Temporaries are locked while
 # their writer lives, so the next save tells a dead one's, which it clears, from a living one's. A file system without
 # locks (NFS has none for directories) can't tell: there a save ends others that write to the same name.
-# An error after the commit point is raised, and the new checkpoint stays: the old one is partly gone.
+# An error after the commit point is raised, and the new checkpoint stays, in its commit folder or in its place: the old
+# one is partly gone.
 # A checkpoint that is removed first loses its name, by a rename; what a kill leaves of it has a name that nobody reads.
 
 _LOCK_TIMEOUT_SECONDS = 120.0
@@ -129,9 +130,10 @@ class Transaction:
                 self._storage.remove_tree(temporary)
         except OSError as error:  # raised, it would hide why the save is given up
             get_dist_logger().warning(f"could not remove {temporary}: {error}; the next save to this path tries again")
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            self._storage.unlock(lock)
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                self._storage.unlock(lock)
 
     def _rename_directory(self, temporary: Path) -> None:
         storage = self._storage

@@ -65,7 +65,7 @@ class Comparison:
 
 
 def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0.0) -> Comparison:
-    """Returns what differs between the tensors of two checkpoints; holds at most 64 MiB of them at once.
+    """Returns what differs between the tensors of two checkpoints; holds 32 MiB of them at once.
 
     Args:
         left: The first checkpoint.

@@ -67,6 +67,7 @@ class PlannedComponent:
         self.plan = plan
         self._single_name = single_name
         self._images: dict[int, FileImage] = {}
+        self._ranges: dict[int, list[WriteRange]] = {}
 
     def path_of(self, directory: Path, index: int) -> Path:
         """Returns where a tensor file goes."""
@@ -120,7 +121,10 @@ class PlannedComponent:
         return safetensors_image(file, metadata)
 
     def _ranges_of_file(self, index: int) -> list[WriteRange]:
-        return [part for part in self.plan.all_ranges() if part.file == index]
+        if not self._ranges:
+            for part in self.plan.all_ranges():
+                self._ranges.setdefault(part.file, []).append(part)
+        return self._ranges.get(index, [])
 
     def _record(self, index: int, crcs: Mapping[WriteRange, int]) -> FileRecord:
         image = self.image(index)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from booster.checkpoint_io.commit import listing, resolve
 from booster.checkpoint_io.component import Component
 from booster.checkpoint_io.config_dtype import with_dtype
 from booster.checkpoint_io.destination import Destination
-from booster.checkpoint_io.inspection import KINDS, Contents, Part, dtype_name
+from booster.checkpoint_io.inspection import KINDS, Contents, Part, dtype_name, read_training_state
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES
 from booster.checkpoint_io.mapped_tensors import mapped_tensors
 from booster.checkpoint_io.optimizer_values import MASTER_SUFFIX
@@ -34,6 +35,7 @@ __all__ = ["Conversion", "consolidate", "convert"]
 
 CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CHECKED_ELEMENTS = 2**20
+_CONFIG = "config.json"
 _TIMEOUT_SECONDS = 1800.0  # of a barrier between ranks, of which there is one
 
 
@@ -81,24 +83,20 @@ def convert(storage: Storage, source: Contents, target: Path, conversion: Conver
     if not parts:
         raise ConfigError(f"{source.path} holds nothing but an optimizer: leave --no-optimizer out")
     notes = [f"left out: {part.label}" for part in source.parts if part not in parts]
-    components: list[Component] = []
-    facts: Mapping[str, Any] = {} if source.manifest is None else source.manifest.facts
-    for part in parts:
-        with part.open(storage) as stored:
-            components.append(_component(storage, source, part, stored, target, conversion, notes))
-            facts = facts or ({} if stored.manifest is None else stored.manifest.facts)
-    is_whole = source.manifest is not None and conversion.keeps_optimizer
-    request = SaveRequest(
-        target=target,
-        is_directory=True,
-        components=components,
-        documents=_training_documents(storage, source) if is_whole else {},
-        manifest_name=TRAINING_STATE_MANIFEST if is_whole else None,
-        facts=facts,
-        is_stale=_left_over(storage, target, {part.folder for part in parts}),
-        doing="converting",
-    )
-    Saver(Ranks(), storage, _TIMEOUT_SECONDS).save(request)
+    with ExitStack() as stack:
+        opened = [(part, stack.enter_context(part.open(storage, verifies=True))) for part in parts]
+        documents = _training_documents(storage, source) if conversion.keeps_optimizer else {}
+        request = SaveRequest(
+            target=target,
+            is_directory=True,
+            components=list(_components(storage, source, opened, target, conversion, notes)),
+            documents=documents,
+            manifest_name=TRAINING_STATE_MANIFEST if documents else None,
+            facts=_facts(source, opened[0][1]),
+            is_stale=_left_over(storage, target, {part.folder for part in parts}),
+            doing="converting",
+        )
+        Saver(Ranks(), storage, _TIMEOUT_SECONDS).save(request)
     return notes
 
 
@@ -118,7 +116,7 @@ def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *,
     """
     to = Destination(target, part.kind, False, None, 1, target.suffix in SAFETENSORS_SUFFIXES)
     check_target(storage, source, target, overwrites=overwrites)
-    with part.open(storage) as stored:
+    with part.open(storage, verifies=True) as stored:
         component = Component(
             kind=part.kind,
             names=to.names,
@@ -127,36 +125,44 @@ def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *,
             is_sharded=False,
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
-        facts = {} if stored.manifest is None else stored.manifest.facts
-    request = SaveRequest(target=target, is_directory=False, components=[component], facts=facts, doing="consolidating")
+    request = SaveRequest(target=target, is_directory=False, components=[component], doing="consolidating")
     Saver(Ranks(), storage, _TIMEOUT_SECONDS).save(request)
 
 
-def _component(
+def _components(
     storage: Storage,
     source: Contents,
-    part: Part,
-    stored: Checkpoint,
+    opened: Sequence[tuple[Part, Checkpoint]],
     target: Path,
     conversion: Conversion,
     notes: list[str],
-) -> Component:
-    to = _destination(part, target, conversion)
-    documents = dict(_documents(storage, source, part, notes)) if part.kind == MODEL else {}
-    if part.kind == MODEL and conversion.dtype is not None and "config.json" in documents:
-        documents["config.json"] = with_dtype(documents["config.json"], dtype_name(conversion.dtype), "config.json")
-    if part.kind == OPTIMIZER and stored.groups is not None:
-        documents[to.names.groups] = stored.groups
-    return Component(
-        kind=part.kind,
-        names=to.names,
-        slices=_converted(part, mapped_tensors(stored), conversion.dtype, notes),
-        max_shard_bytes=to.max_shard_bytes,
-        is_sharded=True,
-        always_index=part.kind == OPTIMIZER,
-        folder=part.folder,
-        documents=documents,
-    )
+) -> Iterator[Component]:
+    folders: set[str] = set()
+    for part, stored in opened:
+        to = _destination(part, target, conversion)
+        # The plain files of a folder go with its first part, which is the model where there is one.
+        documents = {} if part.folder in folders else dict(_documents(storage, source, part.folder, notes))
+        folders.add(part.folder)
+        if part.kind == MODEL and conversion.dtype is not None and _CONFIG in documents:
+            documents[_CONFIG] = with_dtype(documents[_CONFIG], dtype_name(conversion.dtype), _CONFIG)
+        if part.kind == OPTIMIZER and stored.groups is not None:
+            documents[to.names.groups] = stored.groups
+        yield Component(
+            kind=part.kind,
+            names=to.names,
+            slices=_converted(part, mapped_tensors(stored), conversion.dtype, notes),
+            max_shard_bytes=to.max_shard_bytes,
+            is_sharded=True,
+            always_index=part.kind == OPTIMIZER,
+            folder=part.folder,
+            documents=documents,
+        )
+
+
+def _facts(source: Contents, stored: Checkpoint) -> Mapping[str, Any]:
+    if source.manifest is not None:
+        return source.manifest.facts
+    return {} if stored.manifest is None else stored.manifest.facts
 
 
 def _destination(part: Part, target: Path, conversion: Conversion) -> Destination:
@@ -183,6 +189,9 @@ def _converted(
             changed[tensor.dtype] += 1
             whole = dataclasses.replace(whole, dtype=dtype)
         slices.append(whole)
+    num_packed = sum(tensor.is_floating_point() and tensor.dtype not in CONVERTIBLE for tensor in tensors.values())
+    if dtype is not None and num_packed and part.kind == MODEL:
+        notes.append(f"{part.label}: {num_packed} tensors in narrower formats stay, as they go with scales")
     for before, count in changed.items():
         loss = ", with fewer bits: values are rounded" if dtype is not None and _loses_bits(before, dtype) else ""
         notes.append(f"{part.label}: {count} tensors from {dtype_name(before)} to {dtype_name(dtype or before)}{loss}")
@@ -210,6 +219,9 @@ def _check_range(part: Part, name: str, tensor: torch.Tensor, dtype: torch.dtype
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), _CHECKED_ELEMENTS):
         piece = flat[start : start + _CHECKED_ELEMENTS]
+        low, high = (float(end) for end in torch.aminmax(piece))
+        if -torch.finfo(dtype).max <= low and high <= torch.finfo(dtype).max:
+            continue  # not so for nan and inf, which may stay what they are
         if bool((piece.isfinite() & piece.to(dtype).isinf()).any()):
             raise CheckpointError(
                 f"{name!r} of the {part.label} holds numbers beyond {torch.finfo(dtype).max:g}, the largest of"
@@ -220,10 +232,10 @@ def _check_range(part: Part, name: str, tensor: torch.Tensor, dtype: torch.dtype
 # Plain files.
 
 
-def _documents(storage: Storage, source: Contents, part: Part, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+def _documents(storage: Storage, source: Contents, folder: str, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     if not source.is_directory:
         return
-    directory = source.path / part.folder
+    directory = source.path / folder
     is_of_checkpoint = _owners(storage, directory)
     for name in listing(storage, directory):
         if name.startswith(".") or is_of_checkpoint(name) or name.startswith(TRAINING_STATE.removesuffix("json")):
@@ -233,7 +245,7 @@ def _documents(storage: Storage, source: Contents, part: Part, notes: list[str])
         if reason is None:
             yield name, storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=directory)
         elif name not in {other.folder for other in source.parts}:
-            notes.append(f"left out: {name} ({reason})")
+            notes.append(f"left out: {f'{folder}/{name}'.lstrip('/')} ({reason})")
 
 
 def _why_left_out(storage: Storage, path: Path) -> str | None:
@@ -247,8 +259,8 @@ def _why_left_out(storage: Storage, path: Path) -> str | None:
 
 
 def _training_documents(storage: Storage, source: Contents) -> dict[str, bytes]:
-    path = resolve(storage, source.path, TRAINING_STATE)
-    return {TRAINING_STATE: storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=source.path)}
+    raw = read_training_state(storage, source)
+    return {} if raw is None else {TRAINING_STATE: raw}
 
 
 def _owners(storage: Storage, directory: Path) -> Callable[[str], bool]:

@@ -19,8 +19,7 @@ class FileImage:
     """A file without its tensors. Whoever creates the file writes the fragments; the ranks write the tensors.
 
     Attributes:
-        fragments: What is not a tensor: offset and bytes, in the order of the offsets. Between a fragment and the next
-            tensor there may be zeros.
+        fragments: What is not a tensor: offset and bytes, in the order of the offsets.
         num_bytes: Size of the file.
         offsets: Where each tensor starts, from the beginning of the file; a multiple of its elements' size.
         specs: Shape and number format of each tensor.

@@ -72,7 +72,8 @@ def own_record(
         raise _damaged(what)
     start = head.find(_HEAD_DIGITS) + len(_HEAD_DIGITS)
     stop = start + _NUM_DIGITS
-    if start < len(_HEAD_DIGITS) or head[start:stop] != _digits(zlib.crc32(head[:start] + _ZEROS + head[stop:])):
+    expected = _digits(zlib.crc32(head[:start] + _ZEROS + head[stop:]))
+    if start < len(_HEAD_DIGITS) or head[start:stop] != expected or metadata[HEAD_KEY] != expected.decode():
         raise _damaged(what)
     text = metadata[RECORD_KEY].encode("utf-8", "surrogatepass")
     ranges = decode_ranges(parse_json(text, f"the record of {what}"), f"the record of {what}")

@@ -6,6 +6,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.tensor_files import GROUPS_KEY, open_tensor_file
 from booster.checkpoint_io.training_document import TrainingDocument
+from booster.checkpoint_io.verification import verify_ranges
 from booster.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "dtype_name",
     "find_contents",
     "has_checksums",
+    "read_training_state",
     "training_document",
 ]
 
@@ -62,13 +65,23 @@ class Part:
         variant = f" ({self.names.prefix})" if self.names is not None and self.names.prefix else ""
         return f"{self.folder}/{self.kind.name}{variant}" if self.folder else f"{self.kind.name}{variant}"
 
-    def open(self, storage: Storage) -> Checkpoint:
+    def open(self, storage: Storage, *, verifies: bool = False) -> Checkpoint:
         """Opens it; sizes and structure are checked.
+
+        Args:
+            storage: Where it is.
+            verifies: Also read everything once and compare the checksums, where some were recorded: what is written
+                from it gets new ones, which would vouch for damage.
 
         Raises:
             CheckpointError: Damage, or a file that it names is missing.
         """
-        return open_checkpoint(storage, self.path, self.kind)
+        with ExitStack() as stack:
+            stored = stack.enter_context(open_checkpoint(storage, self.path, self.kind))
+            if verifies:
+                verify_ranges(stored, 0, 1)
+            stack.pop_all()
+        return stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +101,15 @@ class Contents:
     manifest: Manifest | None = None
 
     def only(self, kind: Kind) -> Part:
-        """Returns the one part of a kind.
+        """Returns the one part of a kind; of several variants the one without, as for a load.
 
         Raises:
             CheckpointError: There is none, or more than one.
         """
         found = [part for part in self.parts if part.kind == kind]
-        if len(found) == 1:
-            return found[0]
+        without_variant = [part for part in found if part.path == self.path]
+        if len(found) == 1 or without_variant:
+            return (without_variant or found)[0]
         if not found:
             held = ", ".join(part.label for part in self.parts)
             raise CheckpointError(f"{self.path} holds no {kind.name}, only {held}: give another path")
@@ -131,14 +145,23 @@ def training_document(storage: Storage, contents: Contents) -> TrainingDocument 
     Raises:
         CheckpointError: It is not the one that was saved.
     """
+    raw = read_training_state(storage, contents)
+    return None if raw is None else TrainingDocument.parse(raw, str(contents.path / TRAINING_STATE))
+
+
+def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
+    """Returns the file of the plain part of a whole training state; None where the path holds none.
+
+    Raises:
+        CheckpointError: It is not the one that was saved.
+    """
     if contents.manifest is None:
         return None
     path = resolve(storage, contents.path, TRAINING_STATE)
     raw = storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=contents.path)
-    record = contents.manifest.documents[TRAINING_STATE]
-    if zlib.crc32(raw) != record.crc32:
+    if zlib.crc32(raw) != contents.manifest.documents[TRAINING_STATE].crc32:
         raise CheckpointError(f"{path} is not the file that was saved: take another copy of the checkpoint")
-    return TrainingDocument.parse(raw, str(path))
+    return raw
 
 
 def has_checksums(stored: Checkpoint) -> bool:

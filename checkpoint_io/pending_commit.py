@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -46,7 +47,7 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
 
     Raises:
         CheckpointError: Something stands in the way, and nothing was changed.
-        OSError: As the system gives it; after the commit point the new checkpoint is there all the same.
+        OSError: As the system gives it. Where installing failed, the new checkpoint is there all the same.
     """
     _install_all(storage, target)
     files, folders = names_in(storage, temporary)
@@ -59,7 +60,11 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
     # Names sort by time: where there are several, the last is the newest.
     commit = target / f".booster-commit-{time.time_ns():016x}{uuid4().hex[:16]}"
     storage.rename_new(temporary, commit)
-    storage.sync_path(target)  # the commit point
+    try:
+        storage.sync_path(target)  # the commit point
+    except OSError:
+        _take_back(storage, commit, temporary)
+        raise
     _install(storage, commit, target)
 
 
@@ -217,6 +222,14 @@ def _stale_names(
     return [name for name in candidates if storage.kind(target / name) in ("file", "link")]
 
 
+def _take_back(storage: Storage, commit: Path, temporary: Path) -> None:
+    """Undoes a commit of which nobody knows whether it is on the disk; if that fails too, it stays, whole."""
+    with suppress(OSError):
+        storage.rename_new(commit, temporary)
+        # Else a power cut could bring the commit back after its files are removed.
+        storage.sync_path(commit.parent)
+
+
 def _install_all(storage: Storage, directory: Path) -> None:
     for commit in _commit_folders(storage, directory, storage.names(directory)):
         _install(storage, commit, directory)
@@ -234,7 +247,7 @@ def _install(storage: Storage, commit: Path, target: Path) -> None:
     for name in stale:
         if storage.kind(target / name) in ("file", "link"):
             storage.remove(target / name)
-    for folder in {*folders, *(str(Path(name).parent) for name in stale), "."}:
+    for folder in dict.fromkeys([*folders, *(str(Path(name).parent) for name in stale), "."]):
         storage.sync_path(target / folder)
     storage.remove_tree(commit)
 

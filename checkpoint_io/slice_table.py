@@ -19,6 +19,7 @@ __all__ = ["SliceTable"]
 K = TypeVar("K", bound=Hashable)
 
 _PRIMARY, _SHARED, _WHOLE = 1, 2, 4
+_MAX_NUMEL = 2**63 - 1
 _DIGIT_ZERO = ord("0")
 
 
@@ -102,7 +103,7 @@ class SliceTable:
         flags = np.frombuffer(columns["flags"].encode("ascii"), dtype=np.uint8) - _DIGIT_ZERO
         is_part, spec_of = flags & _WHOLE == 0, _integers(columns["spec"])
         box_of, starts = whole[spec_of], np.zeros(len(spec_of), dtype=np.int64)
-        stops = _integers([math.prod(spec.shape) for spec in specs])[spec_of]
+        stops = _numels(specs)[spec_of]
         box_of[is_part] = numbers[_integers(columns["box"])]
         starts[is_part], stops[is_part] = columns["start"], columns["stop"]
         return cls(
@@ -120,13 +121,18 @@ class SliceTable:
     def _is_whole(self) -> np.ndarray:
         numbers = {box: number for number, box in enumerate(self.boxes)}
         whole = _integers([numbers.get(whole_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
-        numel = _integers([math.prod(spec.shape) for spec in self.specs])[self.spec_of]
+        numel = _numels(self.specs)[self.spec_of]
         return (self.box_of == whole) & (self.starts == 0) & (self.stops == numel)
 
 
 def _number(numbers: dict[K, int], value: K) -> int:
     """Returns the number of a value, a new one for a new value."""
     return numbers.setdefault(value, len(numbers))
+
+
+def _numels(specs: Sequence[TensorSpec]) -> np.ndarray:
+    # A shape beyond 64 bits is refused by the plan, which can say whose it is.
+    return _integers([min(math.prod(spec.shape), _MAX_NUMEL) for spec in specs])
 
 
 def _integers(values: Sequence[int]) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ MAX_VALUES = 12_000_000
 _MAX_INT_DIGITS = 400
 _INT64 = range(-(2**63), 2**63)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_ESCAPED = re.compile(rb"\\[\\\"]")
 _NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'{}[]",')
 _SCAN_BYTES = 2**20
 # By byte: what it adds to the depth.
@@ -57,7 +57,7 @@ def parse_document(raw: bytes, what: str) -> Any:
     return _parse(raw, what, MAX_DOCUMENT_DEPTH, _bounded)
 
 
-def _parse(raw: bytes, what: str, max_depth: int, parse_int: Any) -> Any:
+def _parse(raw: bytes, what: str, max_depth: int, parse_int: Callable[[str], int]) -> Any:
     try:
         _check_structure(raw, max_depth)
         return json.loads(
@@ -99,16 +99,17 @@ def _check_structure(raw: bytes, max_depth: int) -> None:
         depth = int(depths[-1])
 
 
-def _structure(raw: bytes) -> Any:
+def _structure(raw: bytes) -> Iterator[bytes]:
     """Yields the quotes, brackets and commas of a text, in pieces; escaped quotes are left out."""
     start = 0
     while start < len(raw):
         stop = min(start + _SCAN_BYTES, len(raw))
-        while stop < len(raw) and raw[stop - 1] == ord("\\"):  # a piece never ends within an escape
-            stop += 1
         piece = raw[start:stop]
+        num_escapes = len(piece) - len(piece.rstrip(b"\\"))
+        if num_escapes % 2 == 1 and stop < len(raw):  # a piece never ends within an escape
+            piece, stop = piece[:-1], stop - 1
         if b"\\" in piece:
-            piece = _ESCAPED.sub(b"", piece)
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         structure = piece.translate(None, _NOT_STRUCTURE)
         if structure:
             yield structure

@@ -23,4 +23,5 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns a plain tensor's memory; writing into it writes into the tensor."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return memoryview(cast("bytearray", tensor.reshape(-1).view(torch.uint8).numpy()))
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride, which view refuses
+    return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -51,7 +51,7 @@ def export_optimizer(
     part = source.only(OPTIMIZER)
     Destination(target, OPTIMIZER, False, None, 1, use_safetensors=False)  # checks the target's name
     check_target(storage, source, target, overwrites=overwrites)
-    with part.open(storage) as stored:
+    with part.open(storage, verifies=True) as stored:
         if stored.groups is None:
             raise CheckpointError(f"{stored.path} holds no param groups: it is no optimizer that save_optimizer wrote")
         values = parse_values(stored.groups, stored.specs, str(stored.path))
@@ -60,7 +60,7 @@ def export_optimizer(
         transaction = Transaction(storage, target, is_directory=False)
         try:
             with storage.create(transaction.begin() / target.name) as file:
-                torch.save(exported, _Sequential(storage, file))
+                torch.save(exported, cast("IO[bytes]", _Sequential(storage, file)))
                 storage.sync(file)
             transaction.commit(is_stale=lambda name: False)
         finally:

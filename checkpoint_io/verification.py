@@ -63,12 +63,17 @@ class _Verifier(threading.local):
         for recorded in batch:
             found = self._crc32(recorded.record)
             if found != recorded.record.crc32:
-                first, last = recorded.record.span
-                raise CheckpointError(
-                    f"{recorded.file.path} is damaged: elements {first} to {last} of {recorded.record.name!r} have the"
-                    f" checksum {found:08x}, and {recorded.record.crc32:08x} was saved; nothing was loaded. Take"
-                    ' another copy of the checkpoint, or pass verify="structure" to load it as it is'
-                )
+                raise self._damaged(recorded, found)
+
+    def _damaged(self, recorded: _Recorded, found: int) -> CheckpointError:
+        record, manifest = recorded.record, self._stored.manifest
+        where = "its own header" if manifest is None else self._stored.path.name
+        first, last = record.span
+        return CheckpointError(
+            f"{recorded.file.path} is damaged: elements {first} to {last} of {record.name!r} have the"
+            f" checksum {found:08x}, and {where} says {record.crc32:08x}; nothing was loaded. Take another copy of the"
+            ' checkpoint, or pass verify="structure" to load it as it is'
+        )
 
     def _crc32(self, record: RangeRecord) -> int:
         spec = self._stored.specs[record.name]

@@ -24,7 +24,8 @@ def import_benchmark():
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        return {name.removeprefix("checkpoint_"): importlib.import_module(f"_{name}") for name in MODULES}
+        parts = {name.removeprefix("checkpoint_"): importlib.import_module(f"_{name}") for name in MODULES}
+        return parts | {"script": importlib.import_module("checkpoint")}
     finally:
         sys.path[:] = before
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from oracles.faulting_storage import UnsyncedStorage
 from save_cases import small_shards
 from torch import nn
 
 from booster.checkpoint_io import GeneralCheckpointIO
+from booster.checkpoint_io.tensor_bytes import bytes_of, plain
 from booster.interface import ModelWrapper, TensorSlice
 
 
@@ -43,4 +43,4 @@ def load_tensors(path, tensors, **options):
 
 def bits(tensor):
     """Returns the bytes of a tensor in row-major order."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return bytes(bytes_of(plain(tensor)))

@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         # What reads the output, such as head, has enough; the interpreter would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return _PIPE_CLOSED
     except OSError as error:
         raise CheckpointError(f"{error}. Check the path, its permissions and the free space") from error

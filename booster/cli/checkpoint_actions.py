@@ -24,6 +24,7 @@ from booster.checkpoint_io.inspection import (
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
 from booster.checkpoint_io.optimizer_values import parse_values
 from booster.checkpoint_io.part_verification import VerifiedPart, lost_shards, verify_documents, verify_part
+from booster.checkpoint_io.reader import Checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.torch_optimizer_export import export_optimizer
 from booster.checkpoint_io.training_document import TrainingDocument
@@ -31,6 +32,7 @@ from booster.cli.checkpoint_text import (
     comparison_lines,
     count_text,
     inspection_lines,
+    shown,
     size_text,
     verified_text,
 )
@@ -154,7 +156,7 @@ def _differences(
         yield f"{label}: {summary}", lines
     first, second = (training_document(storage, contents) for contents in (left, right))
     if first is not None and second is not None:
-        lines = [f"  {line}" for line in compare_values(_run_values(first), _run_values(second), "")]
+        lines = [f"  {shown(line)}" for line in compare_values(_run_values(first), _run_values(second), "")]
         yield f"training state: {count_text(len(lines), 'difference')}", lines
 
 
@@ -186,10 +188,14 @@ def _compared(storage: Storage, left: Part | None, right: Part | None, tolerance
     with left.open(storage) as ours, right.open(storage) as theirs:
         found = compare_tensors(ours, theirs, tolerance=tolerance)
         lines = list(comparison_lines(found))
-        if ours.groups is not None and theirs.groups is not None:
-            values = (parse_values(stored.groups, stored.specs, str(stored.path)) for stored in (ours, theirs))
-            lines += [f"  {line}" for line in compare_values(*values, "")]
+        lines += [f"  {shown(line)}" for line in compare_values(_groups(ours), _groups(theirs), "")]
     return _summary(found), lines
+
+
+def _groups(stored: Checkpoint) -> dict[str, Any]:
+    if stored.groups is None:
+        return {}
+    return parse_values(stored.groups, stored.specs, str(stored.path))
 
 
 def _summary(found: Comparison) -> str:
@@ -208,7 +214,7 @@ def _export(arguments: argparse.Namespace) -> int:
         overwrites=arguments.overwrite,
     )
     for number, name in enumerate(names):
-        print(f"{number:>6}  {name}")
+        print(f"{number:>6}  {shown(name)}")
     print(f"wrote {count_text(len(names), 'parameter')} in this order from {contents.path} to {arguments.target}")
     return 0
 

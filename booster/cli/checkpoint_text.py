@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from booster.checkpoint_io.comparison import Comparison
     from booster.checkpoint_io.part_verification import VerifiedPart
 
-__all__ = ["comparison_lines", "count_text", "inspection_lines", "size_text", "verified_text"]
+__all__ = ["comparison_lines", "count_text", "inspection_lines", "shown", "size_text", "verified_text"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -27,6 +27,11 @@ def size_text(num_bytes: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """Returns a number and its noun, in the plural where it is one."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def shown(text: str) -> str:
+    """Returns a text that came from a file, without what a terminal would obey."""
+    return text if text.isprintable() else repr(text)
 
 
 def inspection_lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -59,12 +64,12 @@ def verified_text(found: VerifiedPart) -> str:
 
 def comparison_lines(found: Comparison) -> Iterator[str]:
     """Yields a line for everything that differs between two sets of tensors."""
-    yield from (f"  only in A: {name}" for name in found.only_left)
-    yield from (f"  only in B: {name}" for name in found.only_right)
+    yield from (f"  only in A: {shown(name)}" for name in found.only_left)
+    yield from (f"  only in B: {shown(name)}" for name in found.only_right)
     for name, (left, right) in found.shapes.items():
-        yield f"  {name}: shape {list(left)} != {list(right)}"
+        yield f"  {shown(name)}: shape {list(left)} != {list(right)}"
     for name in dict.fromkeys((*found.dtypes, *found.elements)):
-        yield f"  {name}: {'; '.join(_tensor_differences(found, name))}"
+        yield f"  {shown(name)}: {'; '.join(_tensor_differences(found, name))}"
 
 
 def _tensor_differences(found: Comparison, name: str) -> Iterator[str]:
@@ -112,9 +117,9 @@ def _optimizer_lines(optimizer: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _tensor_lines(tensors: Sequence[Mapping[str, Any]], *, with_file: bool) -> Iterator[str]:
-    widths = [max(len(str(tensor[key])) for tensor in tensors) for key in ("name", "dtype", "shape")]
-    for tensor in tensors:
-        columns = (tensor["name"], tensor["dtype"], str(tensor["shape"]))
+    rows = [(shown(tensor["name"]), tensor["dtype"], str(tensor["shape"])) for tensor in tensors]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for tensor, columns in zip(tensors, rows, strict=True):
         row = "  ".join(f"{text:<{width}}" for text, width in zip(columns, widths, strict=True))
         file = f"  {tensor['file']}" if with_file else ""
         yield f"    {row}  {size_text(tensor['num_bytes']):>9}{file}"
@@ -127,4 +132,4 @@ def _fact_text(value: Any) -> str:
         return ", ".join(_fact_text(item) for item in value)
     if isinstance(value, dict) and set(value) == {"$tuple"}:  # as json_values writes it
         return f"({', '.join(_fact_text(item) for item in value['$tuple'])})"
-    return value if isinstance(value, str) else json.dumps(value)
+    return shown(value) if isinstance(value, str) else json.dumps(value)

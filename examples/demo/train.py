@@ -7,7 +7,6 @@ Run: booster run --nproc-per-node 2 examples/demo/train.py --output runs/demo
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -42,24 +41,6 @@ def build_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def save(booster, directory, step, model, optimizer, scheduler, loader) -> None:
-    booster.save_model(model, directory, shard=True, size_per_shard=4)
-    booster.save_optimizer(optimizer, directory, shard=True)
-    booster.save_lr_scheduler(scheduler, directory / "lr_scheduler.json")
-    if booster.is_main_process:
-        (directory / "progress.json").write_text(json.dumps({"step": step, "loader": loader.state_dict()}))
-    booster.wait_for_everyone()
-
-
-def load(booster, directory, model, optimizer, scheduler, loader) -> int:
-    booster.load_model(model, directory)
-    booster.load_optimizer(optimizer, directory)
-    booster.load_lr_scheduler(scheduler, directory / "lr_scheduler.json")
-    progress = json.loads((directory / "progress.json").read_text())
-    loader.load_state_dict(progress["loader"])
-    return progress["step"]
-
-
 def window_losses(model, windows: torch.Tensor) -> torch.Tensor:
     """Returns the mean loss of predicting each next byte, for every window."""
     logits = model(windows).logits[:, :-1].transpose(1, 2)
@@ -91,7 +72,7 @@ def main() -> None:
     booster.summary(model, optimizer)
 
     checkpoint = arguments.output / "checkpoint"
-    step = load(booster, checkpoint, model, optimizer, scheduler, loader) if arguments.resume else 0
+    step = booster.load(checkpoint, model, optimizer, scheduler, loader)["step"] if arguments.resume else 0
     last = arguments.stop_after or arguments.steps
     bar = tqdm(total=arguments.steps, initial=step, disable=not booster.is_main_process, unit="step", mininterval=1.0)
     batches, start, first = iter(loader), time.perf_counter(), step
@@ -113,7 +94,7 @@ def main() -> None:
         bar.update()
     bar.close()
 
-    save(booster, checkpoint, step, model, optimizer, scheduler, loader)
+    booster.save(checkpoint, model, optimizer, scheduler, loader, extra={"step": step}, size_per_shard=4)
     entropy = unigram_entropy(validation_text)
     validation_loss = validate(booster, model, validation_loader)
     booster.print(f"step {step}: validation loss {validation_loss:.3f}, unigram entropy {entropy:.3f} nats per byte")

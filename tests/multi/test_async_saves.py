@@ -35,9 +35,9 @@ class _Gate(Storage):
 def _wrapped(seed=0):
     torch.manual_seed(seed)
     is_primary = dist.get_rank() == 0
-    model = ModelWrapper(nn.Linear(301, 200), is_primary=is_primary)
+    model = ModelWrapper(nn.Linear(601, 500), is_primary=is_primary)
     optimizer = OptimizerWrapper(AdamW(model.parameters()), model, is_primary=is_primary)
-    model(torch.ones(1, 301)).sum().backward()
+    model(torch.ones(1, 601)).sum().backward()
     optimizer.step()
     return model, optimizer
 

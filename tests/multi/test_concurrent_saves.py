@@ -12,7 +12,6 @@ import torch.distributed as dist
 from harness.messages import pack_arguments
 from harness.pool import RankPool
 from harness.reference import reference_to
-from oracles.faulting_storage import HidingStorage, UnsyncedStorage
 from save_cases import names_below, read, save
 
 from booster.errors import BoosterError

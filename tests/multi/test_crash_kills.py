@@ -6,19 +6,14 @@ import os
 import random
 import signal
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
-from fault_cases import operations_of, saves_with_faults
-from harness import RanksFailed, run_ranks
+from harness import RanksFailed
 from harness.messages import pack_arguments
 from harness.pool import RankPool
 from harness.reference import reference_to
-from oracles.faulting_storage import ERRORS, Fault
-from save_cases import SAVES, names_below, read, save
-
-from booster.checkpoint_io.storage import Storage
+from save_cases import names_below, read, save
 
 FIRST = 11
 MAX_SECONDS = 0.25  # time for a few saves

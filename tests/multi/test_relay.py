@@ -19,12 +19,12 @@ class _Writes(Storage):
     """Notes which files this rank writes tensors into, after they were created."""
 
     def __init__(self):
-        self.names = set()
+        self.written = set()
         self._lock = threading.Lock()
 
     def open_for_writing(self, path, *, direct=False):
         with self._lock:
-            self.names.add(path.name)
+            self.written.add(path.name)
         return super().open_for_writing(path, direct=direct)
 
 
@@ -78,7 +78,7 @@ def test_files_of_several_hosts(tmp_path, world_size, use_async, is_cut, use_saf
     )
     io.wait()
     written = [None] * world_size
-    dist.all_gather_object(written, (host, {name for name in io.storage.names if "-of-" in name}))
+    dist.all_gather_object(written, (host, {name for name in io.storage.written if "-of-" in name}))
     on_a = set().union(*(names for where, names in written if where == "a"))
     on_b = set().union(*(names for where, names in written if where == "b"))
     assert on_a

@@ -2,145 +2,325 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from harness import distributed, run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import Dataset
 
 from booster import Booster, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.comm import group_rank
+from booster.errors import CheckpointError, ConfigError
 from booster.plugins import TorchDDPPlugin
+from booster.single_device import SingleDevicePlugin
 
 PRECISIONS = {
-    None: lambda: None,
+    "fp32": lambda: None,
     "bf16": lambda: "bf16",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2**14, growth_interval=2),  # overflows and grows on the way
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2**14, growth_interval=2),
+    # Overflows and grows on the way.
+    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2**16, growth_interval=2),
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2**16, growth_interval=2),
     "fp8": lambda: "fp8",
 }
+STEPS_AFTER = 20
 
 
-class Job:
-    """A small training run whose every part has a state: dropout, tied and frozen weights, scheduler, loader."""
+class Noisy(Dataset):
+    """Samples that depend on every generator of the process that reads them."""
 
-    def __init__(self, precision: str | None, plugin=None) -> None:
-        torch.manual_seed(7)
-        self.booster = Booster(plugin=plugin or TorchDDPPlugin(), mixed_precision=PRECISIONS[precision]())
-        model = nn.ModuleDict({"a": nn.Linear(16, 16), "drop": nn.Dropout(0.1), "b": nn.Linear(16, 16, bias=False)})
-        model["b"].weight = model["a"].weight
-        model["frozen"] = nn.Linear(16, 16).requires_grad_(False)
-        groups = [{"params": [model["a"].weight], "lr": 0.02}, {"params": [model["a"].bias], "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.01)
-        self.scheduler = CosineAnnealingLR(optimizer, T_max=20)
-        self.loader = self.booster.prepare_dataloader(torch.randn(26, 16), 2, shuffle=True)
-        self.model, self.optimizer, *_ = self.booster.boost(Net(model), optimizer)
-        self.batches: Iterator[torch.Tensor] | None = None
-        self.losses: list[float] = []
+    def __init__(self) -> None:
+        self.samples = torch.randn(26, 16, generator=torch.Generator().manual_seed(1))
 
-    def train(self, steps: int) -> None:
-        if self.batches is None:  # kept between calls: a new iter() is a new epoch, unless a state was loaded
-            self.batches = iter(self.loader)
-        while steps:
-            batch = next(self.batches, None)
-            if batch is None:
-                self.batches = iter(self.loader)
-                continue
-            loss = self.model(batch).square().mean() * 10
-            self.booster.backward(loss, self.optimizer)
-            self.booster.clip_grad_norm_(self.optimizer, 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            self.losses.append(loss.item())
-            steps -= 1
+    def __len__(self) -> int:
+        return len(self.samples)
 
-    def save(self, path: Path) -> None:
-        self.booster.save_model(self.model, path, shard=True)
-        self.booster.save_optimizer(self.optimizer, path, shard=True)
-        self.booster.save_lr_scheduler(self.scheduler, path / "scheduler.json")
-        if self.booster.is_main_process:
-            (path / "loader.json").write_text(json.dumps(self.loader.state_dict()))
-        self.booster.wait_for_everyone()
-
-    def load(self, path: Path) -> None:
-        self.booster.load_optimizer(self.optimizer, path)
-        self.booster.load_model(self.model, path)
-        self.booster.load_lr_scheduler(self.scheduler, path / "scheduler.json")
-        self.loader.load_state_dict(json.loads((path / "loader.json").read_text()))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        return found | {part.name: part.tensor.clone() for part in self.optimizer.checkpoint_state().slices()}
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = random.gauss(0, 1) + np.random.standard_normal() + torch.randn(16)
+        return self.samples[index] + 0.01 * noise.float()
 
 
 class Net(nn.Module):
-    def __init__(self, parts: nn.ModuleDict) -> None:
+    """Dropout, tied weights, a frozen layer."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.parts = parts
+        self.a = nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.1)
+        self.b = nn.Linear(16, 16, bias=False)
+        self.b.weight = self.a.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parts["frozen"](self.parts["b"](self.parts["drop"](torch.relu(self.parts["a"](x)))))
+        return self.frozen(self.b(self.drop(torch.relu(self.a(x)))))
 
 
-@distributed(world_size=2)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("cut", [1, 4, 7, 9])  # an epoch has 7 batches
-def test_resume_is_bit_exact(tmp_path, precision, cut):
-    whole = Job(precision)
-    whole.train(cut)
-    whole.save(tmp_path / "checkpoint")
-    random_state = torch.get_rng_state()
-    whole.train(12)
+class Job:
+    """A small training run whose every part has a state. An epoch has 7 batches on two ranks, 13 on one, 4 on four."""
 
-    again = Job(precision)
-    again.load(tmp_path / "checkpoint")
-    torch.set_rng_state(random_state)
-    again.train(12)
-    assert again.losses == whole.losses[cut:]
+    def __init__(self, precision: str = "fp32", plugin=None, accumulation: int = 1) -> None:
+        torch.manual_seed(7)
+        self.booster = Booster(plugin=plugin or TorchDDPPlugin(), mixed_precision=PRECISIONS[precision]())
+        self.accumulation = accumulation
+        model = Net()
+        groups = [{"params": [model.a.weight], "lr": 0.02}, {"params": [model.a.bias], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        self.scheduler = CosineAnnealingLR(optimizer, T_max=20)
+        self.loader = self.booster.prepare_dataloader(Noisy(), 2, shuffle=True)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.batches = None
+        self.seen: list[torch.Tensor] = []
+        self.losses: list[float] = []
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(100 + group_rank())  # as a run does after it was built: other dropout and noise on every rank
+
+    def next_batch(self) -> torch.Tensor:
+        if self.batches is None:  # kept between calls: a new iter() is a new epoch, unless a state was loaded
+            self.batches = iter(self.loader)
+        batch = next(self.batches, None)
+        if batch is None:
+            self.batches = None
+            return self.next_batch()
+        self.seen.append(batch)
+        return batch
+
+    def train(self, micro_steps: int) -> Job:
+        for _ in range(micro_steps):
+            batch = self.next_batch()
+            with self.booster.accumulate(self.model, self.optimizer, self.accumulation) as is_last:
+                loss = self.model(batch).square().mean() * 10
+                self.booster.backward(loss, self.optimizer)
+                self.booster.clip_grad_norm_(self.optimizer, 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if is_last:
+                self.scheduler.step()
+            self.losses.append(loss.item())
+        return self
+
+    @property
+    def parts(self):
+        return self.model, self.optimizer, self.scheduler, self.loader
+
+    def save(self, path: Path, **options) -> None:
+        self.booster.save(path, *self.parts, extra={"losses": self.losses}, **options)
+
+    def load(self, path: Path) -> Job:
+        self.booster.load(path, *self.parts)
+        return self
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        gradients = self.optimizer.pending_gradients().tensors()
+        found |= {f"{name}.grad": gradient.clone() for name, gradient in gradients.items()}
+        return found | {part.name: part.tensor.clone() for part in self.optimizer.checkpoint_state().slices()}
+
+
+def until_overflow(job: Job) -> None:
+    before = job.optimizer.num_skipped_steps
+    while job.optimizer.num_skipped_steps == before:
+        job.train(1)
+
+
+def with_rotation(job: Job, path: Path) -> None:
+    for step in (1, 2, 3):
+        job.train(2)
+        job.save(path, step=step, keep_last=2, use_async=step < 3)
+
+
+# What a run does before it is cut, and over how many micro-batches it accumulates.
+CUTS = {
+    "step 1": (lambda job: job.train(1), 1),
+    "mid-accumulation": (lambda job: job.train(5), 3),
+    "epoch end": (lambda job: job.train(len(job.loader)), 1),
+    "mid-epoch": (lambda job: job.train(len(job.loader) + 2), 1),
+    "after an overflow": (until_overflow, 1),
+    "after rotation": (None, 2),
+}
+
+
+def assert_resume_is_exact(path: Path, precision: str, cut: str, make_plugin) -> None:
+    before, accumulation = CUTS[cut]
+    whole = Job(precision, make_plugin(), accumulation)
+    if before is None:
+        with_rotation(whole, path)
+    else:
+        before(whole)
+        whole.save(path)
+    num_before = len(whole.losses)
+    whole.train(STEPS_AFTER)
+
+    again = Job(precision, make_plugin(), accumulation)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    again.load(path).train(STEPS_AFTER)
+    assert again.losses == whole.losses[num_before:]
+    assert again.optimizer.num_skipped_steps == whole.optimizer.num_skipped_steps
+    assert again.optimizer.num_micro_steps == whole.optimizer.num_micro_steps
+    assert again.scheduler.state_dict() == whole.scheduler.state_dict()
+    if precision.startswith("fp16"):
+        assert again.optimizer.loss_scaler.state_dict() == whole.optimizer.loss_scaler.state_dict()
+        assert whole.optimizer.num_skipped_steps > 0
     expected, found = whole.tensors(), again.tensors()
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-    assert again.optimizer.num_skipped_steps == whole.optimizer.num_skipped_steps
-    assert again.scheduler.state_dict() == whole.scheduler.state_dict()
-    if precision is not None and precision.startswith("fp16"):
-        assert again.optimizer.loss_scaler.state_dict() == whole.optimizer.loss_scaler.state_dict()
-        assert whole.optimizer.num_skipped_steps > 0
+    assert len(again.seen) == STEPS_AFTER
+    for _ in range(3):
+        random_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        expected_batch = whole.next_batch()
+        random.setstate(random_state[0])
+        np.random.set_state(random_state[1])
+        torch.set_rng_state(random_state[2])
+        assert torch.equal(again.next_batch(), expected_batch)
 
 
-def save_after_three(path: str) -> dict[str, torch.Tensor]:
-    job = Job(None)
-    job.train(3)
+@pytest.fixture(autouse=True)
+def _random_state():
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
+@pytest.mark.parametrize("cut", ["mid-accumulation", "epoch end", "after rotation"])
+def test_one_device_resumes_bit_for_bit(tmp_path, cut):
+    assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: SingleDevicePlugin("cpu"))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("precision", "cut"),
+    [
+        *[(precision, cut) for precision in ("fp32", "fp16") for cut in ("mid-accumulation", "epoch end", "mid-epoch")],
+        ("bf16", "mid-accumulation"),
+        ("fp16_naive", "mid-accumulation"),
+        ("fp8", "mid-epoch"),
+    ],
+)
+def test_ranks_resume_bit_for_bit(tmp_path, precision, cut):
+    assert_resume_is_exact(tmp_path / "c", precision, cut, TorchDDPPlugin)
+
+
+@pytest.mark.slow
+@distributed(world_size=(1, 2, 4))
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_cut_of_every_world_resumes_bit_for_bit(tmp_path, precision, cut):
+    if cut == "after an overflow" and not precision.startswith("fp16"):
+        pytest.skip("only a scaled loss overflows")
+    assert_resume_is_exact(tmp_path / "c", precision, cut, TorchDDPPlugin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_cut_of_one_device_resumes_bit_for_bit(tmp_path, precision, cut):
+    if cut == "after an overflow" and precision != "fp16":
+        pytest.skip("only a scaled loss overflows")
+    assert_resume_is_exact(tmp_path / "c", precision, cut, lambda: SingleDevicePlugin("cpu"))
+
+
+def draws(job: Job) -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def save_and_draw(path: str) -> tuple[float, float, float]:
+    job = Job().train(2)
     job.save(Path(path))
-    return job.tensors()
+    return draws(job)
 
 
-def load_and_look(path: str) -> dict[str, torch.Tensor]:
-    job = Job(None)
-    job.load(Path(path))
-    return job.tensors()
+def load_and_draw(path: str) -> tuple[float, float, float]:
+    return draws(Job().load(Path(path)))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (2, 3), (3, 4), (4, 2)])
-def test_any_world_size_loads_what_another_saved(tmp_path, saved, loaded):
-    expected = run_ranks(save_after_three, saved, str(tmp_path / "checkpoint"))[0]
-    for found in run_ranks(load_and_look, loaded, str(tmp_path / "checkpoint")):
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 4), (1, 3)])
+def test_no_two_ranks_of_another_world_draw_alike(tmp_path, saved, loaded):
+    path = str(tmp_path / "c")
+    expected = run_ranks(save_and_draw, saved, path)
+    found = run_ranks(load_and_draw, loaded, path)
+    assert found[:saved] == expected[:loaded]
+    assert run_ranks(load_and_draw, loaded, path) == found
+    for numbers in zip(*found, strict=True):
+        assert len(set(numbers)) == loaded
 
 
-def test_one_device_loads_what_ranks_saved(tmp_path):
-    expected = run_ranks(save_after_three, 2, str(tmp_path / "checkpoint"))[0]
-    from booster.single_device import SingleDevicePlugin
+@distributed(world_size=2)
+def test_a_loaders_own_generator_is_each_ranks_own(tmp_path):
+    plugin = TorchDDPPlugin()
+    booster = Booster(plugin=plugin)
 
-    assert not dist.is_initialized()
-    job = Job(None, SingleDevicePlugin("cpu"))
-    job.load(tmp_path / "checkpoint")
-    for name, tensor in job.tensors().items():
-        assert torch.equal(tensor, expected[name]), name
+    def make(seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        return booster.prepare_dataloader(torch.arange(12.0), 2, generator=generator), generator
+
+    loader, generator = make(plugin.dp_rank)
+    next(iter(loader))
+    booster.save(tmp_path / "c", dataloader=loader)
+    other, restored = make(9)
+    booster.load(tmp_path / "c", dataloader=other)
+    assert torch.equal(restored.get_state(), generator.get_state())
+    assert not torch.equal(restored.get_state(), make(1 - plugin.dp_rank)[1].get_state())
+
+
+@distributed(world_size=2)
+def test_what_one_rank_alone_cannot_save_fails_on_both(tmp_path):
+    job = Job()
+    extra = {"a": 1} if group_rank() == 0 else {"a": object()}
+    with pytest.raises(CheckpointError, match=r"extra\['a'\] is a builtins.object"):
+        job.booster.save(tmp_path / "c", *job.parts, extra=extra)
+    assert not (tmp_path / "c").exists()
+    job.booster.wait_for_everyone()
+    job.save(tmp_path / "c")
+    loader = job.loader if group_rank() == 0 else job.booster.prepare_dataloader(torch.ones(8, 16), 2, shuffle=True)
+    before = job.tensors()
+    with pytest.raises(ConfigError, match="num_samples=26"):
+        job.booster.load(tmp_path / "c", job.model, job.optimizer, dataloader=loader)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in job.tensors().items())
+
+
+def train_with_items(path: str, saves: bool, has_items: bool) -> tuple[dict[str, torch.Tensor], float]:
+    """Makes half a step before the checkpoint or half a step after it, on this rank's part of 12 samples."""
+    job = Job("fp32", accumulation=2)
+    job.model.eval()
+    size, rank = job.booster.plugin.dp_size, job.booster.plugin.dp_rank
+    if not saves:
+        job.load(Path(path))
+    samples = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(4))[0 if saves else 1]
+    # With items, the parts differ in length: the last rank has most of them.
+    bounds = [12 * r // size - (r % size > 0 and has_items) for r in (rank, rank + 1)]
+    part = samples[bounds[0] : bounds[1] if rank + 1 < size else 12]
+    with job.booster.accumulate(job.model, job.optimizer, 2):
+        losses = job.model(part).square().mean(dim=1)
+        loss, num_items = (losses.sum(), len(part)) if has_items else (losses.mean(), None)
+        job.booster.backward(loss, job.optimizer, num_items=num_items)
+        norm = None if saves else job.optimizer.get_grad_norm()
+    if saves:
+        job.save(Path(path))
+    return {name: p.grad.clone() for name, p in job.model.named_parameters() if p.grad is not None}, norm
+
+
+@pytest.mark.parametrize("has_items", [False, True], ids=["mean", "items"])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (1, 2), (2, 1), (2, 3), (4, 2), (3, 4)])
+def test_a_step_may_begin_in_one_world_and_end_in_another(tmp_path, saved, loaded, has_items):
+    path = str(tmp_path / "c")
+    run_ranks(train_with_items, saved, path, True, has_items)
+    found = run_ranks(train_with_items, loaded, path, False, has_items)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        net = Net().eval()
+    samples = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(4))
+    net(samples.flatten(0, 1)).square().mean().backward()
+    expected = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    for gradients, norm in found:
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+        assert norm == pytest.approx(float(nn.utils.get_total_norm(expected.values())), rel=1e-5)

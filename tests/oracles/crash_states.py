@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from oracles.crash_disk import write_tree
 
+MODELS = ("kill", "data", "entries")
+
 
 @dataclass(frozen=True, slots=True)
 class CrashState:
@@ -165,7 +167,7 @@ class Verdict:
         return {outcome for (at, outcome) in self.outcomes if at == model}
 
 
-def examine(disk, operations, scratch, read, next_save=None, *, has_old):
+def examine(disk, operations, scratch, read, next_save=None, *, has_old, models=MODELS, max_violations=None):
     """Returns the verdict over every crash state.
 
     A reader may find the old or the new, whole, and nothing only before the first was there; once a killed process left
@@ -178,10 +180,16 @@ def examine(disk, operations, scratch, read, next_save=None, *, has_old):
         read: Says what it finds in a directory: "old", "new", "nothing", or what else it may be.
         next_save: Saves into a directory and returns what is wrong then, or None. Called for each set of names.
         has_old: Whether there was an older one.
+        models: Which crash models.
+        max_violations: After how many there is no need to look further.
     """
     allowed, verdict, is_new = {"old" if has_old else "nothing", "new"}, Verdict(), False
     outcome_of, debris_seen = {}, set()
     for state in crash_states(disk, operations):
+        if state.model not in models:
+            continue
+        if max_violations is not None and len(verdict.violations) >= max_violations:
+            break
         verdict.num_states += 1
         key = hash(tuple(state.tree.items()))
         if key not in outcome_of:

@@ -53,12 +53,14 @@ class RecordingStorage(Storage):
         root: The directory that is watched.
         log: Where the notes go, outside of the root; all ranks give the same.
         rank: Who notes.
+        syncs: Whether what should reach the disk does; it is noted in either case.
     """
 
-    def __init__(self, root, log, rank=0):
+    def __init__(self, root, log, rank=0, *, syncs=False):
         self.root = Path(os.path.realpath(root))
         self.log = Path(log)
         self.rank = rank
+        self.syncs = syncs
 
     def make_directory(self, path):
         with self._noted("make_directory", path=path):
@@ -82,11 +84,15 @@ class RecordingStorage(Storage):
 
     def sync(self, file):
         with self._noted("sync", path=file.path, inode=_inode(file.descriptor)):
-            super().sync(file)
+            if self.syncs:
+                super().sync(file)
 
     def sync_path(self, path):
         with self._noted("sync_path", path=path):
-            super().sync_path(path)
+            if self.syncs:
+                super().sync_path(path)
+            else:
+                os.stat(path)  # it must be there
 
     def rename_new(self, source, target):
         with self._noted("rename", path=source, target=target):

@@ -25,7 +25,7 @@ def _lines(name: str, thing: object) -> list[str]:
     if not inspect.isclass(thing):
         return [f"{name}{inspect.signature(thing)}"]  # type: ignore[arg-type]
     lines = [name if issubclass(thing, Exception) else f"{name}{inspect.signature(thing)}"]
-    for member, value in sorted(vars(thing).items()):
+    for member, value in sorted(_members(thing).items()):
         if member.startswith("_"):
             continue
         if isinstance(value, property):
@@ -35,6 +35,13 @@ def _lines(name: str, thing: object) -> list[str]:
         elif isinstance(value, classmethod):
             lines.append(f"{name}.{member}{inspect.signature(value.__func__)}")
     return lines
+
+
+def _members(cls: type) -> dict[str, object]:
+    """Returns what the class defines, and what its bases do that have no line of their own."""
+    shown = set(booster.__all__)
+    parts = [base for base in cls.__mro__ if base.__module__.startswith("booster.") and base.__name__ not in shown]
+    return {name: value for part in (*reversed(parts), cls) for name, value in vars(part).items()}
 
 
 def test_the_public_surface_is_the_frozen_one():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import checkpoint_ways
@@ -151,16 +152,19 @@ def test_goals_compare_with_what_was_measured(bench):
 # A run.
 
 
-def test_every_way_of_torch_saves_and_loads(bench, disk):
-    optional = {bench.ways.OURS, bench.ways.OURS_ASYNC, "save_pretrained, fsync (model only)"}
-    names = [way.name for way in bench.ways.WAYS if way.name not in optional]
-    ranks = run_ranks(checkpoint_ways.measure, 2, str(disk), MIB, names, fresh=True)
-    for times, peaks in ranks:
+def test_the_limits_and_the_peers_save_and_load(bench, disk):
+    names = [
+        bench.ways.BASELINE,
+        bench.ways.SAFETENSORS,
+        "torch.save, fsync",
+        bench.ways.DCP,
+        bench.ways.ASYNC_BASELINE,
+    ]
+    for times, peaks in run_ranks(checkpoint_ways.measure, 2, str(disk), MIB, names, fresh=True):
         assert list(times) == names
         assert list(peaks) == names
         assert all(len(one["saves"]) == 2 for one in times.values())
-        assert len(times[bench.ways.SAFETENSORS]["loads"]) == 2
-        assert len(times["DCP async_save"]["settles"]) == 2
+        assert [len(one["loads"]) for one in times.values()] == [2, 2, 2, 2, 0]
         assert all(one["cached"] <= bench.disk.COLD_SHARE for one in times.values())
         assert peaks[bench.ways.SAFETENSORS]["load"] > 0
     assert not os.listdir(disk)
@@ -184,24 +188,20 @@ def test_the_whole_script(disk):
     script = checkpoint_ways.BENCHMARKS / "checkpoint.py"
     arguments = ["--size-mib", "1", "--repeats", "1", "--directory", str(disk)]
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "durable save: share of raw O_DIRECT" in done.stdout
     assert not os.listdir(disk)
 
 
-def test_a_directory_in_memory_is_refused(tmp_path):
+def test_a_directory_in_memory_is_refused(bench, capsys):
     if not os.path.isdir("/dev/shm"):
         pytest.skip("there is no /dev/shm")
-    script = checkpoint_ways.BENCHMARKS / "checkpoint.py"
-    command = [sys.executable, str(script), "--directory", "/dev/shm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "lies in memory (tmpfs)" in done.stderr
+    with pytest.raises(SystemExit, match="2"):
+        bench.script.main(["--directory", "/dev/shm"])
+    assert "lies in memory (tmpfs)" in capsys.readouterr().err
 
 
 def test_rows_are_ready_for_json(bench):
-    from dataclasses import asdict
-
     rows = bench.report.rows_of(bench.ways.WAYS, _ranks(bench), [])
     assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["name"] == bench.ways.BASELINE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -27,6 +28,11 @@ PAGE = 4096
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 
+@functools.cache
+def memory(numel, dtype):
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
 def part(name, shape, *, box=None, span=None, dtype=torch.float32, primary=True, shared=True):
     box = whole_box(shape) if box is None else box
     span = (0, math.prod(length for _, length in box)) if span is None else span
@@ -36,7 +42,7 @@ def part(name, shape, *, box=None, span=None, dtype=torch.float32, primary=True,
         global_shape=shape,
         box=box,
         span=span,
-        tensor=torch.empty(span[1] - span[0], dtype=dtype, device="meta"),
+        tensor=memory(span[1] - span[0], dtype),
         primary=primary,
         shared=shared,
     )
@@ -219,12 +225,13 @@ def test_strided_boxes_are_divided_in_slice_order():
 
 def test_ranges_end_at_blocks():
     # Offset by one tensor of odd size, so that blocks of the file are not blocks of the tensor.
+    flat, left, right = ((0, 9 * 2**19),), ((0, 2**12), (0, 700)), ((0, 2**12), (700, 324))
     ranks = [
         [
-            part("odd", (1001,), dtype=torch.float32),
-            part("flat", (9 * 2**20,), dtype=torch.float32),
-            part("left", (2**13, 2**10), box=((0, 2**13), (0, 700)), dtype=torch.float32),
-            part("left", (2**13, 2**10), box=((0, 2**13), (700, 324)), dtype=torch.float32),
+            part("odd", (1001,), dtype=torch.int64),
+            part("flat", (9 * 2**19,), dtype=torch.int64),
+            part("split", (2**12, 2**10), box=left, dtype=torch.int64),
+            part("split", (2**12, 2**10), box=right, dtype=torch.int64),
         ]
     ]
     plan = plan_of(ranks)
@@ -232,11 +239,10 @@ def test_ranges_end_at_blocks():
     found = defaultdict(list)
     for one in plan.all_ranges():
         found[one.name, one.box].append(one)
-    places = [_place(plan, one) for one in found["flat", ((0, 9 * 2**20),)]]
-    assert places[0] == (4004, BLOCK_BYTES)
-    assert [stop for _, stop in places] == [BLOCK_BYTES, 2 * BLOCK_BYTES, 4004 + 36 * 2**20]
-    spans = [one.span for one in found["left", ((0, 2**13), (0, 700))]]
-    assert spans == [(0, 2**22), (2**22, 2**13 * 700)]
+    places = [_place(plan, one) for one in found["flat", flat]]
+    assert places[0] == (8008, BLOCK_BYTES)
+    assert [stop for _, stop in places] == [BLOCK_BYTES, 2 * BLOCK_BYTES, 8008 + 36 * 2**20]
+    assert [one.span for one in found["split", left]] == [(0, 2**21), (2**21, 2**12 * 700)]
 
 
 def test_a_slice_marked_twice_over_by_one_rank_is_found_once():
@@ -484,16 +490,13 @@ def many_tensors():
     return [(f"model.layers.{number}.weight", (number % 7 + 1, 64 + number % 5)) for number in range(NUM_TENSORS)]
 
 
-@pytest.mark.parametrize("layout", ["flat", "replicated", "replicated with one primary rank"])
+@pytest.mark.parametrize("layout", ["flat", "replicated"])
 @pytest.mark.parametrize("hosts", [None, [rank // 8 for rank in range(NUM_RANKS)]], ids=["one host", "128 hosts"])
 def test_a_hundred_thousand_tensors_over_a_thousand_ranks(layout, hosts):
     if layout == "flat":
         tables, table_of_rank = flat_spans(many_tensors(), NUM_RANKS), range(NUM_RANKS)
     else:
         tables, table_of_rank = replicas(many_tensors(), 2), [0] + [1] * (NUM_RANKS - 1)
-        if layout == "replicated":
-            tables[1] += [part("of all but the first", (3,), primary=False)]
-            tables[0] += [part("of all but the first", (3,))]
     raws = [SliceTable.of(slices).encode() for slices in tables]
     begin = time.process_time()
     plan = plan_save(
@@ -567,27 +570,19 @@ def test_a_tensor_larger_than_any_disk():
         plan_of([[part("a", (2**40, 2**40), span=(0, 0))]])
 
 
-def test_every_damage_to_a_tiling_is_found():
-    for seed in range(60):
-        source = random.Random(seed)
-        ranks = random_ranks(source, 4, 3)
-        primaries = [
-            (rank, place)
-            for rank, slices in enumerate(ranks)
-            for place, one in enumerate(slices)
-            if one.primary and one.tensor.numel()
-        ]
-        if not primaries:
-            continue
-        rank, place = source.choice(primaries)
-        one = ranks[rank][place]
-        start, stop = one.span
-        changed = source.choice([None, (start + 1, stop), (start, stop - 1)])
-        others = [slices[:] for slices in ranks]
-        del others[rank][place]
-        if changed is not None:
-            others[rank].append(part(one.name, one.global_shape, box=one.box, span=changed, dtype=one.dtype))
-        assert f"{one.name!r}" in error_of(others), seed
+@pytest.mark.parametrize("seed", range(60))
+def test_every_damage_to_a_tiling_is_found(seed):
+    source = random.Random(seed)
+    ranks = random_ranks(source, 4, 3)
+    held = [(rank, one) for rank, slices in enumerate(ranks) for one in slices if one.primary and one.tensor.numel()]
+    if not held:
+        pytest.skip("nothing but empty tensors")
+    rank, one = source.choice(held)
+    ranks[rank] = [other for other in ranks[rank] if other is not one]
+    start, stop = one.span
+    changed = source.choice([(start, start), (start + 1, stop), (start, stop - 1)])
+    ranks[rank].append(part(one.name, one.global_shape, box=one.box, span=changed, dtype=one.dtype))
+    assert f"{one.name!r}" in error_of(ranks)
 
 
 # Tables

@@ -19,6 +19,7 @@ from booster.checkpoint_io.conversion import Conversion, consolidate, convert
 from booster.checkpoint_io.inspection import find_contents
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
 from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.torch_optimizer_export import export_optimizer
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper
 from booster.mixed_precision.master_weights import Fp32MasterWeights
@@ -95,6 +96,23 @@ def test_a_variant_stays_one(tmp_path):
     assert "model.fp16.safetensors" in names_in(tmp_path / "b")
 
 
+def test_variants_beside_each_other(tmp_path):
+    for prefix in (None, "fp16"):
+        IO.save_model(ModelWrapper(Net()), tmp_path / "a", shard=True, prefix=prefix)
+    (tmp_path / "a" / "README.md").write_text("mine")
+    converted(tmp_path / "a", tmp_path / "b", is_safetensors=False)
+    assert names_in(tmp_path / "b") == [
+        "README.md",
+        "pytorch_model.bin",
+        "pytorch_model.bin.manifest.fp16.json",
+        "pytorch_model.bin.manifest.json",
+        "pytorch_model.fp16.bin",
+    ]
+    contents = find_contents(STORAGE, tmp_path / "b")
+    consolidate(STORAGE, contents, contents.only(MODEL), tmp_path / "one.bin")
+    assert_equal(tensors_at(tmp_path / "one.bin"), tensors_at(tmp_path / "a"))
+
+
 def test_without_the_optimizer(tmp_path, run):
     assert converted(run[2], tmp_path / "b", keeps_optimizer=False) == ["left out: optimizer"]
     assert not [name for name in names_in(tmp_path / "b") if "optimizer" in name]
@@ -135,7 +153,7 @@ def test_float8_stays(tmp_path):
 
 
 def test_an_optimizers_masters_and_counters_stay(tmp_path):
-    model, optimizer = stepped(Net(dtype=torch.bfloat16), num_steps=0)
+    _, optimizer = stepped(Net(dtype=torch.bfloat16), num_steps=0)
     optimizer.master_weights = Fp32MasterWeights(optimizer.unwrap())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -227,6 +245,26 @@ def test_plain_files_come_along_and_pickles_do_not(tmp_path):
     ]
 
 
+def test_an_optimizers_plain_files_come_along(tmp_path):
+    IO.save_optimizer(stepped(Net())[1], tmp_path / "o", shard=True)
+    (tmp_path / "o" / "notes.txt").write_text("mine")
+    converted(tmp_path / "o", tmp_path / "b")
+    assert names_in(tmp_path / "b") == names_in(tmp_path / "o")
+
+
+def test_a_snapshot_of_the_hub_cache(tmp_path):
+    blobs, source = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    source.mkdir(parents=True)
+    safetensors.torch.save_file({"w": torch.ones(3)}, blobs / "123")
+    (blobs / "456").write_text("{}")
+    for name, blob in {"model.safetensors": "123", "config.json": "456"}.items():
+        (source / name).symlink_to(blobs / blob)
+    converted(source, tmp_path / "b")
+    assert names_in(tmp_path / "b") == ["config.json", "model.safetensors", "model.safetensors.manifest.json"]
+    assert not (tmp_path / "b" / "config.json").is_symlink()
+
+
 def test_a_link_that_leaves_the_source_is_not_followed(tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     source = tmp_path / "a"
@@ -270,11 +308,22 @@ def test_overwriting_leaves_nothing_of_the_old_checkpoint(tmp_path, run):
     assert_equal(tensors_at(tmp_path / "b"), tensors_at(source))
 
 
-def test_a_damaged_source_leaves_no_target(tmp_path, run):
-    (path,) = run[2].glob("model*.safetensors")
-    path.write_bytes(path.read_bytes()[:-4])
+@pytest.mark.parametrize("stem", ["model", "optimizer"])
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_source_gets_no_new_checksums(tmp_path, run, stem, damage):
+    (path,) = run[2].glob(f"{stem}*.safetensors")
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw if damage == "flip" else raw[:-1])
+    contents = find_contents(STORAGE, run[2])
     with pytest.raises(CheckpointError, match=path.name):
-        converted(run[2], tmp_path / "b")
+        convert(STORAGE, contents, tmp_path / "b", Conversion())
+    with pytest.raises(CheckpointError, match=path.name):
+        part = contents.only(MODEL if stem == "model" else OPTIMIZER)
+        consolidate(STORAGE, contents, part, tmp_path / "b.safetensors")
+    if stem == "optimizer":
+        with pytest.raises(CheckpointError, match=path.name):
+            export_optimizer(STORAGE, contents, tmp_path / "b.pt")
     assert names_in(tmp_path) == ["run"]
 
 

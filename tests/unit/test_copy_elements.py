@@ -1,4 +1,4 @@
-"""Stretches of any tensor against the plain way: flatten all of it, convert all of it, take the bytes of the stretch."""
+"""Stretches of any tensor against the plain way: flatten all of it, convert it, take the bytes of the stretch."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def _views(base):
 def test_any_stretch_of_any_view(dtype):
     choose = random.Random(str(dtype))  # the same in every run
     for view in _views(_random((3, 5, 4), dtype, 1)):
-        stretches = [(0, view.numel())] + [
-            sorted(choose.choices(range(view.numel() + 1), k=2)) for _ in range(12)
-        ]
+        stretches = [(0, view.numel())] + [sorted(choose.choices(range(view.numel() + 1), k=2)) for _ in range(12)]
         for start, stop in stretches:
             assert _copied(view, start, stop, dtype) == _expected(view, start, stop, dtype), (view.shape, start, stop)
 

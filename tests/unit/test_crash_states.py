@@ -6,21 +6,15 @@ must work on whatever debris lies there, and clear it.
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
-import torch
-import torch.distributed as dist
 from harness import run_ranks
 from oracles.crash_disk import disk_of, read_tree, write_tree
-from oracles.crash_states import crash_states, examine
-from oracles.faulting_storage import UnsyncedStorage
-from oracles.recording_storage import RecordingStorage, read_operations
-from save_cases import NEW, NEXT, OLD, SAVES, names_below, read, read_path, save, save_recorded
-
-from booster.checkpoint_io import GeneralCheckpointIO
-from booster.errors import CheckpointError
-from booster.interface import ModelWrapper
+from oracles.crash_states import cut_at, examine
+from oracles.recording_storage import read_operations
+from save_cases import NEW, NEXT, OLD, SAVES, names_below, read, save, save_recorded
 
 NUM_RANKS = 4
 
@@ -35,18 +29,16 @@ def recorded(tmp_path, case, *, before=None, use_async=False):
     run_ranks(save_recorded, NUM_RANKS, root, log, NEW, case, use_async=use_async)
     operations = read_operations(log)
     assert {operation.rank for operation in operations} == set(range(NUM_RANKS))
-    replayed = disk_of_operations(disk, operations)
-    assert replayed == read_tree(root)
+    assert replayed(disk, operations) == read_tree(root)
     return disk, operations
 
 
-def disk_of_operations(disk, operations):
-    import copy
-
-    replayed = copy.deepcopy(disk)
+def replayed(disk, operations):
+    """Returns what is there after the operations, by path."""
+    disk = copy.deepcopy(disk)
     for operation in operations:
-        replayed.apply(operation)
-    return replayed.tree()
+        disk.apply(operation)
+    return disk.tree()
 
 
 def next_save_of(tmp_path, case):
@@ -65,14 +57,6 @@ def next_save_of(tmp_path, case):
         return f"leaves {left_over}" if left_over else None
 
     return next_save
-
-
-def assert_sound(verdict, *, old):
-    assert not verdict.violations, f"{len(verdict.violations)} violations:\n" + "\n".join(verdict.violations[:20])
-    assert verdict.found("kill") == {old, "new"}
-    assert verdict.found("entries") == {old, "new"}
-    assert verdict.found("data") <= {old, "new"}
-    print(verdict.num_states, "states,", verdict.num_trees, "trees")
 
 
 # The case, what was there before, and whether the save is in the background.
@@ -100,4 +84,123 @@ def test_every_crash_leaves_the_old_or_the_new(tmp_path, scenario):
         next_save_of(tmp_path, case),
         has_old=before is not None,
     )
-    assert_sound(verdict, old="nothing" if before is None else "old")
+    print(verdict.num_states, "states,", verdict.num_trees, "of them different")
+    assert not verdict.violations, f"{len(verdict.violations)} violations:\n" + "\n".join(verdict.violations[:20])
+    old = "nothing" if before is None else "old"
+    assert verdict.found("kill") == verdict.found("entries") == {old, "new"}
+    assert verdict.found("data") == {old}  # what counts is on the disk before it counts
+
+
+# Positive controls: the same saves, with an fsync left out or moved.
+
+
+def _without(kind):
+    return lambda operations: [operation for operation in operations if operation.kind != kind]
+
+
+def _synced_before_written(operations):
+    """Moves every fsync of a file to right after its creation, as torch.distributed.checkpoint and others have it."""
+    inodes = {operation.inode: operation for operation in operations if operation.kind == "sync"}
+    moved = []
+    for operation in operations:
+        if operation.kind != "sync":
+            moved.append(operation)
+        if operation.kind == "create" and operation.inode in inodes:
+            moved.append(inodes[operation.inode])
+    return moved
+
+
+def _without_the_sync_of(rank):
+    return lambda operations: [one for one in operations if one.kind != "sync" or one.rank != rank]
+
+
+BROKEN = {
+    "no fsync of files": (_without("sync"), "data"),
+    "no fsync of directories": (_without("sync_path"), "entries"),
+    "fsync before flush": (_synced_before_written, "data"),
+    "no fsync on rank 0": (_without_the_sync_of(0), "data"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_save_without_one_of_its_guards_is_found_out(tmp_path, broken):
+    change, model = BROKEN[broken]
+    disk, operations = recorded(tmp_path, "directory", before="directory")
+    operations, scratch = change(operations), tmp_path / "crash"
+    assert examine(disk, operations, scratch, read, has_old=True, models=[model], max_violations=1).violations
+    # The page cache outlives a process: a kill alone finds nothing.
+    assert not examine(disk, operations, scratch, read, has_old=True, models=["kill"]).violations
+
+
+def test_an_install_without_its_commit_point_is_found_out(tmp_path):
+    """The renames of a save over an older one, without the folder that makes them one: DCP's and metaseq's way."""
+    disk, operations = recorded(tmp_path, "directory", before="directory")
+
+    def read_plain(root):
+        for path in list((root / "m").glob(".booster-commit-*")):
+            path.rename(root / "m" / f".unseen-{path.name}")
+        return read(root)
+
+    verdict = examine(disk, operations, tmp_path / "crash", read_plain, has_old=True, models=["kill"])
+    assert verdict.violations
+
+
+# Every byte.
+
+
+def _cut_states(disk, operations):
+    """Gives what is there when the power fails before each fsync, with the file cut at every byte of what it misses."""
+    disk = copy.deepcopy(disk)
+    for operation in operations:
+        if operation.kind == "sync":
+            number = disk.by_inode[operation.inode]
+            node = disk.nodes[number]
+            for position in range(len(node.content) + 1):
+                yield operation, position, disk.tree(contents={number: cut_at(node.content, node.durable, position)})
+        disk.apply(operation)
+
+
+def _check_cut_writes(tmp_path, case, pick):
+    """Cuts each file of a save over an older one before it is on the disk: the old one loads."""
+    disk, operations = recorded(tmp_path, case, before=case)
+    num_states = 0
+    for operation, position, tree in pick(list(_cut_states(disk, operations))):
+        write_tree(tree, tmp_path / "crash")
+        assert read(tmp_path / "crash", case) == "old", f"{operation} cut at byte {position}"
+        num_states += 1
+    return num_states
+
+
+def _check_cut_files(tmp_path, case, pick):
+    """Cuts each file of a committed checkpoint: an error that names it, or all of it still loads."""
+    root = tmp_path / "root"
+    root.mkdir(exist_ok=True)
+    run_ranks(save, NUM_RANKS, root, OLD, case)
+    tree = read_tree(root)
+    cuts = [(path, length) for path, content in tree.items() if content is not None for length in range(len(content))]
+    for path, length in pick(cuts):
+        file = root / path
+        content = file.read_bytes()
+        file.write_bytes(content[:length])
+        found = read(root, case)
+        file.write_bytes(content)
+        assert found.startswith("error: "), f"{path} cut at byte {length}: {found}"
+        assert file.name in found, f"{path} cut at byte {length} is not named: {found}"
+    return len(cuts)
+
+
+@pytest.mark.parametrize("case", ["directory", "file", "bin directory"])
+def test_files_cut_at_some_bytes(tmp_path, case):
+    """Every file of each kind, cut while it is written and after it was committed."""
+    rng = random.Random(0)
+    _check_cut_writes(tmp_path, case, lambda states: rng.sample(states, 60))
+    _check_cut_files(tmp_path, case, lambda cuts: rng.sample(cuts, 260))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SAVES)
+def test_files_cut_at_every_byte(tmp_path, case):
+    rng = random.Random(1)
+    assert _check_cut_files(tmp_path, case, lambda cuts: cuts) > 4000
+    (tmp_path / "writes").mkdir()
+    assert _check_cut_writes(tmp_path / "writes", case, lambda states: rng.sample(states, 1000)) == 1000

@@ -61,7 +61,8 @@ def test_a_model_in_several_shards_comes_back(tmp_path, options):
         "total_parameters": sum(p.numel() for p in saved.parameters()),
         "total_size": sum(t.nbytes for name, t in saved.state_dict().items() if name != "head.weight"),
     }
-    assert set(document["weight_map"].values()) == set(names_in(tmp_path / "m")) - {index}
+    (manifest,) = [name for name in names_in(tmp_path / "m") if ".manifest" in name]
+    assert set(document["weight_map"].values()) == set(names_in(tmp_path / "m")) - {index, manifest}
     assert "head.weight" not in document["weight_map"]
     IO.load_model(ModelWrapper(loaded), tmp_path / "m")
     assert_equal(state_of(loaded), state_of(saved))
@@ -240,7 +241,7 @@ def test_what_a_dead_save_left_is_cleared_and_a_running_ones_is_not(tmp_path, fo
     dead = [tmp_path / f".{name}.tmp-{'0' * 32}", tmp_path / f".{name}.tmp-{'1' * 32}"]
     dead[0].mkdir()
     (dead[0] / "model.safetensors").write_bytes(b"half")
-    dead[1].write_bytes(b"half")
+    dead[1].mkdir()
     running = tmp_path / f".{name}.tmp-{'2' * 32}"
     running.mkdir()
     foreign = tmp_path / f".other.tmp-{'0' * 32}"
@@ -274,7 +275,7 @@ class _Fails(Storage):
         return super().create(path)
 
     def sync(self, file):
-        self._count(file.name)
+        self._count(file.path)
         super().sync(file)
 
     def replace(self, source, target):
@@ -282,48 +283,9 @@ class _Fails(Storage):
         super().replace(source, target)
 
 
-def _saves(io, model, optimizer, path, name):
-    kind, _, form_name = name.partition(" ")
-    file_name, options = FORMS[form_name]
-    if kind == "model":
-        io.save_model(model, path / file_name, **options)
-    else:
-        io.save_optimizer(optimizer, path / file_name, **options)
-
-
-@pytest.mark.parametrize(
-    "name", ["model safetensors", "model bin", "model sharded", "optimizer sharded", "optimizer bin"]
-)
-@pytest.mark.parametrize("over", [False, True], ids=["new", "over an older one"])
-def test_a_failed_save_leaves_what_was_there(tmp_path, name, over):
-    model, optimizer = stepped(Net())
-    at, is_done = 0, False
-    while not is_done:
-        path = tmp_path / str(at)
-        path.mkdir()
-        storage = _Fails(at)
-        if over:
-            _saves(IO, *stepped(Net(5)), path, name)
-        before = _tree(path)
-        try:
-            _saves(GeneralCheckpointIO(storage=storage), model, optimizer, path, name)
-            is_done = True
-        except CheckpointError as error:
-            message = str(error)
-        if not is_done:
-            assert "No space left" in message
-            left = _tree(path)
-            assert not any(".tmp-" in found for found in left)
-            # Moving into a directory that exists is the one step that is not whole; see Note [Commit].
-            assert left == before or (over and "sharded" in name)
-            assert over or names_in(path) == []
-        at += 1
-    assert at >= 4
-
-
 @pytest.mark.usefixtures("tiny_shards")
 def test_a_save_killed_between_two_moves_is_never_a_mixture(tmp_path):
-    """Every operation of a save over a save fails in turn: what is left loads as old or new, or not at all."""
+    """Every operation of a save over a save fails in turn: what is left loads as old or as new."""
     old, new = Net(0), Net(1)
     found = set()
     for size in (100, 10**6):
@@ -339,7 +301,7 @@ def test_a_save_killed_between_two_moves_is_never_a_mixture(tmp_path):
             except CheckpointError:
                 found.add(_which(path, old, new))
             at += 1
-    assert found == {"old", "none"}
+    assert found == {"old", "new"}
 
 
 def _which(path, old, new):

@@ -71,6 +71,7 @@ def test_the_files_of_an_optimizer(tmp_path):
     assert names_in(tmp_path / "o") == [
         "optimizer-00001-of-00001.safetensors",
         "optimizer.safetensors.index.json",
+        "optimizer.safetensors.manifest.json",
         "optimizer_groups.json",
     ]
     index = json.loads((tmp_path / "o" / "optimizer.safetensors.index.json").read_text())
@@ -125,9 +126,12 @@ def test_damaged_groups_are_refused(tmp_path, damage):
     path = tmp_path / "o" / "optimizer_groups.json"
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
     _, optimizer = stepped(Net(1))
+    with pytest.raises(CheckpointError, match="not as it was saved"):
+        IO.load_optimizer(optimizer, tmp_path / "o")
+    (tmp_path / "o" / "optimizer.safetensors.manifest.json").unlink()
     before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
     with pytest.raises(CheckpointError, match="are damaged"):
-        IO.load_optimizer(optimizer, tmp_path / "o")
+        IO.load_optimizer(optimizer, tmp_path / "o", verify="structure")
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
 
 

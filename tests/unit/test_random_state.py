@@ -144,6 +144,67 @@ class TestDamage:
             check_random_state(state, CPU)
 
 
+class FakeAccelerators:
+    """What torch gives for a kind of device, with three of them."""
+
+    def __init__(self, is_initialized=True):
+        self.states = {index: torch.Generator().manual_seed(index).get_state() for index in range(3)}
+        self.starts = is_initialized
+
+    def is_initialized(self):
+        return self.starts
+
+    def get_rng_state(self, device):
+        return self.states[device.index]
+
+    def set_rng_state(self, state, device):
+        self.states[device.index] = state
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    fake = FakeAccelerators()
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: fake)
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
+    monkeypatch.setattr("booster.random_state.device_type", lambda: "xpu")
+    monkeypatch.setattr("booster.random_state.num_devices", lambda: 3)
+    return fake
+
+
+class TestAccelerators:
+    def test_each_has_its_state(self, accelerators):
+        state = stored(capture_random_state(torch.device("xpu", 1)))
+        assert {"xpu", "xpu.0", "xpu.2"} <= state.keys()
+        expected = dict(accelerators.states)
+        accelerators.states = dict.fromkeys(range(3), expected[0])
+        check_random_state(state, torch.device("xpu", 1))
+        restore_random_state(state, torch.device("xpu", 1))
+        assert all(torch.equal(accelerators.states[index], expected[index]) for index in range(3))
+
+    def test_a_ranks_own_device_may_have_another_number(self, accelerators):
+        state = capture_random_state(torch.device("xpu", 2))
+        restore_random_state(state, torch.device("xpu", 0))
+        assert torch.equal(accelerators.states[0], torch.Generator().manual_seed(2).get_state())
+
+    def test_a_run_that_comes_from_the_cpu_seeds_them(self, accelerators, monkeypatch):
+        accelerators.starts = False
+        state = capture_random_state(CPU)
+        assert not any(name.startswith("xpu") for name in state)
+        found = []
+        for _ in range(2):
+            restore_random_state(state, torch.device("xpu", 1))
+            found.append(dict(accelerators.states))
+        assert all(torch.equal(found[0][index], found[1][index]) for index in range(3))
+        assert not torch.equal(found[0][0], found[0][1])
+
+    def test_damage_is_found(self, accelerators):
+        state = capture_random_state(torch.device("xpu", 1))
+        state["xpu.2"] = state["xpu.2"][:9]
+        with pytest.raises(CheckpointError, match="damaged"):
+            check_random_state(state, torch.device("xpu", 1))
+
+
 def test_another_kind_of_generator_in_numpy():
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))

@@ -1,0 +1,267 @@
+"""What one layout saved, every layout loads: bit for bit, and training goes on as if one process had never stopped.
+
+A plugin extends the table by its layouts in `LAYOUTS`; the pairs follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_ranks
+from oracles.serial_training import make_optimizer, train_serial
+from parity import EXACT, _assert_close, _assert_same_move, _mean_over_ranks
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from zoo import get_model, split_batch
+
+from booster import Booster
+from booster.plugins import TorchDDPPlugin
+from booster.single_device import SingleDevicePlugin
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way of holding a model on some ranks."""
+
+    name: str
+    world_size: int
+    make_plugin: Callable[[bool], object]  # given whether a step may leave parameters unused
+
+    def __str__(self) -> str:
+        return f"{self.name} x{self.world_size}"
+
+
+def single_device(uses_unused):
+    return SingleDevicePlugin("cpu")
+
+
+def torch_ddp(uses_unused):
+    return TorchDDPPlugin(find_unused_parameters=uses_unused)
+
+
+LAYOUTS = [
+    Layout("one device", 1, single_device),
+    *(Layout("torch_ddp", world_size, torch_ddp) for world_size in (1, 2, 3, 4)),
+]
+# Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
+MODELS = ["multi_output_groups", "tied_lm", "frozen_unused_conditional"]
+SAMPLES = 12  # divides over all worlds
+STEPS = 3
+NUM_PAIRS = 30
+
+
+def covering_pairs(layouts: list[Layout], limit: int) -> list[tuple[Layout, Layout, str]]:
+    """Every layout as source and as target as often as any other, with the models in turn, up to about `limit` pairs."""
+    shifts = range(min(len(layouts), max(1, limit // len(layouts))))
+    size = len(layouts)
+    pairs = [(layouts[index], layouts[(index + shift) % size]) for shift in shifts for index in range(size)]
+    return [(*pair, MODELS[number % len(MODELS)]) for number, pair in enumerate(pairs)]
+
+
+def all_cases() -> list[object]:
+    chosen = covering_pairs(LAYOUTS, NUM_PAIRS)
+    everything = itertools.product(LAYOUTS, LAYOUTS, MODELS)
+    cases = [pytest.param(*case, id=" to ".join(map(str, case[:2])) + f", {case[2]}") for case in chosen]
+    for case in everything:
+        if case not in chosen:
+            name = " to ".join(map(str, case[:2])) + f", {case[2]}"
+            cases.append(pytest.param(*case, id=name, marks=pytest.mark.slow))
+    return cases
+
+
+class Training:
+    """A model of the zoo under one layout."""
+
+    def __init__(self, make_plugin, model: str) -> None:
+        self.entry = get_model(model)
+        self.booster = Booster(plugin=make_plugin(self.entry.uses_unused_parameters))
+        raw = self.entry.build()
+        optimizer = make_optimizer("adamw", self.entry.param_groups(raw))
+        self.model, self.optimizer, *_ = self.booster.boost(raw, optimizer)
+        self.losses: list[float] = []
+
+    def train(self, steps) -> None:
+        size, rank = self.booster.plugin.dp_size, self.booster.plugin.dp_rank
+        for step in steps:
+            batch = split_batch(self.entry.make_batch(step, SAMPLES), rank, size)
+            loss = self.entry.loss(self.model, batch)
+            self.booster.backward(loss, self.optimizer)
+            self.booster.clip_grad_norm_(self.optimizer, float("inf"))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(_mean_over_ranks(float(loss.detach())))
+
+    def spoil(self) -> None:
+        """Changes every weight, so that a load that skips one is seen."""
+        with torch.no_grad():
+            for tensor in self.model.state_dict().values():
+                tensor.add_(1)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return whole_states(self.optimizer)
+
+
+def whole_states(optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's states by name, in whole: a layout that cuts them joins them here."""
+    slices = optimizer.checkpoint_state().slices()
+    assert all(part.is_whole for part in slices), "say here how this layout's parts are joined"
+    return {part.name: part.tensor.clone() for part in slices}
+
+
+def train_and_save(make_plugin, model: str, path: str):
+    training = Training(make_plugin, model)
+    training.train(range(STEPS))
+    training.booster.save(Path(path), training.model, training.optimizer, extra={"losses": training.losses})
+    return training.weights(), training.states(), training.optimizer.checkpoint_state().values()
+
+
+def load_and_train(make_plugin, model: str, path: str):
+    training = Training(make_plugin, model)
+    training.train([7])  # states of another history, to be replaced
+    training.spoil()
+    training.losses = training.booster.load(Path(path), training.model, training.optimizer)["losses"]
+    loaded = training.weights(), training.states(), training.optimizer.checkpoint_state().values()
+    training.train(range(STEPS, 2 * STEPS))
+    return loaded, training.losses, training.weights()
+
+
+def run_layout(layout: Layout, function, *arguments):
+    """The results of all ranks; a layout of one process without a process group runs in this one."""
+    if layout.make_plugin is single_device:
+        with torch.random.fork_rng():
+            return [function(layout.make_plugin, *arguments)]
+    return run_ranks(function, layout.world_size, layout.make_plugin, *arguments)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Saves of every layout and model, made when they are first asked for."""
+
+    @functools.cache
+    def save(layout: Layout, model: str):
+        path = str(tmp_path_factory.mktemp("saved") / "c")
+        return path, run_layout(layout, train_and_save, model, path)[0]
+
+    return save
+
+
+@functools.cache
+def serial(model: str):
+    with torch.random.fork_rng():
+        return train_serial(
+            get_model(model),
+            precision=None,
+            steps=2 * STEPS,
+            batch_size=SAMPLES,
+            accumulation=1,
+            parts=1,
+            max_norm=float("inf"),
+            optimizer="adamw",
+        )
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("source", "target", "model"), all_cases())
+def test_any_layout_loads_what_another_saved(saved, source, target, model):
+    path, (weights, states, values) = saved(source, model)
+    expected = serial(model)
+    initial = get_model(model).build().state_dict()
+    ranks = run_layout(target, load_and_train, model, path)
+    for (loaded_weights, loaded_states, loaded_values), losses, after in ranks:
+        assert_same(loaded_weights, weights)
+        assert_same(loaded_states, states)
+        assert loaded_values == values
+        _assert_close(losses, expected.losses, EXACT.loss, f"losses of {source} to {target}")
+        _assert_same_move(after, expected.weights, initial, EXACT.update, f"{source} to {target}")
+
+
+def test_the_chosen_pairs_cover_every_layout_on_both_sides():
+    many = [Layout("a", number, torch_ddp) for number in range(12)]
+    chosen = covering_pairs(many, NUM_PAIRS)
+    assert len(chosen) <= NUM_PAIRS
+    for layout in many:
+        assert {layout} <= {pair[0] for pair in chosen}
+        assert {layout} <= {pair[1] for pair in chosen}
+    assert len({pair[:2] for pair in chosen}) == len(chosen)
+    assert len(covering_pairs(LAYOUTS, NUM_PAIRS)) == len(LAYOUTS) ** 2
+
+
+# Hugging Face's own forms.
+
+LLAMA = LlamaConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=37,
+    tie_word_embeddings=True,
+)
+
+
+def build_llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LLAMA)
+
+
+def train_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
+    booster = Booster(plugin=make_plugin(False))
+    raw = build_llama(1)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
+    tokens = torch.arange(12).view(2, 6)
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+    booster.save(Path(path), model, optimizer)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def load_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
+    booster = Booster(plugin=make_plugin(False))
+    model, *_ = booster.boost(build_llama(2))
+    booster.load_model(model, path)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_transformers_model_that_was_trained_here_opens_with_from_pretrained(tmp_path, layout):
+    trained = run_layout(layout, train_llama, str(tmp_path / "c"))[0]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
+    assert_same(found.state_dict(), trained)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A model as `save_pretrained` writes it in each form, and as a `.bin`."""
+    root = tmp_path_factory.mktemp("pretrained")
+    with torch.random.fork_rng():
+        model = build_llama(3)
+    model.save_pretrained(root / "single")
+    model.save_pretrained(root / "sharded", max_shard_size="4KB")
+    (root / "bin").mkdir()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    torch.save(state, root / "bin" / "pytorch_model.bin")
+    assert len(list((root / "sharded").glob("*.safetensors"))) > 1
+    return root, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("form", ["single", "sharded", "bin"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_loads_what_save_pretrained_wrote(pretrained, layout, form):
+    root, expected = pretrained
+    for found in run_layout(layout, load_llama, str(root / form)):
+        assert_same(found, expected)
