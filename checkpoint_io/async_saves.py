@@ -105,6 +105,7 @@ class AsyncSaves:
             return self._free.pop()
 
     def _give_back(self, arena: Arena) -> None:
+        arena.reset()
         with self._changed:
             self._free.append(arena)
             self._changed.notify_all()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
 
 import torch
 
-from booster.checkpoint_io.copy_elements import copy_elements, is_plain, wait_for_devices
-from booster.checkpoint_io.plan import WriteRange
+from booster.checkpoint_io.copy_elements import copy_elements, wait_for_devices
+from booster.checkpoint_io.plan import BLOCK_BYTES, WriteRange
 from booster.checkpoint_io.staging import PAGE_BYTES, host_memory
+from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.interface import TensorSlice
 
 __all__ = ["Arena", "stage_slices"]
+
+# Note [Copying threads]
+# The training waits for the copy, so it is spread over a few threads: plain ones and not torch's own, see
+# Note [Stretches].
+_NUM_THREADS = 4
+_ALIGNMENT = 64  # of each copy, for vector instructions
 
 Span = tuple[int, int]
 
@@ -70,7 +78,72 @@ class _Block:
         return taken
 
 
-def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> list[TensorSlice]:
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Elements of a slice, and where in the arena's memory they go."""
+
+    held: TensorSlice
+    span: Span
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.span[1] - self.span[0]) * self.held.dtype.itemsize
+
+    def target(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[self.offset : self.offset + self.num_bytes]
+
+
+class _StagedSlices(Sequence[TensorSlice]):
+    """Slices over the arena's memory. Each is made when it is asked for: later, while the training goes on.
+
+    It keeps nothing of the tensors that were copied: the training may free them.
+
+    Args:
+        slices: What was copied.
+        spans: For each of them the first element that was, and one past the last.
+        offsets: For each of them where in the memory its copy begins.
+        memory: The copies.
+    """
+
+    def __init__(
+        self, slices: Sequence[TensorSlice], spans: Sequence[Span], offsets: Sequence[int], memory: torch.Tensor
+    ) -> None:
+        self._facts = [
+            (held.name, held.dtype, held.global_shape, held.box, held.primary, held.shared) for held in slices
+        ]
+        self._spans = spans
+        self._offsets = offsets
+        self._memory = memory
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    @overload
+    def __getitem__(self, index: int) -> TensorSlice: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TensorSlice]: ...
+
+    def __getitem__(self, index: int | slice) -> TensorSlice | list[TensorSlice]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        name, dtype, global_shape, box, primary, shared = self._facts[index]
+        span, offset = self._spans[index], self._offsets[index]
+        copied = self._memory[offset : offset + (span[1] - span[0]) * dtype.itemsize]
+        return TensorSlice(
+            name=name,
+            dtype=dtype,
+            global_shape=global_shape,
+            box=box,
+            span=span,
+            tensor=copied.view(dtype),
+            primary=primary,
+            shared=shared,
+        )
+
+
+def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> Sequence[TensorSlice]:
     """Returns copies of the slices that hold what the ranges write, for `write_ranges` with the same ranges.
 
     When it returns, the caller may change its tensors. Memory: the bytes of the ranges, in the format of the file.
@@ -81,59 +154,83 @@ def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], ar
         slices: This rank's slices.
         arena: Where the copies go; they are valid until its `reset`.
     """
+    spans_of = _merged_spans(ranges)
+    hulls = [_hull(spans_of.get(index)) for index in range(len(slices))]
+    offsets, num_bytes = [], 0
+    for held, (first, last) in zip(slices, hulls, strict=True):
+        offsets.append(num_bytes)
+        num_bytes += -(-(last - first) * held.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    copies = [
+        _Copy(slices[index], span, offsets[index] + (span[0] - hulls[index][0]) * slices[index].dtype.itemsize)
+        for index, spans in spans_of.items()
+        for span in spans
+    ]
+    is_pinned = wait_for_devices(each.held.tensor for each in copies)
+    memory = arena.take(num_bytes, is_pinned=is_pinned)
+    _copy_all(copies, memory)
+    return _StagedSlices(slices, hulls, offsets, memory)
+
+
+def _merged_spans(ranges: Sequence[WriteRange]) -> dict[int, list[Span]]:
+    """Returns for each slice the spans of its ranges in order, those that follow each other as one."""
     spans_of: dict[int, list[Span]] = {}
     for part in ranges:
         spans_of.setdefault(part.slice_index, []).append(part.span)
-    merged = {index: _merged(spans) for index, spans in spans_of.items()}
-    is_pinned = wait_for_devices(slices[index].tensor for index in merged)
-    sizes = [_staged_bytes(slices[index], merged.get(index, [])) for index in range(len(slices))]
-    memory = arena.take(sum(_aligned(size) for size in sizes), is_pinned=is_pinned)
-    copies, offset = [], 0
-    for index, (held, size) in enumerate(zip(slices, sizes, strict=True)):
-        copies.append(_staged(held, merged.get(index, []), memory[offset : offset + size]))
-        offset += _aligned(size)
-    wait_for_devices(slices[index].tensor for index in merged)
-    return copies
+    for spans in spans_of.values():
+        if len(spans) > 1:
+            spans[:] = _merged(sorted(spans))
+    return spans_of
 
 
-_ALIGNMENT = 64  # of each copy, for vector instructions
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _merged(spans: list[Span]) -> list[Span]:
-    """Returns the spans in order, those that follow each other as one."""
-    merged: list[Span] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def _staged_bytes(held: TensorSlice, spans: list[Span]) -> int:
-    """Returns the room for a slice's copy: from the first element to the last, the gaps as well, never touched."""
-    return (spans[-1][1] - spans[0][0]) * held.dtype.itemsize if spans else 0
-
-
-def _staged(held: TensorSlice, spans: list[Span], memory: torch.Tensor) -> TensorSlice:
-    if not spans:
-        return replace(held, span=(held.span[0], held.span[0]), tensor=torch.empty(0, dtype=held.dtype))
-    first = spans[0][0]
-    copied = memory.view(held.dtype)
+def _merged(spans: Sequence[Span]) -> Iterator[Span]:
+    first, last = spans[0]
     for start, stop in spans:
-        _copy(held, start, stop, copied[start - first : stop - first])
-    return replace(held, span=(first, spans[-1][1]), tensor=copied)
+        if start > last:
+            yield first, last
+            first = start
+        last = max(last, stop)
+    yield first, last
 
 
-def _copy(held: TensorSlice, start: int, stop: int, out: torch.Tensor) -> None:
-    tensor, begin = held.tensor.detach(), held.span[0]
-    is_same = tensor.dtype == held.dtype and tensor.is_contiguous()
-    if is_plain(tensor, held.dtype) or (is_same and tensor.device.type != "cpu"):
-        # With all of torch's threads, or without waiting for the device.
-        out.copy_(tensor.view(-1)[start - begin : stop - begin], non_blocking=True)
-    else:
-        copy_elements(tensor, start - begin, stop - begin, out.view(torch.uint8), held.dtype)
+def _hull(spans: list[Span] | None) -> Span:
+    """Returns the first element and one past the last; memory for what is between two spans is never touched."""
+    return (spans[0][0], spans[-1][1]) if spans else (0, 0)
+
+
+def _copy_all(copies: Sequence[_Copy], memory: torch.Tensor) -> None:
+    def work(job: list[_Copy]) -> None:
+        for each in job:
+            start = each.held.span[0]
+            target = each.target(memory)
+            copy_elements(each.held.tensor, each.span[0] - start, each.span[1] - start, target, each.held.dtype)
+
+    jobs = list(_jobs(each for each in copies if not _is_sent_at_once(each, memory)))
+    run_in_threads(work, jobs, min(_NUM_THREADS, len(jobs)))
+    wait_for_devices(each.held.tensor for each in copies)
+
+
+def _is_sent_at_once(each: _Copy, memory: torch.Tensor) -> bool:
+    """Starts the transfer of what a device can send as it is, without waiting for it; returns whether it did."""
+    tensor, dtype, start = each.held.tensor.detach(), each.held.dtype, each.held.span[0]
+    if tensor.device.type == "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
+        return False
+    target = each.target(memory).view(dtype)
+    target.copy_(tensor.view(-1)[each.span[0] - start : each.span[1] - start], non_blocking=True)
+    return True
+
+
+def _jobs(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
+    """Yields the copies in lists of about one block; large ones are cut."""
+    job: list[_Copy] = []
+    room = BLOCK_BYTES
+    for each in copies:
+        step = BLOCK_BYTES // each.held.dtype.itemsize
+        for start in range(*each.span, step):
+            offset = each.offset + (start - each.span[0]) * each.held.dtype.itemsize
+            job.append(_Copy(each.held, (start, min(start + step, each.span[1])), offset))
+            room -= job[-1].num_bytes
+            if room <= 0:
+                yield job
+                job, room = [], BLOCK_BYTES
+    if job:
+        yield job

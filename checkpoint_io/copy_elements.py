@@ -15,7 +15,11 @@ __all__ = ["copy_elements", "is_plain", "wait_for_devices"]
 # the stretch is cut into boxes, each of which is a view: some of the first row, whole rows, some of the last row, and
 # so on in the dimensions below. A box is copied straight to its place, which converts its elements on the way, and
 # torch makes no temporary. Between a device and the host it makes one of a box's size: there, boxes are bounded.
+# On the CPU a box is copied in tiles that are about as long in every dimension, so that a transposed one reads whole
+# cache lines, and so small that torch doesn't call its own threads: they spin while they wait for each other, and where
+# other processes want the cores too, or several threads copy at once, that takes many times as long as the copy.
 _MAX_DEVICE_ELEMENTS = 2**21
+_MAX_TILE_ELEMENTS = 2**15
 
 
 def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor, dtype: torch.dtype) -> None:
@@ -43,9 +47,11 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
     done = 0
     for box in _boxes(tensor, start, stop, limit):
         target = elements[done : done + box.numel()].view(box.shape)
-        # On the device before the transfer: it is faster there, and what travels may be half as much.
-        target.copy_(box if box.device.type == "cpu" else box.to(dtype).contiguous())
         done += box.numel()
+        if box.device.type == "cpu":
+            _copy_tiles(box, target)
+        else:  # converted before the transfer: it is faster there, and what travels may be half as much
+            target.copy_(box.to(dtype).contiguous())
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -89,3 +95,13 @@ def _boxes(tensor: torch.Tensor, start: int, stop: int, limit: int) -> Iterator[
             yield from _boxes(tensor[index], 0, row, limit)
     if last * row < stop:
         yield from _boxes(tensor[last], 0, stop - last * row, limit)
+
+
+def _copy_tiles(box: torch.Tensor, target: torch.Tensor) -> None:
+    if box.numel() <= _MAX_TILE_ELEMENTS:
+        target.copy_(box)
+        return
+    dim = max(range(box.dim()), key=lambda dim: box.shape[dim])
+    half = box.shape[dim] // 2
+    for source, part in zip(box.tensor_split([half], dim), target.tensor_split([half], dim), strict=True):
+        _copy_tiles(source, part)

@@ -14,7 +14,7 @@ from booster.checkpoint_io.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.tensor_files import TensorFile, open_tensor_file
 from booster.errors import CheckpointError
 
-__all__ = ["DirectoryReader", "cannot_open", "is_transient"]
+__all__ = ["DirectoryReader", "cannot_open", "is_transient", "open_directory"]
 
 T = TypeVar("T")
 
@@ -72,6 +72,18 @@ class DirectoryReader:
             self._view = DirectoryView(self._storage, self.path)
         except OSError as error:
             raise cannot_open(self.path, error) from error
+
+
+def open_directory(storage: Storage, path: Path) -> DirectoryReader:
+    """Returns the reader of a directory.
+
+    Raises:
+        CheckpointError: It is no directory, or cannot be listed.
+    """
+    try:
+        return DirectoryReader(storage, path)
+    except OSError as error:
+        raise cannot_open(path, error) from error
 
 
 def cannot_open(path: Path, error: Exception) -> CheckpointError:

@@ -58,7 +58,8 @@ class SliceNumbers:
     def of(self, part: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Returns for each pair of a part and one of its holders the place among the holder's slices."""
         tables = int(self.table_of_rank.max(initial=0)) + 1
-        return self.numbers[np.searchsorted(self.keys, part * tables + self.table_of_rank[rank])]
+        found: np.ndarray = self.numbers[np.searchsorted(self.keys, part * tables + self.table_of_rank[rank])]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +95,7 @@ def find_parts(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> He
     names, specs, boxes, rows = _merge(tables, of_rank)
     tensor_specs = _agreed_specs(names, specs, rows, ranks_of)
     rows = rows.at(np.flatnonzero(rows.start < rows.stop))
-    rows = rows.at(
-        np.lexsort((rows.number, ~rows.is_primary, rows.table, rows.stop, rows.start, rows.box, rows.tensor))
-    )
+    rows = rows.at(np.lexsort((rows.number, rows.table, rows.stop, rows.start, rows.box, rows.tensor)))
     written, part = _written_rows(names, boxes, rows, ranks_of)
     parts = written.at(np.flatnonzero(written.is_primary))
     tiles = Tiles(tensor=parts.tensor, box=parts.box, start=parts.start, stop=parts.stop)

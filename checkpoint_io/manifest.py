@@ -82,8 +82,9 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files and documents."""
-        records = [*self.files.values(), *self.documents.values()]
-        return sum(record.num_bytes for record in records)
+        return sum(file.num_bytes for file in self.files.values()) + sum(
+            document.num_bytes for document in self.documents.values()
+        )
 
     def encode(self) -> bytes:
         """Returns the manifest as JSON, its own checksum last.

@@ -94,10 +94,11 @@ def _locate(held: HeldParts, shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndar
     distinct = list(numbers)
     keys, pair_of = np.unique(shape_of[tiles.tensor] * len(held.boxes) + tiles.box, return_inverse=True)
     pairs = [(distinct[key // len(held.boxes)], held.boxes[key % len(held.boxes)]) for key in keys.tolist()]
-    runs = np.array([run_length(*pair) for pair in pairs], dtype=np.int64)[pair_of]
-    starts = np.array([run_start(*pair, 0) for pair in pairs], dtype=np.int64)[pair_of]
+    runs = np.array([run_length(shape, box) for shape, box in pairs], dtype=np.int64)[pair_of]
+    starts = np.array([run_start(shape, box, 0) for shape, box in pairs], dtype=np.int64)[pair_of]
     logical = starts + tiles.start
     # Past the first run of a box, elements are no longer where its first element and their count say.
     for row in np.flatnonzero(tiles.start >= runs).tolist():
-        logical[row] = run_start(*pairs[pair_of[row]], int(tiles.start[row]))
+        shape, box = pairs[pair_of[row]]
+        logical[row] = run_start(shape, box, int(tiles.start[row]))
     return logical, tiles.start // runs != (tiles.stop - 1) // runs

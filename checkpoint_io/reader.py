@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from booster.checkpoint_io.directory_reader import DirectoryReader, cannot_open, is_transient
+from booster.checkpoint_io.directory_reader import DirectoryReader, cannot_open, is_transient, open_directory
 from booster.checkpoint_io.index_file import check_file_name, check_held, listed, parse_index
 from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileNames, Kind
 from booster.checkpoint_io.manifest import FileRecord, Manifest, check_tiling
@@ -94,11 +94,11 @@ class _Opening:
         if directory is not None:
             return self._open_directory(directory, _find_owner(directory, self._kind))
         if path.suffix == ".json":
-            return self._open_directory(self._beside(path), self._owner_of_record(path))
+            return self._open_directory(open_directory(self._storage, path.parent), self._owner_of_record(path))
         for name in self._names_beside(path):
             owner = self._kind.names_of(name)
             if owner is not None and name == owner.manifest and owner.owns(path.name):
-                return self._open_recorded(self._beside(path), owner, only=path.name)
+                return self._open_recorded(open_directory(self._storage, path.parent), owner, only=path.name)
         return self._open_single(path, lambda: open_tensor_file(self._storage, path))
 
     def _directory(self, path: Path) -> DirectoryReader | None:
@@ -115,12 +115,6 @@ class _Opening:
             ) from error
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise cannot_open(path, error) from error
-
-    def _beside(self, path: Path) -> DirectoryReader:
-        try:
-            return DirectoryReader(self._storage, path.parent)
-        except OSError as error:
-            raise cannot_open(path.parent, error) from error
 
     def _names_beside(self, path: Path) -> Sequence[str]:
         try:
@@ -152,15 +146,17 @@ class _Opening:
     def _open_recorded(self, directory: DirectoryReader, owner: FileNames, only: str | None) -> Checkpoint:
         """Opens all files of a manifest, or only one; see Note [Opening while others save]."""
         raw = directory.read(owner.manifest)
+        directory = open_directory(self._storage, directory.path)  # what goes with this manifest
+        failure: CheckpointError | None = None
         with ExitStack() as stack:
             try:
                 found = stack.enter_context(self._open_by_manifest(directory, owner, raw, only))
-            except CheckpointError:
-                if directory.read(owner.manifest) != raw:
-                    raise _changed(directory.path) from None
-                raise
-            if DirectoryReader(self._storage, directory.path).read(owner.manifest) != raw:
+            except CheckpointError as error:
+                failure = error
+            if open_directory(self._storage, directory.path).read(owner.manifest) != raw:
                 raise _changed(directory.path)
+            if failure is not None:
+                raise failure
             stack.pop_all()
         return found
 
@@ -185,7 +181,7 @@ class _Opening:
             if only is None:
                 _check_index(directory, owner, manifest, files)
             groups = read_recorded(directory, owner.groups, manifest) if self._kind == OPTIMIZER else None
-            checkpoint = Checkpoint(self._storage, path, files, groups, manifest)
+            checkpoint = Checkpoint(self._storage, path, files, groups, manifest, raw)
             stack.pop_all()
         return checkpoint
 

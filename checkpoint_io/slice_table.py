@@ -122,7 +122,8 @@ class SliceTable:
         numbers = {box: number for number, box in enumerate(self.boxes)}
         whole = _integers([numbers.get(whole_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
         numel = _numels(self.specs)[self.spec_of]
-        return (self.box_of == whole) & (self.starts == 0) & (self.stops == numel)
+        is_whole: np.ndarray = (self.box_of == whole) & (self.starts == 0) & (self.stops == numel)
+        return is_whole
 
 
 def _number(numbers: dict[K, int], value: K) -> int:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from booster.checkpoint_io.directory_reader import DirectoryReader
+from booster.checkpoint_io.directory_reader import DirectoryReader, open_directory
 from booster.checkpoint_io.manifest import FileRecord, Manifest
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.checkpoint_io.tensor_files import TensorFile
@@ -28,6 +28,7 @@ class Checkpoint:
         files: The files of tensors, open.
         groups: The optimizer's plain values as JSON, where the checkpoint is an optimizer's.
         manifest: Sizes and checksums of everything, where a directory has them.
+        raw_manifest: The bytes of the manifest.
 
     Attributes:
         specs: Shape and format of every tensor, from the files that hold them.
@@ -43,7 +44,9 @@ class Checkpoint:
         files: Sequence[TensorFile],
         groups: bytes | None = None,
         manifest: Manifest | None = None,
+        raw_manifest: bytes = b"",
     ) -> None:
+        self._raw_manifest = raw_manifest
         self.storage = storage
         self.path = path
         self.files = tuple(files)
@@ -83,9 +86,14 @@ class Checkpoint:
         """
         if self.manifest is None or not self.manifest.documents:
             return
-        directory = DirectoryReader(self.storage, self.path.parent)
-        for name in self.manifest.documents:
-            read_recorded(directory, name, self.manifest)
+        directory = open_directory(self.storage, self.path.parent)
+        try:
+            for name in self.manifest.documents:
+                read_recorded(directory, name, self.manifest)
+        except CheckpointError:
+            # Another save may have taken the place of this one since; its tensors are open still, and whole.
+            if open_directory(self.storage, self.path.parent).read(self.path.name) == self._raw_manifest:
+                raise
 
     def close(self) -> None:
         """Closes the files."""

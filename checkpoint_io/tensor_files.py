@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -188,9 +189,16 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
                 return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{file.path} cannot be loaded without running code from it, or is damaged: {error}. Save it again as"
-            " safetensors, or as a plain dictionary of tensors"
+            f"{file.path} cannot be loaded without running code from it, or is damaged: {_reason(error)}. Save it again"
+            " as safetensors, or as a plain dictionary of tensors"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    # Not all that torch says: it goes on to recommend loading without weights_only, which would run the code.
+    told = re.search(r"(Trying to load unsupported|Unsupported)(?:(?!\. Please use)[^\n])*", str(error))
+    text = told[0] if told is not None else next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {text[:300].rstrip(' .')}"
 
 
 def _checked_tensors(content: Any, what: str) -> dict[str, torch.Tensor]:

@@ -73,7 +73,8 @@ class _HolderSets:
 
     def member(self, number: np.ndarray, place: np.ndarray) -> np.ndarray:
         """Returns for each set and place the rank at that place of the set."""
-        return self._ranks[self._firsts[number] + place]
+        ranks: np.ndarray = self._ranks[self._firsts[number] + place]
+        return ranks
 
     def standing_for(self, rank: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Returns each rank, or where it is not of the set, one of the set in its stead."""
@@ -160,7 +161,8 @@ def _pieces(parts: PlacedParts, cuts: _Cuts) -> tuple[np.ndarray, np.ndarray, np
     part_of_block, block = _blocks(parts)
     row = np.searchsorted(cuts.place, cuts.cut, side="right") - 1
     offset = cuts.cut - cuts.place[row]
-    is_inside = (cuts.region[row] == cuts.region_of_cut) & (offset < parts.num_bytes[cuts.part[row]]) & (row >= 0)
+    # A cut may lie before, between or after the parts of its region, and then cuts none.
+    is_inside = (row >= 0) & (offset < parts.num_bytes[cuts.part[row]])
     part = np.concatenate([part_of_block, cuts.part[row[is_inside]]])
     begin = np.concatenate([block, offset[is_inside]])
     order = np.lexsort((begin, part))

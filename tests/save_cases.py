@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from oracles.faulting_storage import UnsyncedStorage
-from oracles.recording_storage import RecordingStorage
 from torch import nn
 
 from booster.checkpoint_io import GeneralCheckpointIO, destination
@@ -111,12 +110,6 @@ def save(root, version, case="directory", *, storage=None, use_async=False, **io
     with small_shards():
         io.save_model(SplitModel(version), root / name, use_async=use_async, **options)
     io.wait()
-
-
-def save_recorded(root, log, version, case="directory", *, use_async=False):
-    """Saves on all ranks, with notes of every operation."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    save(root, version, case, storage=RecordingStorage(root, log, rank), use_async=use_async)
 
 
 def read(root, case="directory", group=None):

@@ -36,9 +36,9 @@ def save_tensors(path, tensors, *, shard_bytes=None, storage=None, **options):
         io.save_model(TensorsModel(tensors), path, **options)
 
 
-def load_tensors(path, tensors, **options):
+def load_tensors(path, tensors, *, storage=None, **options):
     """Fills tensors from a checkpoint."""
-    GeneralCheckpointIO(storage=UnsyncedStorage()).load_model(TensorsModel(tensors), path, **options)
+    GeneralCheckpointIO(storage=storage or UnsyncedStorage()).load_model(TensorsModel(tensors), path, **options)
 
 
 def bits(tensor):

@@ -14,7 +14,8 @@ __all__ = ["add_parser"]
 _PATHS = """\
 A path is a directory that save_model, save_optimizer or booster.save wrote, a root of step-... directories (its latest
 whole step is taken), a folder of Hugging Face, an index file, or a single .safetensors, .bin or .pt file. Sources are
-never changed; what is written appears whole or not at all. No command runs a pickle.
+never changed, and their checksums are compared before anything is written from them. What is written appears whole or
+not at all. No command runs a pickle.
 
 exit codes:
   0  all is well; for diff: equal

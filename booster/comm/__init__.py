@@ -14,8 +14,8 @@ from booster.comm.collectives import (
     is_initialized,
 )
 from booster.comm.exchange import gather_distinct
-from booster.comm.store_barrier import ErrorBarrier
 from booster.comm.point_to_point import new_cpu_group, receive, send
+from booster.comm.store_barrier import ErrorBarrier
 
 __all__ = [
     "ErrorBarrier",

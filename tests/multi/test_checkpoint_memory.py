@@ -114,6 +114,22 @@ def _save_and_load_training(folder, width):
     return saving, loading
 
 
+def _save_in_background(folder):
+    """Returns this rank's bytes, and what each of three saves took."""
+    from booster.checkpoint_io import GeneralCheckpointIO
+
+    _give_memory_back()
+    io = GeneralCheckpointIO()
+    model = SlicedModel(TWICE, "spans", dist.get_rank(), dist.get_world_size())
+    model.fill()
+
+    def save(index):
+        io.save_model(model, folder / f"m{index}", shard=True, use_async=True)
+        io.wait()
+
+    return model.num_bytes, [_extra(lambda index=index: save(index)) for index in range(3)]
+
+
 def _save_clones(folder):
     """The naive save: a copy of everything, then a file of it."""
     _give_memory_back()
@@ -226,6 +242,12 @@ def test_converting_takes_little_memory(folder, formats):
 
 def test_a_training_state_takes_little_memory(folder):
     _assert_bounded(run_ranks(_save_and_load_training, 2, folder, 1900, fresh=True))
+
+
+def test_saves_in_the_background_keep_one_copy_and_no_more(folder):
+    for num_bytes, (first, *later) in run_ranks(_save_in_background, 2, folder, fresh=True):
+        assert first <= num_bytes + BOUND_BYTES
+        assert max(later) <= BOUND_BYTES, f"the saves after the first took {[extra / MIB for extra in later]} MiB"
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ class Verdict:
         return {outcome for (at, outcome) in self.outcomes if at == model}
 
 
-def examine(disk, operations, scratch, read, next_save=None, *, has_old, models=MODELS, max_violations=None):
+def examine(disk, operations, scratch, read, next_save=None, *, has_old, models=MODELS, since=0, max_violations=None):
     """Returns the verdict over every crash state.
 
     A reader may find the old or the new, whole, and nothing only before the first was there; once a killed process left
@@ -181,12 +181,13 @@ def examine(disk, operations, scratch, read, next_save=None, *, has_old, models=
         next_save: Saves into a directory and returns what is wrong then, or None. Called for each set of names.
         has_old: Whether there was an older one.
         models: Which crash models.
+        since: From which operation on.
         max_violations: After how many there is no need to look further.
     """
     allowed, verdict, is_new = {"old" if has_old else "nothing", "new"}, Verdict(), False
     outcome_of, debris_seen = {}, set()
     for state in crash_states(disk, operations):
-        if state.model not in models:
+        if state.model not in models or state.num_done < since:
             continue
         if max_violations is not None and len(verdict.violations) >= max_violations:
             break

@@ -245,9 +245,10 @@ def test_ranges_end_at_blocks():
     assert [one.span for one in found["split", left]] == [(0, 2**21), (2**21, 2**12 * 700)]
 
 
-def test_a_slice_marked_twice_over_by_one_rank_is_found_once():
-    ranks = [[part("a", (4,), primary=False), part("a", (4,))], [part("a", (4,), primary=False)]]
-    assert check(plan_of(ranks), ranks) == {0: 16}
+def test_a_slice_that_a_rank_holds_twice_counts_once():
+    shape = (2**20,)
+    ranks = [[part("a", shape, primary=False), part("a", shape)], [part("a", shape, primary=False)]]
+    assert check(plan_of(ranks), ranks) == {0: 2**21, 1: 2**21}
 
 
 def test_the_plan_does_not_depend_on_how_tables_are_shared():
@@ -426,6 +427,20 @@ def test_replicas_on_hosts_each_write_some_files():
     written = check(plan, ranks, hosts)
     assert all(one.writer == one.owner for one in plan.all_ranges())
     assert max(written.values()) - min(written.values()) <= 8 * PAGE
+
+
+def test_a_host_that_holds_a_little_more_of_everything_does_not_write_everything():
+    names = [f"t{number}" for number in range(20)]
+    ranks = [[part(name, (100,), span=span) for name in names] for span in ((0, 60), (60, 100))]
+    plan = plan_of(ranks, max_shard_bytes=400, host_of_rank=[0, 1])
+    assert check(plan, ranks, [0, 1]) == {0: 4000, 1: 4000}
+
+
+def test_small_regions_of_another_hosts_primaries_go_round():
+    ranks = [[part(f"t{number}", (100,), primary=rank == number // 2 % 2) for number in range(8)] for rank in range(4)]
+    plan = plan_of(ranks, max_shard_bytes=400, host_of_rank=[0, 0, 1, 1])
+    assert [one.owner for one in plan.all_ranges()] == [0, 2, 1, 3, 0, 2, 1, 3]
+    assert all(one.writer == one.owner for one in plan.all_ranges())
 
 
 def test_what_no_rank_of_the_host_holds_is_relayed():

@@ -318,8 +318,8 @@ def test_a_damaged_source_gets_no_new_checksums(tmp_path, run, stem, damage):
     contents = find_contents(STORAGE, run[2])
     with pytest.raises(CheckpointError, match=path.name):
         convert(STORAGE, contents, tmp_path / "b", Conversion())
+    part = contents.only(MODEL if stem == "model" else OPTIMIZER)
     with pytest.raises(CheckpointError, match=path.name):
-        part = contents.only(MODEL if stem == "model" else OPTIMIZER)
         consolidate(STORAGE, contents, part, tmp_path / "b.safetensors")
     if stem == "optimizer":
         with pytest.raises(CheckpointError, match=path.name):

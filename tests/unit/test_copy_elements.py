@@ -113,6 +113,30 @@ def test_conversion_on_the_way(held, stored):
         )
 
 
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_tiles_of_a_large_view(held):
+    base = _random((67, 130, 41), held, 1)
+    for view in (base.permute(2, 1, 0), base.transpose(0, 1), base[:, ::2], base.permute(2, 0, 1)[3:]):
+        for start, stop in ((0, view.numel()), (1234, view.numel() - 56_789)):
+            expected = _expected(view, start, stop, torch.float32)
+            assert torch.equal(_numbers(_copied(view, start, stop, torch.float32)), _numbers(expected))
+
+
+def _numbers(raw):
+    return torch.frombuffer(bytearray(raw), dtype=torch.int32)
+
+
+def test_torch_is_never_asked_for_more_than_one_of_its_threads(monkeypatch):
+    sizes = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: (sizes.append(other.numel()), copy(self, other)))
+    view = torch.zeros(513, 700).t()
+    _copied(view, 7, view.numel(), torch.bfloat16)
+    _copied(view.contiguous(), 7, view.numel(), torch.bfloat16)
+    assert max(sizes) <= 2**15  # as many elements as torch gives to one thread
+    assert sum(sizes) == 2 * (view.numel() - 7)
+
+
 def test_lazily_conjugated_and_negated_tensors():
     base = torch.randn(4, 3, dtype=torch.complex64)
     for view in (base.conj(), base.conj().t(), base.conj().imag, base.imag.t(), base.conj()[1]):
