@@ -102,7 +102,7 @@ class AsyncSaves:
                 self._num_arenas += 1
                 return Arena()
             self._changed.wait_for(lambda: bool(self._free))
-            return self._free.pop()
+            return self._free.pop(0)  # in order: of two saves in turn, each finds its own size again
 
     def _give_back(self, arena: Arena) -> None:
         arena.reset()

@@ -77,6 +77,6 @@ def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
-# 4 MiB at a time already write at the full rate where four threads do so, and stay in the cache between the copy, the
-# checksum and the write.
-STAGING = StagingBuffers(count=4, num_bytes=4 * 2**20)
+# Four threads keep the disk busy while some of them copy. Smaller buffers would do on an idle machine; large ones hide
+# that a thread has to wait for a core.
+STAGING = StagingBuffers(count=4, num_bytes=16 * 2**20)

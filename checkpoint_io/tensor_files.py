@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 import zlib
@@ -182,9 +181,9 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
             # Old files make torch warn about its own storage classes, and nobody can act on that.
             warnings.simplefilter("ignore")
             # By its descriptor: under its name there may be another file by now.
-            reopened = f"/proc/self/fd/{file.descriptor}"
-            if is_zip and os.path.exists(reopened):
-                return torch.load(reopened, map_location="cpu", weights_only=True, mmap=True)
+            reopened = Path(f"/proc/self/fd/{file.descriptor}")
+            if is_zip and storage.kind(reopened) is not None:
+                return torch.load(str(reopened), map_location="cpu", weights_only=True, mmap=True)
             with FileIO(file.descriptor, "rb", closefd=False) as content:
                 return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:

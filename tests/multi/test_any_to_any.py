@@ -56,7 +56,7 @@ NUM_PAIRS = 30
 
 
 def covering_pairs(layouts: list[Layout], limit: int) -> list[tuple[Layout, Layout, str]]:
-    """Every layout as source and as target as often as any other, with the models in turn, up to about `limit` pairs."""
+    """Every layout as source and as target as often as any other, with the models in turn; at most `limit` pairs."""
     shifts = range(min(len(layouts), max(1, limit // len(layouts))))
     size = len(layouts)
     pairs = [(layouts[index], layouts[(index + shift) % size]) for shift in shifts for index in range(size)]

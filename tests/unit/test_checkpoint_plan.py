@@ -383,6 +383,15 @@ def test_replicas_of_many_ranks(num_ranks):
     assert max(written.values()) <= plan.total_bytes / num_ranks + PAGE
 
 
+def test_a_first_cut_that_lies_before_its_region():
+    ranks = [
+        [part("own", (125,), primary=rank == 0, shared=False), part("all", (2**18,), primary=rank == 0)]
+        for rank in range(1024)
+    ]
+    plan = plan_of(ranks)
+    assert max(check(plan, ranks).values()) <= PAGE + 500
+
+
 @pytest.mark.parametrize(("grid", "copies"), [((4, 8), 16), ((8, 16), 8)])
 def test_blocks_and_copies_of_many_ranks(grid, copies):
     tensors = [("a", (3000, 4096)), ("b", (1024, 1021))]
