@@ -135,15 +135,21 @@ class TorchDDPPlugin(Plugin):
         device_ids = None if self._device.type == "cpu" else [self._device]
         with _logger_that_survives_detail():
             # place() has compared and broadcast the weights already, in the precision they had then.
-            return DistributedDataParallel(model, device_ids=device_ids, init_sync=False, **self._ddp_arguments)
+            return _WithFixedBuckets(model, device_ids=device_ids, init_sync=False, **self._ddp_arguments)
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
         if model is None:
             raise ConfigError("no_sync() was called without a model: write booster.no_sync(model, optimizer)")
-        forward_module = model.forward_module
-        return forward_module.no_sync() if isinstance(forward_module, DistributedDataParallel) else nullcontext()
+        replicas = model.forward_module
+        if not isinstance(replicas, _WithFixedBuckets):
+            return nullcontext()
+        if replicas.static_graph and not replicas.has_synchronized:
+            # torch learns the static graph in a backward that synchronizes, and fails without one. Averaging the first
+            # micro-batch's gradients once more than needed leaves their average as it is.
+            return nullcontext()
+        return replicas.no_sync()
 
     def control_checkpoint_io(self) -> bool:
         return False
@@ -152,6 +158,32 @@ class TorchDDPPlugin(Plugin):
         from booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
+
+
+class _WithFixedBuckets(DistributedDataParallel):
+    """DistributedDataParallel whose buckets are the same from the first step on.
+
+    torch's own measures in the first step in which order gradients arrive, and forms its buckets anew. Which place an
+    element has in its bucket decides in which order three or more ranks sum it: so the first step after a restart would
+    sum in another order than the same step of the run that was never stopped. These buckets are formed once, last
+    parameter first, which is the order in which backward reaches the layers of most models.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.has_synchronized = False
+        # Where any parameter may stay unused torch forms no new buckets.
+        if not self.find_unused_parameters and not self.static_graph:
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_synchronized |= self.require_backward_grad_sync and torch.is_grad_enabled()
+        return super().forward(*args, **kwargs)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, expects_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], expects_sparse[::-1]
 
 
 class _LoggerWithoutConstruction(dist.Logger):  # type: ignore[name-defined, misc]

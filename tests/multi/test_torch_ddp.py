@@ -47,6 +47,20 @@ def test_accumulation_equals_serial(model, synchronize):
     )
 
 
+@pytest.mark.parametrize("synchronize", ["always", "no_sync", "accumulate"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_accumulation_over_a_static_graph_equals_serial(synchronize, world_size):
+    assert_parallel_equals_serial(
+        "torch_ddp",
+        "tied_lm",
+        world_size=world_size,
+        accumulation=3,
+        synchronize=synchronize,
+        max_norm=0.1,
+        plugin_arguments={"static_graph": True},
+    )
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_accumulation_in_low_precision_equals_serial(precision):
     assert_parallel_equals_serial(
