@@ -52,6 +52,8 @@ _LOCK_TIMEOUT_SECONDS = 120.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
 _MAX_NAMES = 10  # temporaries that other savers may clear away between their making and their lock
 _REMOVED = re.compile(r"\..*\.removed-[0-9a-f]{32}", re.DOTALL)
+_TEMPORARY = re.compile(r"\.(?P<target>.*)\.tmp-[0-9a-f]{32}", re.DOTALL)
+_INNER = re.compile(r"\.booster-tmp-[0-9a-f]{32}")
 _ADVICE = {
     errno.EXDEV: "part of it is on another file system, and renames stay within one: save to a path below that",
     errno.EBUSY: "it is a mount point or in use: save into a directory below it",
@@ -67,11 +69,21 @@ class Transaction:
         storage: Where to write.
         target: The final file or directory, there already or not.
         is_directory: Whether the target is a directory of files.
+        is_related: Whether saves to another name beside the target are of the same run, as those of its other steps
+            are: what a dead one of them left is cleared as well. None: none is.
     """
 
-    def __init__(self, storage: Storage, target: Path, *, is_directory: bool) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        target: Path,
+        *,
+        is_directory: bool,
+        is_related: Callable[[str], bool] | None = None,
+    ) -> None:
         self._storage = storage
         self._is_directory = is_directory
+        self._is_related = is_related
         if is_directory:
             self._target = Path(os.path.realpath(target))
         else:  # a link of that name is replaced, as a file is
@@ -93,7 +105,7 @@ class Transaction:
             complete_commits(storage, directory)
         self._check_target()
         storage.make_parents(target)
-        self._clear_leftovers()
+        self.clear_leftovers()
         self._is_inside = self._is_directory and storage.kind(target) == "directory"
         self._make_temporary()
         assert self._temporary is not None
@@ -134,6 +146,12 @@ class Transaction:
             lock, self._lock = self._lock, None
             if lock is not None:
                 self._storage.unlock(lock)
+
+    def clear_leftovers(self) -> None:
+        """Removes what dead saves left, as `begin` does: for who needs the space before that."""
+        _clear(self._storage, self._target.parent, self._is_leftover)
+        if self._is_directory:
+            _clear(self._storage, self._target, lambda name: _INNER.fullmatch(name) is not None)
 
     def _rename_directory(self, temporary: Path) -> None:
         storage = self._storage
@@ -188,14 +206,12 @@ class Transaction:
             return None
         return lock
 
-    def _clear_leftovers(self) -> None:
-        sibling = re.compile(re.escape(_prefix(self._target.name)) + r"\.tmp-[0-9a-f]{32}", re.DOTALL)
-        _clear(
-            self._storage, self._target.parent, lambda name: bool(sibling.fullmatch(name) or _REMOVED.fullmatch(name))
-        )
-        if self._is_directory and self._storage.kind(self._target) == "directory":
-            inner = re.compile(r"\.booster-tmp-[0-9a-f]{32}")
-            _clear(self._storage, self._target, lambda name: inner.fullmatch(name) is not None)
+    def _is_leftover(self, name: str) -> bool:
+        match = _TEMPORARY.fullmatch(name)
+        if match is None:
+            return _REMOVED.fullmatch(name) is not None
+        is_related = self._is_related is not None and self._is_related(match["target"])
+        return is_related or f".{match['target']}" == _prefix(self._target.name)
 
 
 def resolve(storage: Storage, directory: Path, name: str) -> Path:
@@ -280,7 +296,7 @@ def _renames(target: Path) -> Iterator[None]:
 
 def _clear(storage: Storage, directory: Path, is_leftover: Callable[[str], bool]) -> None:
     try:
-        names = storage.names(directory)
+        names = storage.names(directory) if storage.kind(directory) == "directory" else []
     except PermissionError:
         return  # a directory that one may write into but not list
     for name in filter(is_leftover, names):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
-from booster.checkpoint_io.commit import listing, remove_checkpoint, resolve
+from booster.checkpoint_io.commit import Transaction, listing, remove_checkpoint, resolve
 from booster.checkpoint_io.manifest import Manifest
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.strict_json import MAX_JSON_BYTES
@@ -49,6 +48,11 @@ class StepFolders:
         self._storage = storage
         self._root = root
 
+    @staticmethod
+    def is_step(name: str) -> bool:
+        """Returns whether a step's directory has this name."""
+        return _STEP.fullmatch(name) is not None
+
     def path_of(self, step: int) -> Path:
         """Returns the directory of a step."""
         return self._root / f"step-{step:08d}"
@@ -89,16 +93,15 @@ class StepFolders:
 
     def point_latest(self, name: str) -> None:
         """Makes `latest` name a step, in one step."""
-        storage, root = self._storage, self._root
-        temporary = root / f".{LATEST}.tmp-{uuid4().hex}"
+        storage, path = self._storage, self._root / LATEST
+        if storage.kind(path) == "link":  # other programs link to the step
+            storage.remove(path)
+        transaction = Transaction(storage, path, is_directory=False)
         try:
-            storage.write_file(temporary, f"{name}\n".encode())
-            storage.replace(temporary, root / LATEST)
-        except OSError:
-            if storage.kind(temporary) is not None:
-                storage.remove(temporary)
-            raise
-        storage.sync_path(root)
+            storage.write_file(transaction.begin() / LATEST, f"{name}\n".encode())
+            transaction.commit(is_stale=lambda name: False)
+        finally:
+            transaction.abort()
 
     def rotate(self, keep_last: int) -> None:
         """Removes whole steps, oldest first, until `keep_last` are left; anything else in the directory stays."""

@@ -120,6 +120,9 @@ class Saver:
 
         def check() -> None:
             free = self._storage.free_bytes(request.target) if self._ranks.rank == 0 else needed
+            if free < needed:  # a dead save may have left as much as this one needs
+                request.transaction(self._storage).clear_leftovers()
+                free = self._storage.free_bytes(request.target)
             if free < needed:
                 raise CheckpointError(
                     f"{request.doing} to {request.target} needs {needed} bytes, and {free} are free there: free some,"
@@ -198,7 +201,7 @@ class _Writing:
     # Rank 0, before.
 
     def _create(self) -> bytes:
-        self._transaction = Transaction(self._storage, self._request.target, is_directory=self._request.is_directory)
+        self._transaction = self._request.transaction(self._storage)
         directory = self._transaction.begin()
         for folder in sorted({one.component.folder for one in self._planned} - {""}):
             self._storage.make_directory(directory / folder)

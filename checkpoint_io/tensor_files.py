@@ -181,9 +181,9 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
             # Old files make torch warn about its own storage classes, and nobody can act on that.
             warnings.simplefilter("ignore")
             # By its descriptor: under its name there may be another file by now.
-            reopened = Path(f"/proc/self/fd/{file.descriptor}")
-            if is_zip and storage.kind(reopened) is not None:
-                return torch.load(str(reopened), map_location="cpu", weights_only=True, mmap=True)
+            reopened = f"/proc/self/fd/{file.descriptor}"
+            if is_zip and storage.kind(Path(reopened)) is not None:
+                return torch.load(reopened, map_location="cpu", weights_only=True, mmap=True)
             with FileIO(file.descriptor, "rb", closefd=False) as content:
                 return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -161,6 +161,7 @@ class TrainingStateIO:
             manifest_name=TRAINING_STATE_MANIFEST,
             facts=document.facts,
             is_stale=self._stale(target, parts),
+            is_related=None if options.step is None else folders.is_step,
             after_commit=None if options.step is None else self._announcement(folders, target.name, options),
             doing=_DOING,
         )

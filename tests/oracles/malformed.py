@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from copy import deepcopy
 from dataclasses import dataclass
 
 
@@ -112,8 +113,7 @@ def _delete(place, rng):
 
 
 def _repeat(place, rng):
-    item = rng.choice(place)
-    place.append(list(item) if isinstance(place, Members) else item)
+    place.append(deepcopy(rng.choice(place)))
 
 
 def _swap(place, rng):
@@ -125,7 +125,7 @@ def _swap(place, rng):
 
 
 def _replace(place, rng):
-    _set(place, rng.randrange(len(place)), rng.choice(ODD_VALUES))
+    _set(place, rng.randrange(len(place)), _odd(rng))
 
 
 def _nest(place, rng):
@@ -147,8 +147,12 @@ def _nudge(place, rng):
         )
 
 
+def _odd(rng):
+    return deepcopy(rng.choice(ODD_VALUES))  # what is in a tree may be changed later
+
+
 def _insert(place, rng):
-    value = rng.choice(ODD_VALUES)
+    value = _odd(rng)
     if isinstance(place, Members):
         place.insert(rng.randint(0, len(place)), [rng.choice(["x", "", "__metadata__", "a", "\u0430", "b"]), value])
     else:
@@ -157,8 +161,9 @@ def _insert(place, rng):
 
 def _rename(place, rng):
     if isinstance(place, Members):
-        at = rng.randrange(len(place))
-        place[at][0] = rng.choice([place[at][0] + "x", place[at][0][1:], "", "__metadata__", Raw("1"), "a"])
+        member = rng.choice(place)
+        others = [member[0] + "x", member[0][1:]] if isinstance(member[0], str) else ["x"]
+        member[0] = rng.choice([*others, "", "__metadata__", Raw("1"), "a"])
 
 
 _WAYS = (_delete, _repeat, _swap, _replace, _replace, _nudge, _nudge, _nest, _insert, _rename)
@@ -227,7 +232,7 @@ def odd_versions(text, path):
         if isinstance(place, Members):
             at = next(index for index, (key, _) in enumerate(place) if key == path[-1])
         if text_of(_get(place, at)) != text_of(value):
-            _set(place, at, value)
+            _set(place, at, deepcopy(value))
             yield f"{'.'.join(map(str, path))} = odd value {number}", text_of(tree).encode("utf-8", "surrogatepass")
 
 

@@ -5,9 +5,24 @@ Every fault meets a save by two ranks over an older checkpoint, and a save witho
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import resource
+import threading
+from dataclasses import replace
+
 import pytest
-from fault_cases import faults_at_every_operation, operations_of, saves_with_faults, wrong_with
-from harness import run_ranks
+import torch.distributed as dist
+from fault_cases import Outcome, faults_at_every_operation, operations_of, saves_with_faults, wrong_with
+from harness import distributed, run_ranks
+from oracles.faulting_storage import Fault, UnsyncedStorage
+from save_cases import NEW, OLD, names_below, read, save
+from torch import nn
+
+from booster.checkpoint_io import GeneralCheckpointIO
+from booster.errors import CheckpointError
+from booster.interface import ModelWrapper
 
 CASES = [("directory", False), ("directory", True), ("file", False), ("file", True), ("bin directory", False)]
 
@@ -24,3 +39,141 @@ def test_an_error_at_every_operation(tmp_path, case, use_async):
     ]
     print(len(faults), "faults", operations)
     assert not wrong, f"{len(wrong)} of {len(faults)} faults:\n" + "\n".join(wrong[:20])
+
+
+FAULT = Fault(rank=1, at=3, error="ENOSPC")
+GOOD = Outcome(
+    error=("CheckpointError", "rank 1 failed at 'writing': No space left on device"),
+    seconds=0.1,
+    failed=[(3, "write")],
+    debris=[],
+    found="before",
+    found_next="after",
+)
+SWALLOWED = {"error": None}
+NOT_ALIKE = {"error": ("RankFailedError", GOOD.error[1])}
+UNNAMED = {"error": ("CheckpointError", "No space left on device")}
+WITHOUT_REASON = {"error": ("CheckpointError", "rank 1 failed")}
+
+
+@pytest.mark.parametrize(
+    ("rank", "change"),
+    [(0, SWALLOWED), (1, SWALLOWED), (0, NOT_ALIKE), (0, UNNAMED), (1, WITHOUT_REASON), (0, {"seconds": 6.0})]
+    + [(0, {"found": found}) for found in ("after", "nothing", "mixture: bias", "error: damaged")]
+    + [(0, {"debris": ["m/.booster-tmp-0"]}), (0, {"found_next": "before"}), (0, {"found_next": "names m/x"})],
+    ids=repr,
+)
+def test_the_judge_passes_no_mistake(rank, change):
+    """pytorch 191391, garnet 2145: an error in a thread is not heard of, and the save reports success."""
+    operations = [["create", "rename_new"], ["write"] * 4]
+    assert not wrong_with(FAULT, operations, [GOOD, GOOD])
+    outcomes = [GOOD, GOOD]
+    outcomes[rank] = replace(GOOD, **change)
+    assert wrong_with(FAULT, operations, outcomes)
+
+
+class _FullAt(UnsyncedStorage):
+    """The disk is full when a thread other than the main one writes."""
+
+    def __init__(self, rank):
+        self.is_here = dist.get_rank() == rank
+        self.num_failed = 0
+
+    def write_at(self, file, data, offset):
+        if self.is_here and threading.current_thread() is not threading.main_thread():
+            self.num_failed += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.path))
+        super().write_at(file, data, offset)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("use_async", [False, True])
+def test_dcp_191391_worker_thread_enospc(tmp_path, rank, use_async):
+    """DCP's save returns, its metadata is written, and the load dies with a KeyError."""
+    storage = _FullAt(rank)
+    io = GeneralCheckpointIO(storage=storage)
+    model = ModelWrapper(nn.Linear(3000, 3000), is_primary=dist.get_rank() == 0)  # more than two blocks: threads
+    with pytest.raises(CheckpointError, match=f"rank {rank}|No space left") as caught:
+        io.save_model(model, tmp_path / "m", shard=True, use_async=use_async)
+        io.wait()
+    assert "No space left on device" in str(caught.value)
+    assert (storage.num_failed > 0) is (dist.get_rank() == rank)
+    dist.barrier()
+    assert names_below(tmp_path) == []
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", ["directory", "file"])
+def test_a_limit_on_the_size_of_files(tmp_path, rank, case):
+    """The system itself refuses the bytes, on one rank."""
+    save(tmp_path, OLD, case)
+    before, names = resource.getrlimit(resource.RLIMIT_FSIZE), names_below(tmp_path)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4100, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save(tmp_path, NEW, case)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    dist.barrier()
+    assert names_below(tmp_path) == names
+    assert read(tmp_path, case) == "old"
+    save(tmp_path, NEW, case)
+    assert read(tmp_path, case) == "new"
+
+
+@distributed(world_size=2)
+def test_a_directory_that_may_not_be_written(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("the superuser may write everywhere")
+    if dist.get_rank() == 0:
+        tmp_path.chmod(0o500)
+    dist.barrier()
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            save(tmp_path, NEW)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            tmp_path.chmod(0o700)
+    assert names_below(tmp_path) == []
+
+
+class _SmallDisk(UnsyncedStorage):
+    """A disk of a certain size."""
+
+    def __init__(self, root, num_bytes):
+        self.root, self.num_bytes = root, num_bytes
+
+    def free_bytes(self, path):
+        used = sum(file.stat().st_size for file in self.root.rglob("*") if file.is_file())
+        return self.num_bytes - used
+
+
+@distributed(world_size=2)
+def test_room_is_looked_for_before_anything_is_written(tmp_path):
+    model = ModelWrapper(nn.Linear(500, 500), is_primary=dist.get_rank() == 0)
+    with pytest.raises(CheckpointError, match="are free there") as caught:
+        GeneralCheckpointIO(storage=_SmallDisk(tmp_path, 1000)).save_model(model, tmp_path / "m", shard=True)
+    assert names_below(tmp_path) == []
+    dist.barrier()
+    GeneralCheckpointIO().save_model(model, tmp_path / "m", shard=True)
+    needed = int(re.search(r"needs (\d+) bytes", str(caught.value))[1])
+    written = sum(file.stat().st_size for file in (tmp_path / "m").iterdir())
+    assert needed == pytest.approx(written, rel=0.01)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("left", [".m.tmp-", "m/.booster-tmp-"])
+def test_what_a_dead_save_left_takes_no_room_from_the_next(tmp_path, left):
+    """Else a disk with room for two checkpoints would stay full for ever."""
+    if dist.get_rank() == 0:
+        debris = tmp_path / (left + "0" * 32)
+        debris.mkdir(parents=True)
+        (debris / "model.safetensors").write_bytes(bytes(150_000))
+    dist.barrier()
+    save(tmp_path, NEW, storage=_SmallDisk(tmp_path, 160_000))
+    assert read(tmp_path) == "new"
+    assert not [name for name in names_below(tmp_path) if "tmp-" in name]
