@@ -21,7 +21,7 @@ from booster.checkpoint_io.tensor_files import GROUPS_KEY
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 
-__all__ = ["Component", "PlannedComponent", "check_storable"]
+__all__ = ["Component", "Images", "PlannedComponent", "check_storable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,9 @@ class Component:
     parameter_names: frozenset[str] | None = None
 
 
+Images = dict[int, FileImage]
+
+
 class PlannedComponent:
     """A component and its plan.
 
@@ -60,14 +63,20 @@ class PlannedComponent:
         component: What is asked for.
         plan: Which tensor goes where.
         single_name: The file's name where the component is not sharded.
+        images: Tensor files as they are before their data, of an earlier save by the same plan; filled here.
     """
 
-    def __init__(self, component: Component, plan: SavePlan, single_name: str) -> None:
+    def __init__(self, component: Component, plan: SavePlan, single_name: str, images: Images) -> None:
         self.component = component
         self.plan = plan
         self._single_name = single_name
-        self._images: dict[int, FileImage] = {}
+        self._images = images
         self._ranges: dict[int, list[WriteRange]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensor files."""
+        return sum(self.image(index).num_bytes for index in range(len(self.plan.files)))
 
     def path_of(self, directory: Path, index: int) -> Path:
         """Returns where a tensor file goes."""

@@ -7,9 +7,10 @@ import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
-from booster.comm import gather_distinct, group_rank, group_size, raise_on_all_ranks
+from booster.comm import all_gather_equal, gather_distinct, group_rank, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, CheckpointError
 
 __all__ = ["Ranks", "as_checkpoint_error"]
@@ -23,11 +24,14 @@ class Ranks:
     Args:
         group: The ranks that call together; None: the world, or this process alone where nothing was launched.
         host: Name of the machine that this rank runs on; None: asked of the system.
+
+    Attributes:
+        host: The same on ranks of the same machine alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, host: str | None = None) -> None:
         self.group = group
-        self._host = f"{socket.gethostname()}/{uuid.getnode():x}" if host is None else host
+        self.host = f"{socket.gethostname()}/{uuid.getnode():x}" if host is None else host
 
     @property
     def rank(self) -> int:
@@ -64,9 +68,10 @@ class Ranks:
         """Returns the different payloads of all ranks, and for every rank which of them is its own. Collective."""
         return gather_distinct(payload, self.group)
 
-    def hosts(self) -> list[int]:
-        """Returns for every rank a number that ranks on the same machine share. Collective."""
-        return self.gather(self._host.encode())[1]
+    def gather_equal(self, payload: bytes) -> list[bytes]:
+        """Returns the payloads of all ranks, which have the same length, by rank. Collective."""
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return [bytes(row.numpy()) for row in all_gather_equal(mine, self.group).view(self.size, -1)]
 
 
 def as_checkpoint_error(error: Exception, doing: str) -> Exception:

@@ -7,21 +7,20 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from booster.checkpoint_io.async_saves import AsyncSaves
 from booster.checkpoint_io.async_staging import Arena, stage_slices
 from booster.checkpoint_io.commit import Transaction
-from booster.checkpoint_io.component import Component, PlannedComponent, check_storable
+from booster.checkpoint_io.component import PlannedComponent
 from booster.checkpoint_io.manifest import DocumentRecord, Manifest
-from booster.checkpoint_io.plan import WriteRange, plan_save
+from booster.checkpoint_io.plan import WriteRange
+from booster.checkpoint_io.planner import Planner
 from booster.checkpoint_io.range_writer import write_ranges
 from booster.checkpoint_io.ranks import Ranks, as_checkpoint_error
 from booster.checkpoint_io.relay import Relay
 from booster.checkpoint_io.save_request import SaveRequest
-from booster.checkpoint_io.slice_table import SliceTable
 from booster.checkpoint_io.storage import Storage
-from booster.comm import ErrorBarrier, new_cpu_group, require_same_on_all_ranks
+from booster.comm import ErrorBarrier, new_cpu_group
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 
@@ -41,6 +40,7 @@ class Saver:
         self._ranks = ranks
         self._storage = storage
         self._timeout_seconds = timeout_seconds
+        self._planner = Planner(ranks, storage)
         self._async = AsyncSaves(ranks)
         self._relay: Relay | None = None
 
@@ -54,12 +54,12 @@ class Saver:
             DesyncError: The ranks were asked for different saves.
         """
         self._async.raise_failures()
-        self._check_same(request)
-        hosts = self._ranks.hosts()
-        planned = [self._plan(component, request, hosts) for component in request.components]
-        self._check_space(planned, request)
-        barrier = ErrorBarrier(self._ranks.group, name=self._new_name(), timeout_seconds=self._timeout_seconds)
-        relay = self._relay_for(hosts)
+        agenda = self._planner.plan(request)
+        planned = agenda.components
+        barrier = ErrorBarrier(
+            self._ranks.group, name=f"checkpoint/{agenda.name}", timeout_seconds=self._timeout_seconds
+        )
+        relay = self._relay_for(agenda.host_of_rank)
         slices = [one.component.slices for one in planned]
         if not use_async:
             _Writing(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
@@ -83,64 +83,12 @@ class Saver:
         """Raises what went wrong in the background since the last call. Collective."""
         self._async.raise_failures()
 
-    def _check_same(self, request: SaveRequest) -> None:
-        facts = [f"{request.doing} to {request.target}", f"is_directory={request.is_directory}"]
-        facts += [
-            f"{one.kind.name} {one.folder}/{one.names} of at most {one.max_shard_bytes} bytes a file"
-            for one in request.components
-        ]
-        require_same_on_all_ranks("what they save", facts, self._ranks.group)
-
-    def _plan(self, component: Component, request: SaveRequest, hosts: Sequence[int]) -> PlannedComponent:
-        def table() -> bytes:
-            check_storable(component.slices)
-            return SliceTable.of(component.slices).encode()
-
-        tables, table_of_rank = self._ranks.gather(self._ranks.agree(table, request.doing))
-
-        def planned() -> PlannedComponent:
-            plan = plan_save(
-                [SliceTable.decode(raw) for raw in tables],
-                table_of_rank,
-                component.names,
-                max_shard_bytes=component.max_shard_bytes,
-                is_sharded=component.is_sharded,
-                always_index=component.always_index,
-                host_of_rank=hosts,
-            )
-            one = PlannedComponent(component, plan, request.target.name)
-            for index in range(len(plan.files)):  # a name or format that the files have no place for shows up here
-                one.image(index)
-            return one
-
-        return self._ranks.agree(planned, request.doing)
-
-    def _check_space(self, planned: Sequence[PlannedComponent], request: SaveRequest) -> None:
-        needed = sum(one.image(index).num_bytes for one in planned for index in range(len(one.plan.files)))
-
-        def check() -> None:
-            free = self._storage.free_bytes(request.target) if self._ranks.rank == 0 else needed
-            if free < needed:  # a dead save may have left as much as this one needs
-                request.transaction(self._storage).clear_leftovers()
-                free = self._storage.free_bytes(request.target)
-            if free < needed:
-                raise CheckpointError(
-                    f"{request.doing} to {request.target} needs {needed} bytes, and {free} are free there: free some,"
-                    " or save elsewhere"
-                )
-
-        self._ranks.agree(check, request.doing)
-
     def _relay_for(self, hosts: Sequence[int]) -> Relay | None:
         if len(set(hosts)) == 1:
             return None
         if self._relay is None:
             self._relay = Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
         return self._relay
-
-    def _new_name(self) -> str:
-        names, _ = self._ranks.gather(uuid4().bytes)
-        return f"checkpoint/{names[0].hex()}"
 
     def _staged(self, one: PlannedComponent, arena: Arena) -> Sequence[TensorSlice]:
         return stage_slices(one.plan.ranges_owned_by(self._ranks.rank), one.component.slices, arena)

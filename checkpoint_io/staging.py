@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 __all__ = ["PAGE_BYTES", "STAGING", "StagingBuffers", "host_memory"]
 
 PAGE_BYTES = 4096  # writing past the page cache wants memory, offset and length in multiples of this
+_HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class StagingBuffers:
@@ -56,7 +57,8 @@ class _Buffer:
     def ready(self, num_bytes: int, is_pinned: bool) -> torch.Tensor:
         if self._memory is None or (is_pinned and not self._is_pinned):
             self._memory = None  # before the new memory, so that there is never both
-            self._memory, self._is_pinned = host_memory(num_bytes, is_pinned=is_pinned), is_pinned
+            self._memory = host_memory(num_bytes, is_pinned=True) if is_pinned else _huge_pages(num_bytes)
+            self._is_pinned = is_pinned
         return self._memory
 
 
@@ -72,11 +74,25 @@ def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
             whole = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:  # an accelerator without such memory, or no more of it: copies are slower, and correct
             return host_memory(num_bytes, is_pinned=False)
-        offset = -whole.data_ptr() % PAGE_BYTES
-        return whole[offset : offset + num_bytes]
+        return _aligned(whole, PAGE_BYTES, num_bytes)
+    # Shared with processes that are forked off: private memory would be copied at the next write after a fork.
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
-# Four threads keep the disk busy while some of them copy. Smaller buffers would do on an idle machine; large ones hide
-# that a thread has to wait for a core.
-STAGING = StagingBuffers(count=4, num_bytes=16 * 2**20)
+def _huge_pages(num_bytes: int) -> torch.Tensor:
+    """Returns new bytes in pages so large that one transfer to the disk takes few of them."""
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them: small ones do as well
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return _aligned(torch.frombuffer(memory, dtype=torch.uint8), _HUGE_PAGE_BYTES, num_bytes)
+
+
+def _aligned(memory: torch.Tensor, alignment: int, num_bytes: int) -> torch.Tensor:
+    offset = -memory.data_ptr() % alignment
+    return memory[offset : offset + num_bytes]
+
+
+# Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; more of it
+# hides that a thread has to wait for a core.
+STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)
