@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os import PathLike, fspath
+import os
 from pathlib import Path
 
 from booster.checkpoint_io.layout import BIN_SUFFIXES, SAFETENSORS_SUFFIXES, FileNames, Kind, is_valid_prefix
@@ -28,7 +28,7 @@ class Destination:
 
     def __init__(
         self,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         kind: Kind,
         shard: bool,
         prefix: str | None,
@@ -39,22 +39,20 @@ class Destination:
         if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
             raise ConfigError(f"size_per_shard={size_per_shard!r} is no size in MB: give a whole number from 1 on")
         _check_prefix(prefix, shard)
-        if shard:
-            _check_directory(self.path)
-        else:
-            _check_file(self.path, use_safetensors)
+        if not shard:
+            _check_suffix(self.path, use_safetensors)
         self.is_sharded = shard
         self.max_shard_bytes = size_per_shard * MEGABYTE
         self.names: FileNames = kind.names(is_safetensors=use_safetensors, prefix=prefix)
 
 
-def as_path(checkpoint: str | PathLike[str]) -> Path:
+def as_path(checkpoint: str | os.PathLike[str]) -> Path:
     """Returns the path that the user gave.
 
     Raises:
         ConfigError: It is empty.
     """
-    text = fspath(checkpoint)
+    text = os.fspath(checkpoint)
     if not text:
         raise ConfigError("the checkpoint's path is empty: give a file or a directory")
     return Path(text)
@@ -74,17 +72,8 @@ def _check_prefix(prefix: str | None, shard: bool) -> None:
         )
 
 
-def _check_directory(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path} is a file, and shard=True writes a directory: give another path, or shard=False")
-
-
-def _check_file(path: Path, use_safetensors: bool) -> None:
+def _check_suffix(path: Path, use_safetensors: bool) -> None:
     allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if use_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
-    if path.is_dir():
-        raise ConfigError(
-            f"{path} is a directory, and shard=False writes one file: give a file name, or pass shard=True"
-        )
     if path.suffix in allowed:
         return
     flag = f"pass use_safetensors={not use_safetensors}, " if path.suffix in other else ""

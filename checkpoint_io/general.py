@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def save_model(
         self,
         model: ModelWrapper,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         shard: bool = False,
         prefix: str | None = None,
@@ -89,7 +89,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def load_model(
         self,
         model: ModelWrapper,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         strict: bool = True,
         verify: str = "checksums",
@@ -103,7 +103,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def save_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         shard: bool = False,
         prefix: str | None = None,
@@ -127,7 +127,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def load_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         verify: str = "checksums",
     ) -> None:
@@ -138,7 +138,7 @@ class GeneralCheckpointIO(CheckpointIO):
         with Loader(self.ranks, self.storage, verify) as loader:
             load_all([OptimizerLoad(loader, wrapped, path)])
 
-    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Writes the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.
 
         Raises:
@@ -154,7 +154,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
         self.ranks.agree(write, f"saving the LR scheduler to {path}")
 
-    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Takes over the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
 
         Raises:
@@ -164,7 +164,7 @@ class GeneralCheckpointIO(CheckpointIO):
         path = as_path(checkpoint)
 
         def read() -> dict[str, Any]:
-            if path.is_dir():
+            if self.storage.kind(path) == "directory":
                 raise ConfigError(f"{path} is a directory, and an LR scheduler is one file: give the file")
             raw = self.storage.read_file(path, max_bytes=MAX_JSON_BYTES)
             return scheduler_state(json_values.loads(raw, str(path)), lr_scheduler, path)
@@ -174,7 +174,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def save_training_state(
         self,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         parts: TrainingParts,
         *,
         extra: Any = None,
@@ -186,7 +186,12 @@ class GeneralCheckpointIO(CheckpointIO):
         self._training_state.save(checkpoint, parts, extra=extra, facts=facts, options=options, use_async=use_async)
 
     def load_training_state(
-        self, checkpoint: str | PathLike[str], parts: TrainingParts, *, strict: bool = True, verify: str = "checksums"
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
     ) -> Any:
         """Fills the parts of a training run and returns `extra`; see `TrainingStateIO.load`. Collective."""
         return self._training_state.load(checkpoint, parts, strict=strict, verify=verify)
@@ -208,8 +213,6 @@ class GeneralCheckpointIO(CheckpointIO):
         self.saver.save(request, use_async=use_async)
 
     def _write_document(self, path: Path, content: bytes) -> None:
-        if path.is_dir():
-            raise ConfigError(f"{path} is a directory, and one file is to be written: give a file name")
         transaction = Transaction(self.storage, path, is_directory=False)
         try:
             self.storage.write_file(transaction.begin() / path.name, content)

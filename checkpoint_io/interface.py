@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -28,7 +28,7 @@ class CheckpointIO(ABC):
     def save_model(
         self,
         model: ModelWrapper,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         shard: bool = False,
         prefix: str | None = None,
@@ -58,7 +58,7 @@ class CheckpointIO(ABC):
     def load_model(
         self,
         model: ModelWrapper,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         strict: bool = True,
         verify: str = "checksums",
@@ -80,7 +80,7 @@ class CheckpointIO(ABC):
     def save_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         shard: bool = False,
         prefix: str | None = None,
@@ -90,32 +90,32 @@ class CheckpointIO(ABC):
     ) -> None:
         """Writes the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`.
 
-        A plain torch optimizer is taken too: its parameters are named as in `torch.optim.AdamW(model.named_parameters())`,
-        or numbered as in its own `state_dict`.
+        A plain torch optimizer is taken too: its parameters have the names that it was built with, as in
+        `torch.optim.AdamW(model.named_parameters())`, or are numbered as in its own `state_dict`.
         """
 
     @abstractmethod
     def load_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         *,
         verify: str = "checksums",
     ) -> None:
         """Fills the optimizer from what `save_optimizer` wrote; see `load_model`."""
 
     @abstractmethod
-    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Writes the scheduler's state to one JSON file."""
 
     @abstractmethod
-    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Takes over what `save_lr_scheduler` wrote."""
 
     @abstractmethod
     def save_training_state(
         self,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         parts: TrainingParts,
         *,
         extra: Any = None,
@@ -136,7 +136,12 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def load_training_state(
-        self, checkpoint: str | PathLike[str], parts: TrainingParts, *, strict: bool = True, verify: str = "checksums"
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        strict: bool = True,
+        verify: str = "checksums",
     ) -> Any:
         """Fills the parts from what `save_training_state` wrote and returns `extra`; see `load_model`."""
 

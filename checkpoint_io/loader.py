@@ -19,6 +19,7 @@ from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.reader import Checkpoint, open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.verification import verify_ranges
+from booster.comm import require_same_on_all_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 
@@ -80,7 +81,10 @@ class Loader:
             stored = open_checkpoint(self.storage, path, kind, patience_seconds=patience, requires_manifest=is_required)
             return self._open.enter_context(stored)
 
-        return self.ranks.agree_rank_zero_first(opened, f"loading the {kind.name} from {path}")
+        stored = self.ranks.agree_rank_zero_first(opened, f"loading the {kind.name} from {path}")
+        # A save in between would show some ranks the old checkpoint and some the new, each of them whole.
+        require_same_on_all_ranks(f"the {kind.name} that they found at {path}", [stored.identity], self.ranks.group)
+        return stored
 
     def verify(self, stored: Checkpoint) -> None:
         """Reads everything that has a checksum, every rank a part of it. Collective.

@@ -50,6 +50,7 @@ def verify_part(storage: Storage, part: Part) -> VerifiedPart:
         if part.kind == OPTIMIZER and stored.groups is not None:
             parse_values(stored.groups, stored.specs, str(stored.path))
         is_recorded = has_checksums(stored)
+        stored.check_documents()
         verify_ranges(stored, 0, 1)
         return VerifiedPart(
             num_files=len(stored.files),

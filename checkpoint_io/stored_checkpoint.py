@@ -64,6 +64,14 @@ class Checkpoint:
             self.specs.update(file.specs)
             self._file_of.update(dict.fromkeys(file.specs, file))
 
+    @property
+    def identity(self) -> str:
+        """A text that is another one for another save, as far as the files that were opened tell."""
+        heads = [
+            (file.path.name, file.num_bytes, getattr(self.record_of(file), "head_crc32", 0)) for file in self.files
+        ]
+        return f"{zlib.crc32(self._raw_manifest):08x} {sorted(heads)}"
+
     def locate(self, name: str) -> tuple[OpenFile, int] | None:
         """Returns the file and the offset of a tensor's bytes; None where only `read` gives them, as in `.bin`."""
         return self._file_of[name].locate(name)

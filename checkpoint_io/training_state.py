@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class TrainingStateIO:
 
     def save(
         self,
-        checkpoint: str | PathLike[str],
+        checkpoint: str | os.PathLike[str],
         parts: TrainingParts,
         *,
         extra: Any = None,
@@ -94,7 +94,7 @@ class TrainingStateIO:
         )
         self._saver.save(request, use_async=use_async)
 
-    def load(self, checkpoint: str | PathLike[str], parts: TrainingParts, *, strict: bool, verify: str) -> Any:
+    def load(self, checkpoint: str | os.PathLike[str], parts: TrainingParts, *, strict: bool, verify: str) -> Any:
         """Fills the parts from a directory, or from the latest whole step below it; returns `extra`. Collective.
 
         Args:

@@ -145,6 +145,15 @@ class _Versions:
         return 10 + (self._number + more) % _MAX_VERSIONS
 
 
+def all_wrong_with(faults, operations, outcomes_by_rank):
+    """Returns what is wrong with what the ranks saw of saves with faults, as texts that name the fault."""
+    return [
+        f"{fault} at {operations[fault.rank][fault.at]}: {text}"
+        for fault, outcomes in zip(faults, zip(*outcomes_by_rank, strict=True), strict=True)
+        for text in wrong_with(fault, operations, outcomes)
+    ]
+
+
 def wrong_with(fault, operations, outcomes):
     """Returns what is wrong with what the ranks saw of a save with a fault, as texts.
 

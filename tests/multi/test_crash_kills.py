@@ -6,69 +6,123 @@ import os
 import random
 import signal
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
-from harness import RanksFailed
+from fault_cases import all_wrong_with, faults_at_every_operation, operations_of, quick_groups, saves_with_faults
+from harness import RanksFailed, run_ranks
 from harness.messages import pack_arguments
 from harness.pool import RankPool
 from harness.reference import reference_to
 from save_cases import names_below, read, save
 
-FIRST = 11
-MAX_SECONDS = 0.25  # time for a few saves
-TIMEOUT = 30
+FIRST = 11  # the version that is saved first
+MAX_SECONDS = 0.3  # time for some saves
+TIMEOUT = 60
 
 
-def save_until_killed(root, progress, case, kill, use_async):
-    """Saves one version after the other, and notes the last that was done, until the kill comes."""
-    if dist.get_rank() in kill["ranks"]:
-        threading.Timer(kill["after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
-    version = FIRST
-    while True:
-        save(root, version, case, use_async=use_async)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            progress.write_text(f"{version:8}")  # one write of the same length: never seen in part
-        version += 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Which ranks of how many are killed, when, and in which kind of save."""
+
+    ranks: tuple[int, ...]
+    num_ranks: int
+    after_seconds: float
+    case: str
+    use_async: bool
 
 
-def killed_save(tmp_path, seed):
-    """Returns what is wrong with what a killed job left, or None."""
+def random_kill(seed):
+    """Returns a kill by its seed."""
     rng = random.Random(seed)
-    case = rng.choice(["directory", "one shard", "file", "bin directory"])
-    num_ranks = 2
-    ranks = rng.choice([[0], [1], [0, 1]])
-    kill = {"ranks": ranks, "after": rng.uniform(0, MAX_SECONDS)}
+    num_ranks = rng.choice([2, 2, 2, 4])
+    return Kill(
+        ranks=rng.choice([(0,), (1,), tuple(range(num_ranks))]),
+        num_ranks=num_ranks,
+        after_seconds=rng.uniform(0, MAX_SECONDS),
+        case=rng.choice(["directory", "one shard", "file", "bin directory"]),
+        use_async=rng.random() < 0.3,
+    )
+
+
+def save_until_killed(root, progress, kill):
+    """Saves one version after the other, and notes the last that was done, until the kill comes."""
+    with quick_groups() as (group, _):
+        save(root / "warm", 1, kill.case, group=group)
+        dist.barrier(group)
+        if dist.get_rank() in kill.ranks:
+            threading.Timer(kill.after_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        version = FIRST
+        while True:
+            save(root, version, kill.case, use_async=kill.use_async, group=group)
+            dist.barrier(group)
+            if dist.get_rank() == 0:
+                progress.write_text(f"{version:8}")  # always as long: never seen in part
+            version += 1
+
+
+def what_a_kill_leaves(tmp_path, seed):
+    """Kills a job while it saves; returns how many saves were done, and what is wrong with what it left, or None."""
+    kill = random_kill(seed)
     root, progress = tmp_path / f"root-{seed}", tmp_path / f"progress-{seed}"
-    root.mkdir()
-    pool = RankPool(num_ranks, aftermath_seconds=0.1)
-    arguments = pack_arguments((root, progress, case, kill, rng.random() < 0.3), {})
+    (root / "warm").mkdir(parents=True)
+    pool = RankPool(kill.num_ranks, aftermath_seconds=0.1)
     with pytest.raises(RanksFailed, match="SIGKILL"):
-        pool.run(reference_to(save_until_killed), arguments, TIMEOUT)
-    done = int(progress.read_text()) if progress.exists() else None
-    found = read(root, case)
-    allowed = {"nothing", str(FIRST)} if done is None else {str(done), str(done + 1)}
+        pool.run(reference_to(save_until_killed), pack_arguments((root, progress, kill), {}), TIMEOUT)
+    done = int(progress.read_text()) if progress.exists() and progress.read_text() else FIRST - 1
+    found = read(root, kill.case)
+    allowed = {str(done) if done >= FIRST else "nothing", str(done + 1)}
     if found not in allowed:
-        return f"{case}, {kill}: {found} instead of one of {allowed}"
-    save(root, 1, case)
-    clean = tmp_path / f"clean-{seed}"
-    clean.mkdir()
-    save(clean, 1, case)
-    left_over = set(names_below(root)) ^ set(names_below(clean))
-    if read(root, case) != "old" or left_over:
-        return f"{case}, {kill}: the next save leaves {left_over} and {read(root, case)}"
-    return None
+        return done, f"{kill}: {found} instead of one of {allowed}"
+    save(root, 1, kill.case)
+    save(root / "clean", 1, kill.case)
+    names = names_below(root)
+    clean = {name for name in names if name.startswith("clean")}
+    expected = {name.removeprefix("clean/") for name in clean} | {"clean", "warm"}
+    left_over = [name for name in names if name not in clean | expected and not name.startswith("warm/")]
+    found = read(root, kill.case)
+    return done, f"{kill}: the next save leaves {left_over} and {found}" if left_over or found != "old" else None
 
 
-@pytest.mark.parametrize("first_seed", range(0, 25, 5))
-def test_ranks_killed_at_any_time(tmp_path, first_seed):
-    wrong = {seed: killed_save(tmp_path, seed) for seed in range(first_seed, first_seed + 5)}
-    assert not any(wrong.values()), {seed: text for seed, text in wrong.items() if text}
+def check_kills(tmp_path, seeds):
+    """Checks what each kill leaves; returns how many saves were done before each."""
+    found = {seed: what_a_kill_leaves(tmp_path, seed) for seed in seeds}
+    assert not any(wrong for _, wrong in found.values()), {seed: wrong for seed, (_, wrong) in found.items() if wrong}
+    return [done + 1 - FIRST for done, _ in found.values()]
+
+
+def test_ranks_killed_at_any_time(tmp_path):
+    num_saves = check_kills(tmp_path, range(25))
+    print(num_saves, "saves were done before the kills")
+    assert sum(num > 0 for num in num_saves) >= 5  # over an older checkpoint
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(1000, 1500, 50))
 def test_ranks_killed_at_any_time_500(tmp_path, first_seed):
-    wrong = {seed: killed_save(tmp_path, seed) for seed in range(first_seed, first_seed + 50)}
-    assert not any(wrong.values()), {seed: text for seed, text in wrong.items() if text}
+    check_kills(tmp_path, range(first_seed, first_seed + 50))
+
+
+# Disks that fail under four ranks, every byte of whose saves is waited for.
+
+
+def check_faults(tmp_path, case, use_async, num_faults, seed):
+    """Checks a number of random faults."""
+    operations = run_ranks(operations_of, 4, tmp_path, case, use_async)
+    faults = random.Random(seed).sample(faults_at_every_operation(operations), num_faults)
+    by_rank = run_ranks(saves_with_faults, 4, tmp_path / "saves", case, faults, use_async, syncs=True, timeout=300)
+    wrong = all_wrong_with(faults, operations, by_rank)
+    assert not wrong, f"{len(wrong)} in {num_faults} faults, seed {seed}:\n" + "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize(("case", "use_async"), [("directory", False), ("file", True)])
+def test_random_faults_of_disks_under_four_ranks(tmp_path, case, use_async):
+    check_faults(tmp_path, case, use_async, 25, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("case", ["directory", "bin directory"])
+def test_200_random_faults_of_disks_under_four_ranks(tmp_path, case, use_async):
+    check_faults(tmp_path, case, use_async, 50, 1)
