@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import stat
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from booster.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
@@ -109,14 +110,16 @@ class Storage:
         """Gives a file its size, and the disk space for it where the file system can: so a full disk shows up here."""
         if num_bytes > 0:
             _reserve(file, num_bytes)
-        os.ftruncate(file.descriptor, num_bytes)
+        with _named(file.path):
+            os.ftruncate(file.descriptor, num_bytes)
 
     def write_at(self, file: OpenFile, data: Buffer, offset: int) -> None:
         """Writes all of the data at an offset of the file. Any number of threads may do so at once."""
         rest = _bytes_of(data)
         while len(rest) > 0:
             try:
-                count = self._pwrite(file.descriptor, rest[:_MAX_CALL_BYTES], offset)
+                with _named(file.path):
+                    count = self._pwrite(file.descriptor, rest[:_MAX_CALL_BYTES], offset)
             except InterruptedError:
                 continue
             if count <= 0:
@@ -129,7 +132,8 @@ class Storage:
     def sync(self, file: OpenFile) -> None:
         """Waits until everything written to the file is on the disk."""
         # Not once more after an error: the second call says that all is well, and the pages are lost.
-        os.fsync(file.descriptor)
+        with _named(file.path):
+            os.fsync(file.descriptor)
 
     def close(self, file: OpenFile) -> None:
         """Closes a file; a second call does nothing."""
@@ -139,7 +143,8 @@ class Storage:
         """Waits until a file's content, or a directory's entries, are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
+            with _named(path):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -310,6 +315,17 @@ class Storage:
             file.close()
             raise
         return file
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Puts the file into errors of calls that know a descriptor only."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -112,18 +112,14 @@ def save(root, version, case="directory", *, storage=None, use_async=False, **io
     io.wait()
 
 
-def read(root, case="directory", group=None):
+def read(root, case="directory", group=None, storage=None):
     """Returns the name of the version that is there, "nothing" where no checkpoint is, and else what is wrong."""
-    return read_path(root / SAVES[case][0], group)
-
-
-def read_path(path, group=None):
-    """As `read`, by the path of the checkpoint."""
+    path = root / SAVES[case][0]
     model = ModelWrapper(Net(0))
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     try:
-        GeneralCheckpointIO(group, UnsyncedStorage()).load_model(model, path)
+        GeneralCheckpointIO(group, storage or UnsyncedStorage()).load_model(model, path)
     except CheckpointError as error:
         is_nothing = "does not exist" in str(error) or "holds no model" in str(error)
         return "nothing" if is_nothing else f"error: {error}"

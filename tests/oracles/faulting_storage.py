@@ -71,7 +71,7 @@ class FaultingStorage(Storage):
         super().resize(file, num_bytes)
 
     def _pwrite(self, descriptor, data, offset):
-        hiccup = self._count("write", f"descriptor {descriptor}")
+        hiccup = self._count("write", None)
         if hiccup == "EINTR":
             raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
         if hiccup == "SHORT":
@@ -118,7 +118,8 @@ class FaultingStorage(Storage):
             self.faults.append((number, name))
         if fault.error in HICCUPS:
             return fault.error
-        raise OSError(getattr(errno, fault.error), fault.text, str(path))
+        where = () if path is None else (str(path),)  # the system names no file that it knows by a descriptor
+        raise OSError(getattr(errno, fault.error), fault.text, *where)
 
 
 class UnsyncedStorage(Storage):

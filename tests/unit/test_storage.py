@@ -80,7 +80,6 @@ def test_make_parents_takes_directories_that_another_made_meanwhile(tmp_path):
     assert (tmp_path / "a" / "b").is_dir()
 
 
-
 def test_create_makes_only_new_files_and_follows_no_link(storage, tmp_path):
     with storage.create(tmp_path / "file") as file:
         assert file.path == tmp_path / "file"
@@ -204,6 +203,16 @@ def test_write_at_does_not_turn_in_circles(tmp_path):
 
     with Full().create(tmp_path / "file") as file, pytest.raises(OSError, match="took none"):
         Full().write_at(file, b"abc", 0)
+
+
+@pytest.mark.parametrize("name", ["write_at", "sync", "resize"])
+def test_errors_of_open_files_name_them(storage, tmp_path, name):
+    with storage.create(tmp_path / "file") as file:
+        os.close(file.descriptor)
+        action = {"write_at": (b"x", 0), "sync": (), "resize": (0,)}[name]
+        with pytest.raises(OSError, match=f"Bad file descriptor: '{tmp_path}/file'"):
+            getattr(storage, name)(file, *action)
+        file.descriptor = -1
 
 
 def test_a_full_device_is_an_error(storage):
