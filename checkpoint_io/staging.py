@@ -71,10 +71,9 @@ def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
     """
     if is_pinned:
         try:
-            whole = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)  # whole pages of the driver's
         except RuntimeError:  # an accelerator without such memory, or no more of it: copies are slower, and correct
             return host_memory(num_bytes, is_pinned=False)
-        return _aligned(whole, PAGE_BYTES, num_bytes)
     # Shared with processes that are forked off: private memory would be copied at the next write after a fork.
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
@@ -85,14 +84,11 @@ def _huge_pages(num_bytes: int) -> torch.Tensor:
     if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without them: small ones do as well
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return _aligned(torch.frombuffer(memory, dtype=torch.uint8), _HUGE_PAGE_BYTES, num_bytes)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -whole.data_ptr() % _HUGE_PAGE_BYTES
+    return whole[offset : offset + num_bytes]
 
 
-def _aligned(memory: torch.Tensor, alignment: int, num_bytes: int) -> torch.Tensor:
-    offset = -memory.data_ptr() % alignment
-    return memory[offset : offset + num_bytes]
-
-
-# Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; more of it
-# hides that a thread has to wait for a core.
+# Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; more
+# of it hides that a thread has to wait for a core.
 STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from dataclasses import dataclass
 
 from booster.checkpoint_io.storage import Storage
+from booster.errors import CheckpointError
 
 ERRORS = ("ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES")
 HICCUPS = ("SHORT", "EINTR")  # what writing must bear
@@ -133,10 +135,10 @@ class UnsyncedStorage(Storage):
 
 
 class HidingStorage(UnsyncedStorage):
-    """Shows what others made only after a while, as a network file system does whose attributes lag.
+    """Shows what others made only after a while, as a network file system does that remembers what was not there.
 
     Args:
-        seconds: How long a name that is new stays hidden from questions about it.
+        seconds: How long a name that is new stays hidden from questions about it, and can't be opened for reading.
     """
 
     def __init__(self, seconds):
@@ -149,9 +151,13 @@ class HidingStorage(UnsyncedStorage):
     def kind(self, path):
         return None if self._is_hidden(path) else super().kind(path)
 
-    def _is_hidden(self, path):
-        import time
+    def open_regular(self, path, *, inside=None):
+        if self._is_hidden(path):
+            missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise CheckpointError(f"cannot open {path}: {missing}") from missing
+        return super().open_regular(path, inside=inside)
 
+    def _is_hidden(self, path):
         try:
             is_hidden = time.time() - os.lstat(path).st_ctime < self.seconds
         except OSError:

@@ -45,7 +45,7 @@ def test_an_error_at_every_operation(tmp_path, case, use_async, errors):
 
 FAULT = Fault(rank=1, at=3, error="ENOSPC")
 GOOD = Outcome(
-    error=("CheckpointError", "rank 1 failed at 'writing': No space left on device"),
+    error=("CheckpointError", "rank 1 failed: No space left on device: '/saves/m.safetensors'"),
     seconds=0.1,
     failed=[(3, "write")],
     debris=[],
@@ -54,13 +54,22 @@ GOOD = Outcome(
 )
 SWALLOWED = {"error": None}
 NOT_ALIKE = {"error": ("RankFailedError", GOOD.error[1])}
-UNNAMED = {"error": ("CheckpointError", "No space left on device")}
-WITHOUT_REASON = {"error": ("CheckpointError", "rank 1 failed")}
+UNNAMED = {"error": ("CheckpointError", "No space left on device: '/saves/m.safetensors'")}
+WITHOUT_FILE = {"error": ("CheckpointError", "rank 1 failed: No space left on device")}
+WITHOUT_REASON = {"error": ("CheckpointError", "rank 1 failed: '/saves/m.safetensors'")}
 
 
 @pytest.mark.parametrize(
     ("rank", "change"),
-    [(0, SWALLOWED), (1, SWALLOWED), (0, NOT_ALIKE), (0, UNNAMED), (1, WITHOUT_REASON), (0, {"seconds": 6.0})]
+    [
+        (0, SWALLOWED),
+        (1, SWALLOWED),
+        (0, NOT_ALIKE),
+        (0, UNNAMED),
+        (1, WITHOUT_FILE),
+        (1, WITHOUT_REASON),
+        (0, {"seconds": 6.0}),
+    ]
     + [(0, {"found": found}) for found in ("after", "nothing", "mixture: bias", "error: damaged")]
     + [(0, {"debris": ["m/.booster-tmp-0"]}), (0, {"found_next": "before"}), (0, {"found_next": "names m/x"})],
     ids=repr,
@@ -125,8 +134,8 @@ def test_a_limit_on_the_size_of_files(tmp_path, rank):
             io.save_model(model, tmp_path / "m", shard=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    dist.barrier()  # rank 0 clears up
     assert names_below(tmp_path) == names
-    dist.barrier()
     io.load_model(model, tmp_path / "m")
     assert torch.equal(model.module.weight, expected)
     io.save_model(model, tmp_path / "m", shard=True)
