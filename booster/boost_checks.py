@@ -132,8 +132,8 @@ def require_stateful_loader(dataloader: Any, caller: str) -> Any:
 
 def require_scheduler(lr_scheduler: Any, caller: str) -> Any:
     """Returns the scheduler if it has a state to save, else raises ConfigError."""
-    is_optimizer = isinstance(lr_scheduler, Optimizer)
-    if is_optimizer or not (hasattr(lr_scheduler, "state_dict") and hasattr(lr_scheduler, "load_state_dict")):
+    methods = ("step", "state_dict", "load_state_dict")  # a dataloader that knows its position has no step
+    if isinstance(lr_scheduler, Optimizer) or not all(hasattr(lr_scheduler, method) for method in methods):
         raise ConfigError(
             f"{caller}() was given a {type(lr_scheduler).__name__}, which is no LR scheduler: pass one such as"
             " torch.optim.lr_scheduler.StepLR(optimizer, 1)"

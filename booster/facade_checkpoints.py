@@ -84,6 +84,7 @@ class CheckpointMethods:
             CheckpointError: A value of `extra` or of a state that is no plain value, named by its key; or writing
                 failed on some rank. What was on disk is as it was.
         """
+        _check_path(path, "save")
         self._checkpoint_io.save_training_state(
             path,
             self._parts("save", model, optimizer, lr_scheduler, dataloader),
@@ -133,6 +134,7 @@ class CheckpointMethods:
             CheckpointError: Something that was asked for is missing or does not fit, or files are damaged. Nothing was
                 changed.
         """
+        _check_path(path, "load")
         parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
         return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify)
 
@@ -241,6 +243,14 @@ class CheckpointMethods:
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Takes over what `save_lr_scheduler` wrote. Collective."""
         self._checkpoint_io.load_lr_scheduler(require_scheduler(lr_scheduler, "load_lr_scheduler"), checkpoint)
+
+
+def _check_path(path: Any, caller: str) -> None:
+    if not isinstance(path, (str, PathLike)):
+        raise ConfigError(
+            f"{caller}() was given a {type(path).__name__} as its path: the directory comes first, as in"
+            f" {caller}('runs/a', model, optimizer)"
+        )
 
 
 def _by_name(given: Any, require: Callable[[Any, str], Any], caller: str) -> dict[str, Any]:

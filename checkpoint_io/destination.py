@@ -76,8 +76,12 @@ def _check_suffix(path: Path, use_safetensors: bool) -> None:
     allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if use_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
     if path.suffix in allowed:
         return
-    flag = f"pass use_safetensors={not use_safetensors}, " if path.suffix in other else ""
+    if path.suffix not in other:
+        raise ConfigError(
+            f"{path} ends in {path.suffix!r}, and shard=False, the default, writes one file: pass shard=True to write a"
+            f" directory, or give a name that ends in {' or '.join(allowed)}"
+        )
     raise ConfigError(
-        f"{path} ends in {path.suffix!r}, and use_safetensors={use_safetensors} writes another format: {flag}give a"
-        f" name that ends in {' or '.join(allowed)}"
+        f"{path} ends in {path.suffix!r}, and use_safetensors={use_safetensors} writes another format: pass"
+        f" use_safetensors={not use_safetensors}, or give a name that ends in {' or '.join(allowed)}"
     )

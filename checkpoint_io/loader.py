@@ -22,6 +22,7 @@ from booster.checkpoint_io.verification import verify_ranges
 from booster.comm import require_same_on_all_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
+from booster.logger import get_dist_logger
 
 __all__ = ["VERIFY", "Load", "Loader", "ModelLoad", "OptimizerLoad", "load_all"]
 
@@ -74,6 +75,8 @@ class Loader:
 
     def open(self, path: Path, kind: Kind) -> Checkpoint:
         """Returns a checkpoint whose structure was checked; it stays open until the loader is left. Collective."""
+
+        require_same_on_all_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
         def opened() -> Checkpoint:
             patience = 0.0 if self.ranks.rank == 0 else _PATIENCE_SECONDS
@@ -140,6 +143,8 @@ class ModelLoad:
         matched = ranks.agree(match, self._doing)
         if self._strict:
             ranks.agree(lambda: _check_duplicates(stored, matched), self._doing)
+        elif ranks.rank == 0 and matched.listing():
+            get_dist_logger().warning(f"{self._doing} with strict=False leaves out:{matched.listing()}")
         loader.verify(stored)
         self._pairs = [(matched.sources[part.name], part) for part in slices if part.name in matched.sources]
 

@@ -46,11 +46,12 @@ class Match:
         wants_any = bool(self.missing or self.differing)
         if strict and (wants_any or self.unexpected):
             advice = "Load it into the model that it was saved from, or pass strict=False to load only what fits"
-            raise CheckpointError(f"{where} does not fit the model, nothing was loaded:{self._listing()}\n{advice}")
+            raise CheckpointError(f"{where} does not fit the model, nothing was loaded:{self.listing()}\n{advice}")
         if not self.sources and (wants_any or self.unexpected):
-            raise CheckpointError(f"no tensor of {where} fits the model, nothing was loaded:{self._listing()}")
+            raise CheckpointError(f"no tensor of {where} fits the model, nothing was loaded:{self.listing()}")
 
-    def _listing(self) -> str:
+    def listing(self) -> str:
+        """Returns lines with all that does not fit; empty where everything does."""
         parts = {
             "missing in the checkpoint": self.missing,
             "not in the model": self.unexpected,

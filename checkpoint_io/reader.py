@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -237,9 +238,11 @@ def _find_owner(directory: DirectoryReader, kind: Kind) -> FileNames:
         )
     plain = kind.names(is_safetensors=True)
     others = [name for name in names if name.endswith((*SINGLE_FILE_SUFFIXES, ".json"))]
+    steps = [name for name in names if re.fullmatch(r"step-\d{8,}", name)]
+    advice = f"It has folders of steps: give one, such as {directory.path / steps[-1]}" if steps else "Check the path"
     raise CheckpointError(
         f"{directory.path} holds no {kind.name} checkpoint: neither {plain.index} nor {plain.single} nor their .bin"
-        f" forms are there, only {listed(others)}. Give the file itself"
+        f" forms are there, only {listed(others)}. {advice}"
     ) from _not_there(str(directory.path))
 
 

@@ -18,6 +18,7 @@ __all__ = ["TRAINING_STATE", "TRAINING_STATE_MANIFEST", "StepFolders", "WholeSte
 TRAINING_STATE = "training_state.json"
 TRAINING_STATE_MANIFEST = "training_state.manifest.json"
 LATEST = "latest"
+_MAX_LOOKS = 20
 _STEP = re.compile(r"step-(\d{8,})")
 
 # Note [Sequence]
@@ -83,8 +84,14 @@ class StepFolders:
         Raises:
             CheckpointError: The record of one is damaged, so that it may be the latest or not.
         """
-        found = self._whole([self._root]) + self.steps()
-        return max(found, key=lambda step: step.sequence, default=None)
+        for _ in range(_MAX_LOOKS):
+            names = self._names()
+            found = self._whole([self._root]) + self.steps()
+            if found:
+                return max(found, key=lambda step: step.sequence)
+            if names == self._names():
+                break  # else all that were listed may have gone since, because newer ones came
+        return None
 
     def next_sequence(self) -> int:
         """Returns the number for the next save; damaged steps do not count."""

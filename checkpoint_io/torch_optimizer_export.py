@@ -60,7 +60,7 @@ def export_optimizer(
         transaction = Transaction(storage, target, is_directory=False)
         try:
             with storage.create(transaction.begin() / target.name) as file:
-                torch.save(exported, cast("IO[bytes]", _Sequential(storage, file)))
+                _save(exported, _Sequential(storage, file))
                 storage.sync(file)
             transaction.commit(is_stale=lambda name: False)
         finally:
@@ -110,6 +110,14 @@ def torch_state_dict(
     return {**exported, MASTER_WEIGHTS: dict(sorted(masters.items()))}
 
 
+def _save(exported: Mapping[str, Any], file: _Sequential) -> None:
+    try:
+        torch.save(exported, cast("IO[bytes]", file))
+    except RuntimeError as error:
+        # torch's own writer hides what the file said, such as a full disk, behind its own complaint.
+        raise file.failure or error from error
+
+
 class _Sequential:
     """What `torch.save` wants of a file, over the storage seam."""
 
@@ -117,9 +125,14 @@ class _Sequential:
         self._storage = storage
         self._file = file
         self._offset = 0
+        self.failure: OSError | None = None
 
     def write(self, data: memoryview) -> int:
-        self._storage.write_at(self._file, data, self._offset)
+        try:
+            self._storage.write_at(self._file, data, self._offset)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         self._offset += len(data)
         return len(data)
 

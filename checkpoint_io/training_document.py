@@ -100,11 +100,27 @@ class TrainingDocument:
             wanted: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
         """
         return [
-            f"{kind.removesuffix('s')}{f' {name!r}' if name else ''} (it holds {_listed(list(getattr(self, kind)))})"
+            f"{_described(kind, name)} (it holds {_listed(list(getattr(self, kind)))})"
             for kind, names in wanted.items()
             for name in names
             if name not in getattr(self, kind)
         ]
+
+    def beyond(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
+        """Returns in words what is here and not asked for; see `lacks`."""
+        return [
+            f"{'a' if kind in ('models', 'dataloaders') else 'an'} {_described(kind, name)}"
+            for kind, names in wanted.items()
+            for name in getattr(self, kind)
+            if name not in names
+        ]
+
+
+_KINDS = {"models": "model", "optimizers": "optimizer", "lr_schedulers": "LR scheduler", "dataloaders": "dataloader"}
+
+
+def _described(kind: str, name: str) -> str:
+    return f"{_KINDS[kind]}{f' {name!r}' if name else ''}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,7 +20,9 @@ from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.training_document import TrainingDocument
 from booster.checkpoint_io.training_parts import TrainingParts
+from booster.comm import require_same_on_all_ranks
 from booster.errors import CheckpointError
+from booster.logger import get_dist_logger
 
 __all__ = ["load_training_state"]
 
@@ -30,6 +32,7 @@ def load_training_state(
 ) -> Any:
     """Fills the parts and returns `extra`; see `TrainingStateIO.load`. Collective."""
     doing = f"loading the training state from {path}"
+    require_same_on_all_ranks("what they load", [doing], ranks.group)
     directory, document = _find(ranks, storage, path, parts, doing)
     with Loader(ranks, storage, verify) as loader:
         states = ranks.agree(lambda: _scheduler_states(document, parts, directory), doing)
@@ -37,6 +40,7 @@ def load_training_state(
         random_state = RandomStateLoad(loader, directory, len(document.per_rank.of_rank), parts.random_state)
         for load in (*loads, random_state):
             load.check()
+        _say_what_is_left(ranks, document, parts, directory)
         # First of what changes something: whether a loader takes a position shows only when it does.
         ranks.agree(lambda: _fill_dataloaders(document, parts, ranks.rank), doing)
         for load in loads:
@@ -52,6 +56,12 @@ def load_training_state(
         ranks.agree(finish, doing)
         random_state.fill()  # last: nothing draws a number after it
     return document.extra
+
+
+def _say_what_is_left(ranks: Ranks, document: TrainingDocument, parts: TrainingParts, directory: Path) -> None:
+    left = document.beyond(parts.names())
+    if left and ranks.rank == 0:
+        get_dist_logger().warning(f"{directory} also holds {', '.join(left)}: not asked for, so not loaded")
 
 
 def _find(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerState", "TensorSpec"]
 
 MASTER = "master"
+# Hyperparameters that say how a step is computed, not what.
+_IMPLEMENTATION_CHOICES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 _NAME_KEYS = ("params", "param_names")  # of a group; "param_names" is there if torch's optimizer was given names
 
 
@@ -171,9 +173,19 @@ class OptimizerState:
                 )
         return numbers
 
+    def _other_kind(self, values: Mapping[str, Any]) -> Iterator[str]:
+        # Several classes may do the same arithmetic, as Adam and a faster one of another name: they take the same
+        # hyperparameters. One that lacks some of ours computes something else.
+        ours, theirs = type(self.optimizer.unwrap()).__name__, values.get("optimizer")
+        stored = {key for group in values["param_groups"] for key in group}
+        lost = sorted(set(self.optimizer.defaults) - stored - _IMPLEMENTATION_CHOICES)
+        if theirs != ours and lost and values["param_groups"]:
+            yield f"the state is of a {theirs}, which has no {', '.join(lost)}, and this is a {ours}"
+
     def _differences(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> Iterator[str]:
         named = self.named_parameters()
         stored_groups, groups = values["param_groups"], self.optimizer.param_groups
+        yield from self._other_kind(values)
         if len(stored_groups) != len(groups):
             yield f"{len(stored_groups)} param groups are stored, the optimizer has {len(groups)}"
             return

@@ -142,6 +142,20 @@ class TestRotation:
         assert booster.load(tmp_path, model) == 6
         assert model.module.weight[0, 0] == 6
 
+    def test_all_steps_that_were_listed_are_gone_when_they_are_read(self, tmp_path):
+        """A reader that slept while others saved and rotated looks again."""
+        save_steps(tmp_path, [1])
+        unread = [1]
+
+        class Slow(Storage):
+            def names(self, directory):
+                names = super().names(directory)
+                if directory == tmp_path and unread:
+                    save_steps(tmp_path, [unread.pop() + 1], keep_last=1)
+                return names
+
+        assert StepFolders(Slow(), tmp_path).latest().path.name == "step-00000002"
+
 
 class TestDamage:
     def test_a_kill_before_latest_moves_costs_nothing(self, tmp_path):

@@ -272,7 +272,7 @@ class TestNames:
             )
         text = str(failure.value)
         lines = ["model 'net' (it holds one without a name)", "optimizer (it holds none)", "dataloader (it holds none)"]
-        for line in (*lines, "lr_scheduler (it holds 'main')"):
+        for line in (*lines, "LR scheduler (it holds 'main')"):
             assert line in text
         assert other.everything() == before
 
