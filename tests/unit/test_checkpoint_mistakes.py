@@ -15,6 +15,7 @@ from booster import Booster, CheckpointError, ConfigError
 from booster.checkpoint_io.inspection import find_contents
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.torch_optimizer_export import export_optimizer
+from booster.logger import get_dist_logger
 
 
 def _job(optimizer_class=AdamW, width=3):
@@ -33,6 +34,7 @@ def _job(optimizer_class=AdamW, width=3):
 
 @pytest.fixture
 def warnings_of_booster(caplog):
+    get_dist_logger()  # made at its first use
     logger = logging.getLogger("booster")
     logger.addHandler(caplog.handler)
     yield lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
