@@ -17,8 +17,8 @@ from booster.boost_checks import (
     require_stateful_loader,
 )
 from booster.checkpoint_io import CheckpointIO
-from booster.checkpoint_io.plain_optimizer import as_optimizer_wrapper
-from booster.checkpoint_io.training_parts import SaveOptions, TrainingParts
+from booster.checkpoint_io.training.plain_optimizer import as_optimizer_wrapper
+from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
 from booster.comm import group_rank
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin

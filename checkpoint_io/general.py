@@ -11,24 +11,24 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from booster.checkpoint_io import json_values
 from booster.checkpoint_io.commit import Transaction
-from booster.checkpoint_io.component import Component
-from booster.checkpoint_io.components import model_component, optimizer_component, save_facts
 from booster.checkpoint_io.destination import Destination, as_path
+from booster.checkpoint_io.files import json_values
+from booster.checkpoint_io.files.json_documents import json_bytes
+from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.interface import CheckpointIO
-from booster.checkpoint_io.json_documents import json_bytes
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
-from booster.checkpoint_io.loader import Loader, ModelLoad, OptimizerLoad, load_all
-from booster.checkpoint_io.lr_scheduler_state import scheduler_document, scheduler_state
-from booster.checkpoint_io.plain_optimizer import as_optimizer_wrapper
+from booster.checkpoint_io.loading.loader import Loader, ModelLoad, OptimizerLoad, load_all
 from booster.checkpoint_io.ranks import Ranks
-from booster.checkpoint_io.save_request import SaveRequest
-from booster.checkpoint_io.saver import Saver
+from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.saving.components import model_component, optimizer_component, save_facts
+from booster.checkpoint_io.saving.save_request import SaveRequest
+from booster.checkpoint_io.saving.saver import Saver
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.strict_json import MAX_JSON_BYTES
-from booster.checkpoint_io.training_parts import SaveOptions, TrainingParts
-from booster.checkpoint_io.training_state import TrainingStateIO
+from booster.checkpoint_io.training.lr_scheduler_state import scheduler_document, scheduler_state
+from booster.checkpoint_io.training.plain_optimizer import as_optimizer_wrapper
+from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
+from booster.checkpoint_io.training.training_state import TrainingStateIO
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 

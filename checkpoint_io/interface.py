@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
-    from booster.checkpoint_io.training_parts import SaveOptions, TrainingParts
+    from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
     from booster.interface import ModelWrapper, OptimizerWrapper
 
 __all__ = ["CheckpointIO"]

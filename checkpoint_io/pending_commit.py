@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES, parse_json
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.strict_json import MAX_JSON_BYTES, parse_json
 from booster.errors import CheckpointError
 
 __all__ = ["DirectoryView", "complete_commits", "names_in", "new_temporary_name", "publish"]

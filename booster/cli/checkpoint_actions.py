@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.comparison import Comparison, compare_tensors, compare_values
-from booster.checkpoint_io.conversion import Conversion, consolidate, convert
-from booster.checkpoint_io.inspection import (
+from booster.checkpoint_io.files.optimizer_values import parse_values
+from booster.checkpoint_io.inspecting.comparison import Comparison, compare_tensors, compare_values
+from booster.checkpoint_io.inspecting.conversion import Conversion, consolidate, convert
+from booster.checkpoint_io.inspecting.inspection import (
     Contents,
     Part,
     describe,
@@ -21,13 +22,12 @@ from booster.checkpoint_io.inspection import (
     find_contents,
     training_document,
 )
+from booster.checkpoint_io.inspecting.part_verification import VerifiedPart, lost_shards, verify_documents, verify_part
+from booster.checkpoint_io.inspecting.torch_optimizer_export import export_optimizer
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
-from booster.checkpoint_io.optimizer_values import parse_values
-from booster.checkpoint_io.part_verification import VerifiedPart, lost_shards, verify_documents, verify_part
-from booster.checkpoint_io.reader import Checkpoint
+from booster.checkpoint_io.loading.reader import Checkpoint
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.torch_optimizer_export import export_optimizer
-from booster.checkpoint_io.training_document import TrainingDocument
+from booster.checkpoint_io.training.training_document import TrainingDocument
 from booster.cli.checkpoint_text import (
     comparison_lines,
     count_text,

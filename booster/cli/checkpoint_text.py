@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from booster.checkpoint_io.comparison import Comparison
-    from booster.checkpoint_io.part_verification import VerifiedPart
+    from booster.checkpoint_io.inspecting.comparison import Comparison
+    from booster.checkpoint_io.inspecting.part_verification import VerifiedPart
 
 __all__ = ["comparison_lines", "count_text", "inspection_lines", "shown", "size_text", "verified_text"]
 

@@ -1,4 +1,4 @@
-"""Slices element by element: the naive twins of `booster.checkpoint_io.byte_runs` and of its proof of tiling."""
+"""Slices element by element: the naive twins of `byte_runs` and of its proof of tiling."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from oracles import naive_byte_runs as naive
 
-from booster.checkpoint_io import write_shares
-from booster.checkpoint_io.byte_runs import whole_box
+from booster.checkpoint_io.files.safetensors_header import encode_header
 from booster.checkpoint_io.layout import MODEL, plan_files
-from booster.checkpoint_io.plan import BLOCK_BYTES, plan_save
-from booster.checkpoint_io.safetensors_header import encode_header
-from booster.checkpoint_io.slice_table import SliceTable
+from booster.checkpoint_io.planning import write_shares
+from booster.checkpoint_io.planning.byte_runs import whole_box
+from booster.checkpoint_io.planning.plan import BLOCK_BYTES, plan_save
+from booster.checkpoint_io.planning.slice_table import SliceTable
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice, TensorSpec
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from stored_tensors import save_tensors
 
 from booster.checkpoint_io.layout import MODEL
-from booster.checkpoint_io.reader import open_checkpoint
+from booster.checkpoint_io.loading.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 

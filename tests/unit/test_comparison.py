@@ -10,10 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from booster.checkpoint_io import comparison
-from booster.checkpoint_io.comparison import compare_elements, compare_tensors, compare_values
+from booster.checkpoint_io.inspecting import comparison
+from booster.checkpoint_io.inspecting.comparison import compare_elements, compare_tensors, compare_values
 from booster.checkpoint_io.layout import MODEL
-from booster.checkpoint_io.reader import open_checkpoint
+from booster.checkpoint_io.loading.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.checkpoint_io.huggingface import config_documents
+from booster.checkpoint_io.files.huggingface import config_documents
 from booster.checkpoint_io.layout import MODEL, index_document, plan_files
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper

@@ -14,8 +14,7 @@ import pytest
 import torch
 from oracles import naive_byte_runs as naive
 
-from booster.checkpoint_io.byte_runs import whole_box
-from booster.checkpoint_io.manifest import (
+from booster.checkpoint_io.files.manifest import (
     DocumentRecord,
     FileRecord,
     Manifest,
@@ -24,7 +23,8 @@ from booster.checkpoint_io.manifest import (
     decode_ranges,
     encode_ranges,
 )
-from booster.checkpoint_io.tiling import Tiles, UncheckableError, contains, find_fault
+from booster.checkpoint_io.planning.byte_runs import whole_box
+from booster.checkpoint_io.planning.tiling import Tiles, UncheckableError, contains, find_fault
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 

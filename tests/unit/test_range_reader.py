@@ -10,13 +10,13 @@ from oracles.naive_reader import naive_part
 from stored_tensors import bits, save_tensors
 from torch import nn
 
-from booster.checkpoint_io import range_reader, stored_elements
 from booster.checkpoint_io.layout import MODEL
-from booster.checkpoint_io.range_reader import read_slices
-from booster.checkpoint_io.reader import open_checkpoint
+from booster.checkpoint_io.loading import range_reader, stored_elements
+from booster.checkpoint_io.loading.range_reader import read_slices
+from booster.checkpoint_io.loading.reader import open_checkpoint
+from booster.checkpoint_io.loading.stored_elements import assign_elements
+from booster.checkpoint_io.loading.verification import verify_ranges
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.stored_elements import assign_elements
-from booster.checkpoint_io.verification import verify_ranges
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 

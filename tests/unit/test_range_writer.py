@@ -16,13 +16,14 @@ import torch
 from harness import distributed
 from safetensors.torch import load_file
 
-from booster.checkpoint_io import byte_runs, range_writer
-from booster.checkpoint_io.file_image import safetensors_image, torch_image
+from booster.checkpoint_io.files.file_image import safetensors_image, torch_image
 from booster.checkpoint_io.layout import MODEL
-from booster.checkpoint_io.plan import WriteRange, plan_save
-from booster.checkpoint_io.range_writer import read_range, write_one, write_ranges
-from booster.checkpoint_io.slice_table import SliceTable
-from booster.checkpoint_io.staging import PAGE_BYTES, STAGING, StagingBuffers
+from booster.checkpoint_io.planning import byte_runs
+from booster.checkpoint_io.planning.plan import WriteRange, plan_save
+from booster.checkpoint_io.planning.slice_table import SliceTable
+from booster.checkpoint_io.saving import range_writer
+from booster.checkpoint_io.saving.range_writer import read_range, write_one, write_ranges
+from booster.checkpoint_io.saving.staging import PAGE_BYTES, STAGING, StagingBuffers
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 
@@ -342,7 +343,7 @@ def test_the_staging_memory_is_bounded_and_kept(tmp_path, monkeypatch):
 
     staging = StagingBuffers(count=STAGING.count, num_bytes=STAGING.num_bytes)
     monkeypatch.setattr(range_writer, "STAGING", staging)
-    monkeypatch.setattr("booster.checkpoint_io.staging._huge_pages", counted)
+    monkeypatch.setattr("booster.checkpoint_io.saving.staging._huge_pages", counted)
     case, _ = _float_case(tmp_path, num_bytes=64 * 2**20)
     case.create()
     for _ in range(3):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from booster import Booster, GeneralCheckpointIO
-from booster.checkpoint_io.rotation import StepFolders
 from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.training.rotation import StepFolders
 from booster.errors import CheckpointError, ConfigError
 from booster.single_device import SingleDevicePlugin
 

@@ -1,0 +1,202 @@
+"""Plain Python values as JSON and back, exactly: tuples stay tuples, int keys stay ints, inf stays inf."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from booster.checkpoint_io.files.strict_json import parse_document
+from booster.checkpoint_io.files.tensor_bytes import bytes_of, plain
+from booster.errors import CheckpointError
+
+__all__ = ["decode", "dumps", "encode", "loads"]
+
+# Note [Tags]
+# What JSON has no form for is an object with one key that begins with "$": {"$tuple": [1, 2]}. A dictionary with such a
+# key of its own, or with keys that are no strings, is written as a list of pairs under "$dict": no ambiguity.
+
+MAX_DEPTH = 64
+
+
+def dumps(value: Any, where: str) -> str:
+    """Returns the JSON text of a value; see `encode`."""
+    return json.dumps(encode(value, where), allow_nan=False)
+
+
+def loads(raw: bytes, where: str) -> Any:
+    """Returns the value of a JSON text that `dumps` wrote.
+
+    Raises:
+        CheckpointError: The text is not what `dumps` writes.
+    """
+    return decode(parse_document(raw, where), where)
+
+
+def encode(value: Any, where: str) -> Any:
+    """Returns the JSON form of None, numbers, strings, containers, tensors, dtypes and numpy scalars.
+
+    Args:
+        value: The value; its type decides, subclasses are other types.
+        where: Its name, for messages.
+
+    Raises:
+        CheckpointError: A part of the value has another type; the message names its place.
+    """
+    return _encode(value, where, 0)
+
+
+def decode(form: Any, where: str) -> Any:
+    """Returns the value that `encode` gave this form for; tensors are on the CPU.
+
+    Raises:
+        CheckpointError: `encode` gives no such form.
+    """
+    try:
+        return _decode(form)
+    except (ValueError, TypeError, KeyError, RuntimeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"{where} holds a value that is not in the form this library writes ({error}): the file is damaged or comes"
+            " from elsewhere"
+        ) from None
+
+
+def _encode(value: Any, where: str, depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{where[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it")
+    if kind is list:
+        return _encode_items(value, where, depth)
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: _encode_items(value, where, depth)}
+    if kind in _MAPPINGS:
+        return _encode_mapping(value, where, depth)
+    return _encode_leaf(value, where)
+
+
+def _encode_items(value: Iterable[Any], where: str, depth: int) -> list[Any]:
+    return [_encode(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+
+
+def _encode_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
+    if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+    pairs = [
+        [_encode(key, f"a key of {where}", depth + 1), _encode(item, f"{where}[{key!r}]", depth + 1)]
+        for key, item in value.items()
+    ]
+    return {_MAPPINGS[type(value)]: pairs}
+
+
+def _encode_leaf(value: Any, where: str) -> Any:
+    if type(value) is torch.Tensor and value.layout is torch.strided and value.device.type != "meta":
+        return {"$tensor": [_dtype_name(value.dtype), list(value.shape), _encode_bytes(bytes_of(plain(value)))]}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": _dtype_name(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"$numpy": [value.dtype.str, _encode_bytes(value.tobytes())]}
+    if isinstance(value, complex):
+        return {"$complex": [_encode(value.real, where, 0), _encode(value.imag, where, 0)]}
+    if isinstance(value, bytes):
+        return {"$bytes": _encode_bytes(value)}
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint without pickle holds only"
+        " tensors and plain values: keep a number, a string or a container of such there"
+    )
+
+
+def _encode_bytes(raw: bytes | memoryview) -> str:
+    return base64.b64encode(raw).decode("ascii")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _decode(form: Any) -> Any:
+    if isinstance(form, list):
+        return [_decode(item) for item in form]
+    if not isinstance(form, dict):
+        return form
+    tag = next((key for key in form if key.startswith("$")), None)
+    if tag is None:
+        return {key: _decode(item) for key, item in form.items()}
+    if len(form) != 1 or tag not in _DECODERS:
+        raise ValueError(f"unknown tag {tag[:40]!r}")
+    return _DECODERS[tag](form[tag])
+
+
+def _decode_float(text: str) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ValueError("a tagged float is inf, -inf or nan")
+    return float(text)
+
+
+def _decode_bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None
+
+
+def _decode_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name[:40]!r} is no number format")
+    return dtype
+
+
+def _decode_tensor(parts: list[Any]) -> torch.Tensor:
+    name, shape, text = parts
+    dtype, raw = _decode_dtype(name), _decode_bytes(text)
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(raw):
+        raise ValueError(f"{len(raw)} bytes are no tensor of shape {str(shape)[:80]}")
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+
+
+def _decode_numpy(parts: list[str]) -> Any:
+    dtype = np.dtype(parts[0])
+    if dtype.kind not in "biufc":
+        raise ValueError("a numpy scalar is a number")
+    (scalar,) = np.frombuffer(_decode_bytes(parts[1]), dtype=dtype)
+    return scalar
+
+
+def _decode_complex(parts: list[Any]) -> complex:
+    real, imag = (_decode(part) for part in parts)
+    return complex(real, imag)
+
+
+def _decode_pairs(pairs: list[list[Any]]) -> list[tuple[Any, Any]]:
+    return [(_decode(key), _decode(item)) for key, item in pairs]
+
+
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+_MAPPINGS: dict[type, str] = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered_dict"}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$float": _decode_float,
+    "$tuple": lambda items: tuple(_decode(list(items))),
+    "$set": lambda items: set(_decode(list(items))),
+    "$frozenset": lambda items: frozenset(_decode(list(items))),
+    "$dict": lambda pairs: dict(_decode_pairs(pairs)),
+    "$counter": lambda pairs: Counter(dict(_decode_pairs(pairs))),
+    "$ordered_dict": lambda pairs: OrderedDict(_decode_pairs(pairs)),
+    "$tensor": _decode_tensor,
+    "$dtype": _decode_dtype,
+    "$numpy": _decode_numpy,
+    "$complex": _decode_complex,
+    "$bytes": _decode_bytes,
+}

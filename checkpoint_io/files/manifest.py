@@ -1,0 +1,236 @@
+"""The manifest of a checkpoint: size and checksums of every file, range and document, and of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from booster.checkpoint_io.files.range_records import (
+    RangeRecord,
+    check_tiling,
+    decode_ranges,
+    encode_ranges,
+)
+from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES, parse_json
+from booster.errors import CheckpointError
+
+__all__ = [
+    "DocumentRecord",
+    "FileRecord",
+    "Manifest",
+    "RangeRecord",
+    "check_tiling",
+    "decode_ranges",
+    "encode_ranges",
+]
+
+R = TypeVar("R")
+
+_FORMAT = "booster.manifest"
+_VERSION = 1
+_MAX_NAME = 255  # what file systems take, per part of a path
+# The last member is the checksum of all bytes before the comma that separates it.
+_SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"\}')
+_SEAL_BYTES = len(b',"crc32":"00000000"}')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A file of tensors.
+
+    Attributes:
+        num_bytes: Size of the file.
+        head_bytes: Bytes before its data.
+        head_crc32: Checksum of those.
+        ranges: Checksums of its data.
+    """
+
+    num_bytes: int
+    head_bytes: int
+    head_crc32: int
+    ranges: tuple[RangeRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentRecord:
+    """A file that holds no tensors, with its size and checksum."""
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        kind: What it is a checkpoint of: "model", "optimizer" ...
+        files: The files of tensors by name.
+        documents: Other files by name, in folders separated by "/".
+        facts: Who wrote it, in plain JSON of at most six levels: plugin, world_size, versions, step ...
+    """
+
+    kind: str
+    files: dict[str, FileRecord]
+    documents: dict[str, DocumentRecord] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files and documents."""
+        return sum(file.num_bytes for file in self.files.values()) + sum(
+            document.num_bytes for document in self.documents.values()
+        )
+
+    def encode(self) -> bytes:
+        """Returns the manifest as JSON, its own checksum last.
+
+        Raises:
+            CheckpointError: It could not be read again: a name that is no valid unicode, facts that are no plain JSON,
+                or more than 64 MiB.
+        """
+        self._check_facts()
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "kind": self.kind,
+            "files": {name: _encode_file(record) for name, record in self.files.items()},
+            "documents": {
+                name: {"num_bytes": record.num_bytes, "crc32": f"{record.crc32:08x}"}
+                for name, record in self.documents.items()
+            },
+            "facts": self.facts,
+        }
+        try:
+            body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")[:-1]
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"a tensor's name is no valid unicode ({error}): rename the parameter") from None
+        raw = body + b',"crc32":"%08x"}' % zlib.crc32(body)
+        if len(raw) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"the checksums of {len(self.files)} files take {len(raw)} bytes, and a manifest has at most"
+                f" {MAX_JSON_BYTES}: save in fewer, larger parts"
+            )
+        return raw
+
+    @classmethod
+    def parse(cls, raw: bytes, what: str) -> Manifest:
+        """Returns the manifest that `encode` wrote.
+
+        Args:
+            raw: The file's bytes, whatever they are.
+            what: The file, for messages.
+
+        Raises:
+            CheckpointError: They are no manifest, were changed, or name files outside of the checkpoint's directory.
+        """
+        document = _parse_sealed(raw, what)
+        if document.get("format") != _FORMAT or type(document.get("version")) is not int:
+            raise _broken(what, "it is no manifest of this library")
+        if document["version"] != _VERSION:
+            raise CheckpointError(
+                f"{what} is of version {document['version']}, and this release reads {_VERSION}: update torch-booster"
+            )
+        if set(document) != {"format", "version", "kind", "files", "documents", "facts", "crc32"}:
+            raise _broken(what, "members are missing or unknown")
+        if not isinstance(document["kind"], str) or not isinstance(document["facts"], dict):
+            raise _broken(what, "kind or facts are of the wrong type")
+        return cls(
+            kind=document["kind"],
+            files=_parse_table(document["files"], what, _parse_file, max_depth=1),
+            documents=_parse_table(document["documents"], what, _parse_document),
+            facts=document["facts"],
+        )
+
+    def _check_facts(self) -> None:
+        try:
+            raw = json.dumps({"facts": self.facts}, allow_nan=False).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"the facts of a manifest are no plain JSON: {error}") from None
+        parse_json(raw, "what goes into the manifest as facts")
+
+
+def _encode_file(record: FileRecord) -> dict[str, Any]:
+    return {
+        "num_bytes": record.num_bytes,
+        "head_bytes": record.head_bytes,
+        "head_crc32": f"{record.head_crc32:08x}",
+        "ranges": encode_ranges(record.ranges),
+    }
+
+
+def _parse_sealed(raw: bytes, what: str) -> dict[str, Any]:
+    """Returns the document, after comparing its checksum."""
+    if len(raw) > MAX_JSON_BYTES:
+        raise _broken(what, f"it has {len(raw)} bytes, and a manifest has at most {MAX_JSON_BYTES}")
+    body, seal = raw[:-_SEAL_BYTES], _SEAL.fullmatch(raw[-_SEAL_BYTES:])
+    if seal is None:
+        raise _broken(what, "it does not end with its own checksum")
+    if zlib.crc32(body) != int(seal[1], 16):
+        raise _broken(what, "its bytes and its own checksum do not fit")
+    document = parse_json(raw, what)
+    if not isinstance(document, dict):
+        raise _broken(what, "it is no JSON object")
+    return document
+
+
+def _parse_table(value: Any, what: str, parse: Callable[[Any, str], R], max_depth: int | None = None) -> dict[str, R]:
+    if not isinstance(value, dict):
+        raise _broken(what, "files or documents are no table")
+    for name in value:
+        parts = name.split("/")
+        if not all(map(_is_plain, parts)) or len(parts) > (max_depth or len(parts)):
+            raise CheckpointError(
+                f"{what} names the file {name[:200]!r}: it may name only files in its own directory. Do not trust this"
+                " checkpoint"
+            )
+    return {name: parse(record, f"{what}, in the record of {name},") for name, record in value.items()}
+
+
+def _is_plain(part: str) -> bool:
+    """Returns whether a name leads nowhere else on any system and can be shown."""
+    return (
+        0 < len(part.encode("utf-8")) <= _MAX_NAME
+        and not part.startswith(".")
+        and all(character not in '\\:*?"<>|' and character.isprintable() for character in part)
+    )
+
+
+def _parse_file(record: Any, what: str) -> FileRecord:
+    if not isinstance(record, dict) or set(record) != {"num_bytes", "head_bytes", "head_crc32", "ranges"}:
+        raise _broken(what, "members are missing or unknown")
+    num_bytes, head_bytes = _size(record["num_bytes"], what), _size(record["head_bytes"], what)
+    if head_bytes > num_bytes:
+        raise _broken(what, f"{head_bytes} bytes of head do not fit into {num_bytes} bytes")
+    return FileRecord(
+        num_bytes=num_bytes,
+        head_bytes=head_bytes,
+        head_crc32=_crc32(record["head_crc32"], what),
+        ranges=decode_ranges(record["ranges"], what),
+    )
+
+
+def _parse_document(record: Any, what: str) -> DocumentRecord:
+    if not isinstance(record, dict) or set(record) != {"num_bytes", "crc32"}:
+        raise _broken(what, "members are missing or unknown")
+    return DocumentRecord(num_bytes=_size(record["num_bytes"], what), crc32=_crc32(record["crc32"], what))
+
+
+def _size(value: Any, what: str) -> int:
+    if type(value) is not int or value < 0:
+        raise _broken(what, f"{str(value)[:40]!r} is no size")
+    return value
+
+
+def _crc32(value: Any, what: str) -> int:
+    if not isinstance(value, str) or re.fullmatch("[0-9a-f]{8}", value) is None:
+        raise _broken(what, f"{str(value)[:40]!r} is no checksum")
+    return int(value, 16)
+
+
+def _broken(what: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{what} is damaged or no manifest: {reason}. Take another copy of the checkpoint")

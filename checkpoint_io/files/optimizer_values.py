@@ -1,0 +1,68 @@
+"""The plain part of a stored optimizer state: checked for its form before anything relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from booster.checkpoint_io.files import json_values
+from booster.errors import CheckpointError
+from booster.interface import TensorSpec
+
+__all__ = ["MASTER_SUFFIX", "parse_values"]
+
+MASTER_SUFFIX = ".master"
+
+
+def parse_values(raw: bytes, specs: Mapping[str, TensorSpec], where: str) -> dict[str, Any]:
+    """Returns what `OptimizerState.values()` gave when the checkpoint was saved.
+
+    Args:
+        raw: The JSON text.
+        specs: The stored tensors.
+        where: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: The text is no optimizer's plain part, or speaks of other parameters than itself.
+    """
+    values = json_values.loads(raw, where)
+    for problem in _problems(values, specs):
+        raise CheckpointError(
+            f"the param groups of {where} are damaged: {problem}. Take another copy of the checkpoint"
+        )
+    return dict(values)
+
+
+def _problems(values: Any, specs: Mapping[str, TensorSpec]) -> Iterable[str]:
+    forms: dict[str, Any] = {"param_groups": list, "shapes": dict, "numbers": dict, "loss_scaler": (dict, type(None))}
+    if not isinstance(values, dict):
+        yield "they are no table"
+        return
+    for key, form in forms.items():
+        if not isinstance(values.get(key, 0), form):
+            yield f"{key!r} is missing or has another form"
+            return
+    if type(values.get("num_skipped_steps")) is not int:
+        yield "'num_skipped_steps' is missing or no count"
+        return
+    yield from _group_problems(values, specs)
+
+
+def _group_problems(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Iterable[str]:
+    named: list[str] = []
+    for index, group in enumerate(values["param_groups"]):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            yield f"group {index} has no list of parameter names"
+            return
+        named += params
+    if len(set(named)) != len(named) or set(named) != set(values["shapes"]):
+        yield "the shapes are of other parameters than the groups, or one is in two groups"
+    if not set(values["numbers"]) <= set(named) or not all(isinstance(n, dict) for n in values["numbers"].values()):
+        yield "there are numbers of a parameter that is in no group"
+    for full_name, spec in specs.items():
+        shape = (
+            values["shapes"].get(full_name.removesuffix(MASTER_SUFFIX)) if full_name.endswith(MASTER_SUFFIX) else None
+        )
+        if shape is not None and list(spec.shape) != shape:
+            yield f"{full_name!r} has shape {spec.shape}, its parameter {shape}"

@@ -1,0 +1,191 @@
+"""Checksums of ranges: the record of each, their compact form in JSON, and whether they cover all tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from booster.checkpoint_io.planning.byte_runs import Box, whole_box
+from booster.checkpoint_io.planning.tiling import Fault, Tiles, UncheckableError, find_fault
+from booster.errors import CheckpointError
+from booster.interface import TensorSpec
+
+__all__ = ["RangeRecord", "check_tiling", "decode_ranges", "encode_ranges"]
+
+_CRC_DIGITS = 8
+_MAX_NUMEL = 2**62
+_WHOLE = -1
+_COLUMNS = {"tensor", "names", "box", "boxes", "start", "stop", "crc32"}
+
+# Note [Compact ranges]: columns instead of a table per range, so that a hundred thousand ranges take milliseconds.
+# `names` are the distinct tensors, `tensor` says for each range which of them; `boxes` likewise, flat (offset, length,
+# offset, length ...) and -1 for the whole tensor. All checksums are one text of eight digits each: the record of a
+# single file stands in its own header, and filling in the checksums must not move the data behind it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRecord:
+    """Checksum of one range of a tensor.
+
+    Attributes:
+        name: The tensor.
+        box: Block of the tensor, per dimension offset and length; None: the whole tensor.
+        span: First element and one past the last, counted in the row-major flattening of the box.
+        crc32: `zlib.crc32` of the elements' bytes in that order.
+    """
+
+    name: str
+    box: Box | None
+    span: tuple[int, int]
+    crc32: int
+
+
+def encode_ranges(ranges: Iterable[RangeRecord]) -> dict[str, Any]:
+    """Returns the ranges as plain JSON, whose length does not depend on the checksums; see Note [Compact ranges]."""
+    ranges = list(ranges)
+    names: dict[str, int] = {}
+    boxes: dict[Box, int] = {}
+    return {
+        "tensor": [names.setdefault(part.name, len(names)) for part in ranges],
+        "names": list(names),
+        "box": [_WHOLE if part.box is None else boxes.setdefault(part.box, len(boxes)) for part in ranges],
+        "boxes": [[number for pair in box for number in pair] for box in boxes],
+        "start": [part.span[0] for part in ranges],
+        "stop": [part.span[1] for part in ranges],
+        "crc32": "".join(f"{part.crc32:08x}" for part in ranges),
+    }
+
+
+def decode_ranges(value: Any, what: str) -> tuple[RangeRecord, ...]:
+    """Returns the ranges that `encode_ranges` wrote.
+
+    Args:
+        value: Parsed JSON.
+        what: The file, for messages.
+
+    Raises:
+        CheckpointError: It is anything else.
+    """
+    if not isinstance(value, dict) or set(value) != _COLUMNS or not _are_columns(**value):
+        raise CheckpointError(
+            f"{what} holds checksums in a form that this version does not write: it is damaged, or of a newer version."
+            " Take another copy of it"
+        )
+    boxes: list[Box | None] = [tuple(zip(box[::2], box[1::2], strict=True)) for box in value["boxes"]]
+    boxes.append(None)  # at -1
+    crcs = np.frombuffer(bytes.fromhex(value["crc32"]), dtype=">u4").tolist()
+    names = value["names"]
+    return tuple(
+        RangeRecord(name=names[tensor], box=boxes[box], span=(start, stop), crc32=crc)
+        for tensor, box, start, stop, crc in zip(
+            value["tensor"], value["box"], value["start"], value["stop"], crcs, strict=True
+        )
+    )
+
+
+def check_tiling(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRecord]) -> None:
+    """Checks that the ranges hold every element of every tensor exactly once.
+
+    Args:
+        specs: The tensors.
+        ranges: Their ranges, in any order.
+
+    Raises:
+        CheckpointError: They don't, or one of them is not of these tensors or reaches outside of its tensor.
+    """
+    ranges = list(ranges)
+    names = {name: number for number, name in enumerate(specs)}
+    shapes = [spec.shape for spec in specs.values()]
+    _check_shapes(specs)
+    boxes: dict[Box, int] = {}
+    wholes = [whole_box(shape) for shape in shapes]
+    tensor, box = [], []
+    for part in ranges:
+        number = names.get(part.name)
+        if number is None:
+            raise _damaged(f"{part.name[:200]!r} has a checksum, and no file holds it")
+        tensor.append(number)
+        box.append(boxes.setdefault(wholes[number] if part.box is None else part.box, len(boxes)))
+    tiles = Tiles(
+        tensor=np.array(tensor, dtype=np.int64),
+        box=np.array(box, dtype=np.int64),
+        start=np.array([part.span[0] for part in ranges], dtype=np.int64),
+        stop=np.array([part.span[1] for part in ranges], dtype=np.int64),
+    )
+    _check_inside(list(specs), shapes, list(boxes), tiles)
+    try:
+        fault = find_fault(shapes, list(boxes), tiles)
+    except UncheckableError as error:
+        raise _damaged(f"{list(specs)[error.tensor][:200]!r} {error}") from None
+    if fault is not None:
+        raise _damaged(_described(list(specs), shapes, fault))
+
+
+def _described(names: Sequence[str], shapes: Sequence[tuple[int, ...]], fault: Fault) -> str:
+    times = "no checksum" if fault.times == 0 else "more than one checksum"
+    return f"element {fault.index} of {names[fault.tensor][:200]!r}, of shape {shapes[fault.tensor]}, has {times}"
+
+
+def _check_shapes(specs: Mapping[str, TensorSpec]) -> None:
+    for name, spec in specs.items():
+        if math.prod(spec.shape) > _MAX_NUMEL:
+            raise _damaged(f"{name[:200]!r} has the shape {spec.shape}, which no file can hold")
+
+
+def _check_inside(names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> None:
+    """Raises CheckpointError for a box outside of its tensor, or a span outside of its box."""
+    for pair in np.unique(tiles.tensor * len(boxes) + tiles.box).tolist():
+        shape, box = shapes[pair // len(boxes)], boxes[pair % len(boxes)]
+        if not _is_inside(box, shape):
+            raise _damaged(f"box {box} reaches outside of {names[pair // len(boxes)][:200]!r}, of shape {shape}")
+    volumes = np.array([math.prod(length for _, length in box) for box in boxes], dtype=np.int64)
+    wrong = np.flatnonzero((tiles.start < 0) | (tiles.start > tiles.stop) | (tiles.stop > volumes[tiles.box]))
+    if len(wrong):
+        first = wrong[0]
+        raise _damaged(
+            f"elements {tiles.start[first]} to {tiles.stop[first]} reach outside of box {boxes[tiles.box[first]]} of"
+            f" {names[tiles.tensor[first]][:200]!r}"
+        )
+
+
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box) == len(shape) and all(
+        low >= 0 and length >= 0 and low + length <= size for (low, length), size in zip(box, shape, strict=True)
+    )
+
+
+def _are_columns(*, tensor: Any, names: Any, box: Any, boxes: Any, start: Any, stop: Any, crc32: Any) -> bool:
+    if not isinstance(names, list) or not all(type(name) is str for name in names):
+        return False
+    if not isinstance(boxes, list) or not all(_are_integers(flat, 0, _MAX_NUMEL) for flat in boxes):
+        return False
+    return (
+        all(len(flat) % 2 == 0 for flat in boxes)
+        and _are_integers(tensor, 0, len(names))
+        and _are_integers(box, _WHOLE, len(boxes))
+        and _are_integers(start, 0, _MAX_NUMEL)
+        and _are_integers(stop, 0, _MAX_NUMEL)
+        and len(tensor) == len(box) == len(start) == len(stop)
+        and isinstance(crc32, str)
+        and len(crc32) == len(tensor) * _CRC_DIGITS
+        and re.fullmatch("[0-9a-f]*", crc32) is not None
+    )
+
+
+def _are_integers(numbers: Any, low: int, stop: int) -> bool:
+    """Returns whether it is a list of integers in `low` .. `stop - 1`."""
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        return False
+    return not numbers or (min(numbers) >= low and max(numbers) < stop)
+
+
+def _damaged(reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the record of checksums and the tensors do not fit: {reason}. The checkpoint is damaged or put together from"
+        " different saves: take another copy of it"
+    )

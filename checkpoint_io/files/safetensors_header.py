@@ -1,0 +1,162 @@
+"""The header of a safetensors file: tensors to bytes and back, with every rule of the format checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from booster.checkpoint_io.files.strict_json import parse_json
+from booster.errors import CheckpointError
+from booster.interface import TensorSpec
+
+__all__ = ["HEADER_LENGTH_BYTES", "MAX_HEADER_BYTES", "TensorRange", "encode_header", "parse_header"]
+
+HEADER_LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # as the format's own readers
+MAX_TENSORS = 1_000_000
+_MAX_ELEMENTS = 2**56
+_METADATA = "__metadata__"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRange:
+    """Where a tensor's bytes are, counted from the first byte after the header."""
+
+    spec: TensorSpec
+    start: int
+    stop: int
+
+
+def encode_header(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], *, alignment: int = 8
+) -> tuple[bytes, dict[str, TensorRange]]:
+    """Returns the file's first bytes and, in file order, where each tensor's bytes go.
+
+    Args:
+        specs: The tensors.
+        metadata: Texts that go with them.
+        alignment: The data starts at a multiple of this many bytes.
+
+    Raises:
+        CheckpointError: A name or a number format that the file format has no place for, or a header beyond its limit.
+    """
+    ranges: dict[str, TensorRange] = {}
+    stop = 0
+    # Wide formats first keeps every tensor aligned without gaps, which the format forbids; readers map them in place.
+    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+        start, stop = stop, stop + math.prod(spec.shape) * spec.dtype.itemsize
+        ranges[name] = TensorRange(spec=spec, start=start, stop=stop)
+    document: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    document |= {name: _encode_entry(name, part) for name, part in ranges.items()}
+    try:
+        raw = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"a tensor's name is no valid unicode ({error}): rename the parameter") from None
+    raw += b" " * (-(HEADER_LENGTH_BYTES + len(raw)) % alignment)
+    if len(raw) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{len(specs)} tensors need a header of {len(raw)} bytes, and safetensors allows {MAX_HEADER_BYTES}: save"
+            " with shard=True and a smaller size_per_shard"
+        )
+    return len(raw).to_bytes(HEADER_LENGTH_BYTES, "little") + raw, ranges
+
+
+def parse_header(raw: bytes, data_bytes: int, what: str) -> tuple[dict[str, TensorRange], dict[str, str]]:
+    """Returns where each tensor's bytes are, and the metadata.
+
+    Args:
+        raw: The header without its length.
+        data_bytes: How many bytes follow it in the file.
+        what: The file, for messages.
+
+    Raises:
+        CheckpointError: The header breaks a rule of the format, or the file is cut or longer than its tensors.
+    """
+    document = parse_json(raw, f"the header of {what}")
+    if not isinstance(document, dict) or len(document) > MAX_TENSORS:
+        raise _broken(what, "its header is no table of tensors, or one of more than a million")
+    metadata = document.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise _broken(what, "its metadata is no table of strings")
+    ranges = {name: _parse_entry(name, entry, what) for name, entry in document.items()}
+    _check_tiling(ranges, data_bytes, what)
+    return ranges, metadata
+
+
+def _encode_entry(name: str, part: TensorRange) -> dict[str, object]:
+    if name == _METADATA:
+        raise CheckpointError(f"a tensor is called {name!r}, which safetensors keeps for itself: rename it")
+    if part.spec.dtype not in _NAMES:
+        raise CheckpointError(
+            f"{name!r} is {part.spec.dtype}, which safetensors cannot hold: convert it, or save with"
+            " use_safetensors=False"
+        )
+    return {
+        "dtype": _NAMES[part.spec.dtype],
+        "shape": list(part.spec.shape),
+        "data_offsets": [part.start, part.stop],
+    }
+
+
+def _parse_entry(name: str, entry: object, what: str) -> TensorRange:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _broken(what, f"the entry of {name[:200]!r} is incomplete")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise _broken(what, f"shape or offsets of {name[:200]!r} are no sizes")
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise _broken(what, f"{name[:200]!r} has the number format {str(entry['dtype'])[:40]!r}, which torch lacks")
+    if math.prod(max(size, 1) for size in shape) >= _MAX_ELEMENTS:  # beside a zero too: torch multiplies the others
+        raise _broken(what, f"{name[:200]!r} has the shape {shape}, which no tensor can have")
+    start, stop = offsets
+    if math.prod(shape) * dtype.itemsize != stop - start:
+        raise _broken(what, f"{name[:200]!r} does not fill its {stop - start} bytes")
+    return TensorRange(spec=TensorSpec(shape=tuple(shape), dtype=dtype), start=start, stop=stop)
+
+
+def _are_sizes(values: object) -> bool:
+    if not isinstance(values, list) or len(values) > 64:
+        return False
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _check_tiling(ranges: Mapping[str, TensorRange], data_bytes: int, what: str) -> None:
+    reached = 0
+    for part in sorted(ranges.values(), key=lambda part: (part.start, part.stop)):
+        if part.start != reached:
+            raise _broken(what, f"its tensors overlap or leave a gap at byte {reached}")
+        reached = part.stop
+    if reached != data_bytes:
+        raise _broken(what, f"its tensors need {reached} bytes, and {data_bytes} are there")
+
+
+def _broken(what: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{what} is damaged or no safetensors file: {reason}. Take another copy of it")

@@ -1,0 +1,1 @@
+"""Looking at checkpoints and making others of them, in one process: what `booster ckpt` does."""

@@ -1,0 +1,217 @@
+"""What differs between two checkpoints: names, shapes, formats, elements and plain values, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from booster.checkpoint_io.loading.range_reader import read_slices
+from booster.checkpoint_io.loading.reader import Checkpoint
+from booster.interface import TensorSlice, TensorSpec
+
+__all__ = ["Comparison", "ElementDifference", "compare_elements", "compare_tensors", "compare_values"]
+
+BATCH_BYTES = 2**24  # of each side in memory at once
+PIECE_ELEMENTS = 2**20  # of those converted to fp64 at once
+_WIDE_INTEGERS = (torch.int64, torch.uint64)  # fp64 can't tell neighbours of these apart
+_MAX_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementDifference:
+    """How far apart the elements of one tensor are.
+
+    Attributes:
+        num_elements: All of them.
+        num_differing: Those that differ by more than the tolerance.
+        max_difference: The largest absolute difference of any; infinity where only one side is NaN.
+    """
+
+    num_elements: int
+    num_differing: int
+    max_difference: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """What differs between two sets of tensors.
+
+    Attributes:
+        num_common: Tensors that both have.
+        only_left: Names that only the first has.
+        only_right: Names that only the second has.
+        shapes: Both shapes by name, where they differ; the elements of such tensors are not compared.
+        dtypes: Both number formats by name, where they differ; their elements are compared by value.
+        elements: By name, where elements differ by more than the tolerance.
+        max_difference: The largest absolute difference of all elements that were compared.
+    """
+
+    num_common: int = 0
+    only_left: list[str] = field(default_factory=list)
+    only_right: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    elements: dict[str, ElementDifference] = field(default_factory=dict)
+    max_difference: float = 0.0
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_left or self.only_right or self.shapes or self.dtypes or self.elements)
+
+
+def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0.0) -> Comparison:
+    """Returns what differs between the tensors of two checkpoints; holds 32 MiB of them at once.
+
+    Args:
+        left: The first checkpoint.
+        right: The second.
+        tolerance: Absolute difference up to which two elements count as equal.
+
+    Raises:
+        CheckpointError: A file is damaged or changes while it is read.
+    """
+    ours, theirs = left.specs, right.specs
+    found = Comparison(
+        only_left=[name for name in ours if name not in theirs],
+        only_right=[name for name in theirs if name not in ours],
+    )
+    comparable: dict[str, TensorSpec] = {}
+    for name in (name for name in ours if name in theirs):
+        found.num_common += 1
+        if ours[name].shape != theirs[name].shape:
+            found.shapes[name] = ours[name].shape, theirs[name].shape
+            continue
+        if ours[name].dtype != theirs[name].dtype:
+            found.dtypes[name] = ours[name].dtype, theirs[name].dtype
+        comparable[name] = ours[name]
+    totals: dict[str, ElementDifference] = {}
+    for batch in _batches(comparable):
+        pieces = zip(batch, _read(left, ours, batch), _read(right, theirs, batch), strict=True)
+        for (name, _, _), first, second in pieces:
+            totals[name] = _added(totals.get(name), compare_elements(first, second, tolerance=tolerance))
+    found.elements = {name: total for name, total in totals.items() if total.num_differing > 0}
+    found.max_difference = max((total.max_difference for total in totals.values()), default=0.0)
+    return found
+
+
+def compare_elements(left: torch.Tensor, right: torch.Tensor, *, tolerance: float = 0.0) -> ElementDifference:
+    """Returns how far apart two tensors of one shape are, by value whatever their formats; NaN equals NaN."""
+    flat_left, flat_right = left.reshape(-1), right.reshape(-1)
+    total = ElementDifference(num_elements=left.numel(), num_differing=0, max_difference=0.0)
+    if _are_alike(flat_left, flat_right):
+        return total
+    for start in range(0, left.numel(), PIECE_ELEMENTS):
+        first, second = (flat[start : start + PIECE_ELEMENTS] for flat in (flat_left, flat_right))
+        if not _are_alike(first, second):
+            difference = _differences(first, second)
+            total = ElementDifference(
+                num_elements=total.num_elements,
+                num_differing=total.num_differing + int((difference > tolerance).sum()),
+                max_difference=max(total.max_difference, float(difference.max())),
+            )
+    return total
+
+
+def compare_values(left: Any, right: Any, where: str) -> Iterator[str]:
+    """Yields one line for every place where two plain values differ.
+
+    Args:
+        left: The first value; containers are compared item by item.
+        right: The second.
+        where: The name of the whole, which every line begins with.
+    """
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        for key in [*left, *(key for key in right if key not in left)]:
+            place = f"{where}.{key}" if where else str(key)
+            if key not in left or key not in right:
+                yield f"{place}: only in the {'second' if key in right else 'first'}"
+            else:
+                yield from compare_values(left[key], right[key], place)
+        return
+    if isinstance(left, (list, tuple)) and type(left) is type(right) and len(left) == len(right):
+        for index, (first, second) in enumerate(zip(left, right, strict=True)):
+            yield from compare_values(first, second, f"{where}[{index}]")
+        return
+    if not _are_same(left, right):
+        yield f"{where}: {_shown(left)} != {_shown(right)}"
+
+
+def _batches(specs: Mapping[str, TensorSpec]) -> Iterator[list[tuple[str, int, int]]]:
+    batch: list[tuple[str, int, int]] = []
+    room = BATCH_BYTES
+    for name, spec in specs.items():
+        numel, start = math.prod(spec.shape), 0
+        while start < numel:
+            stop = min(numel, start + max(1, room // spec.dtype.itemsize))
+            batch.append((name, start, stop))
+            room -= (stop - start) * spec.dtype.itemsize
+            start = stop
+            if room < 16:  # not even one element of the widest format
+                yield batch
+                batch, room = [], BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _read(
+    stored: Checkpoint, specs: Mapping[str, TensorSpec], batch: Iterable[tuple[str, int, int]]
+) -> list[torch.Tensor]:
+    wanted = [(name, _piece(name, specs[name], start, stop)) for name, start, stop in batch]
+    read_slices(stored, wanted)
+    return [piece.tensor for _, piece in wanted]
+
+
+def _piece(name: str, spec: TensorSpec, start: int, stop: int) -> TensorSlice:
+    return TensorSlice(
+        name=name,
+        dtype=spec.dtype,
+        global_shape=spec.shape,
+        box=tuple((0, size) for size in spec.shape),
+        span=(start, stop),
+        tensor=torch.empty(stop - start, dtype=spec.dtype),
+        primary=False,
+    )
+
+
+def _added(total: ElementDifference | None, part: ElementDifference) -> ElementDifference:
+    if total is None:
+        return part
+    return ElementDifference(
+        num_elements=total.num_elements + part.num_elements,
+        num_differing=total.num_differing + part.num_differing,
+        max_difference=max(total.max_difference, part.max_difference),
+    )
+
+
+def _are_alike(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _differences(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    first, second = left.to(wide), right.to(wide)
+    difference = (first - second).abs()
+    difference[(first == second) | (first.isnan() & second.isnan())] = 0.0  # also inf and inf
+    difference.nan_to_num_(nan=math.inf, posinf=math.inf)
+    if left.dtype == right.dtype and left.dtype in _WIDE_INTEGERS:
+        differs = left.view(torch.int64) != right.view(torch.int64)
+        difference[differs] = difference[differs].clamp(min=1.0)
+    return difference
+
+
+def _are_same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor) or type(left) is not type(right):
+        return False
+    return bool(left == right) or (left != left and right != right)  # NaN is the one value unlike itself
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

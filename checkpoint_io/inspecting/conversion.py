@@ -1,0 +1,305 @@
+"""A checkpoint written anew in another form: format, shard size, number format, without the optimizer, one file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from booster.checkpoint_io.commit import listing, resolve
+from booster.checkpoint_io.destination import Destination
+from booster.checkpoint_io.files.optimizer_values import MASTER_SUFFIX
+from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
+from booster.checkpoint_io.inspecting.config_dtype import with_dtype
+from booster.checkpoint_io.inspecting.inspection import KINDS, Contents, Part, dtype_name, read_training_state
+from booster.checkpoint_io.inspecting.mapped_tensors import mapped_tensors
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES
+from booster.checkpoint_io.loading.reader import Checkpoint
+from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.saving.save_request import SaveRequest
+from booster.checkpoint_io.saving.saver import Saver
+from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.training.rotation import TRAINING_STATE, TRAINING_STATE_MANIFEST
+from booster.errors import CheckpointError, ConfigError
+from booster.interface import TensorSlice
+
+__all__ = ["Conversion", "consolidate", "convert"]
+
+CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CHECKED_ELEMENTS = 2**20
+_CONFIG = "config.json"
+_TIMEOUT_SECONDS = 1800.0  # of a barrier between ranks, of which there is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What a conversion changes.
+
+    Attributes:
+        is_safetensors: The format of the new files; None: that of the old ones.
+        size_per_shard: Largest shard in MB (10**6 bytes).
+        dtype: What floats become; None: they stay. Float8, integers and bools stay always, and of an optimizer its
+            fp32 masters, counters and other single numbers.
+        keeps_optimizer: False leaves all but the models out: a training state without its optimizer can't go on.
+        overwrites: Whether the target may hold something, which the new checkpoint replaces.
+    """
+
+    is_safetensors: bool | None = None
+    size_per_shard: int = 1024
+    dtype: torch.dtype | None = None
+    keeps_optimizer: bool = True
+    overwrites: bool = False
+
+
+def convert(storage: Storage, source: Contents, target: Path, conversion: Conversion) -> list[str]:
+    """Writes a checkpoint into another directory, whole or not at all, and returns lines that say what was changed.
+
+    One process calls it. Tensors go from the old files' pages to the new ones piece by piece.
+
+    Args:
+        storage: Where both are.
+        source: The checkpoint; it is not changed.
+        target: The new directory.
+        conversion: What to change.
+
+    Raises:
+        ConfigError: The target is in the source's directory, is a file, or holds something.
+        CheckpointError: Damage in the source, numbers that the new format can't hold, or a failed write.
+    """
+    if target.suffix in SINGLE_FILE_SUFFIXES:
+        raise ConfigError(
+            f"{target} ends as a file does, and convert writes a directory: take consolidate for one file"
+        )
+    check_target(storage, source, target, overwrites=conversion.overwrites)
+    parts = [part for part in source.parts if conversion.keeps_optimizer or part.kind == MODEL]
+    if not parts:
+        raise ConfigError(f"{source.path} holds nothing but an optimizer: leave --no-optimizer out")
+    notes = [f"left out: {part.label}" for part in source.parts if part not in parts]
+    with ExitStack() as stack:
+        opened = [(part, stack.enter_context(part.open(storage, verifies=True))) for part in parts]
+        documents = _training_documents(storage, source) if conversion.keeps_optimizer else {}
+        request = SaveRequest(
+            target=target,
+            is_directory=True,
+            components=list(_components(storage, source, opened, target, conversion, notes)),
+            documents=documents,
+            manifest_name=TRAINING_STATE_MANIFEST if documents else None,
+            facts=_facts(source, opened[0][1]),
+            is_stale=_left_over(storage, target, {part.folder for part in parts}),
+            doing="converting",
+        )
+        Saver(Ranks(), storage, _TIMEOUT_SECONDS).save(request)
+    return notes
+
+
+def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *, overwrites: bool = False) -> None:
+    """Writes one part of a checkpoint into one file, whole or not at all.
+
+    Args:
+        storage: Where both are.
+        source: The checkpoint; it is not changed.
+        part: The part of it.
+        target: The new file; its suffix says the format.
+        overwrites: Whether a file may be there, which is replaced.
+
+    Raises:
+        ConfigError: The target is in the source's directory, is a directory, ends otherwise, or is there already.
+        CheckpointError: Damage in the source, or a failed write.
+    """
+    to = Destination(target, part.kind, False, None, 1, target.suffix in SAFETENSORS_SUFFIXES)
+    check_target(storage, source, target, overwrites=overwrites)
+    with part.open(storage, verifies=True) as stored:
+        component = Component(
+            kind=part.kind,
+            names=to.names,
+            slices=[TensorSlice.whole(*named, primary=True) for named in mapped_tensors(stored).items()],
+            max_shard_bytes=to.max_shard_bytes,
+            is_sharded=False,
+            values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
+        )
+    request = SaveRequest(target=target, is_directory=False, components=[component], doing="consolidating")
+    Saver(Ranks(), storage, _TIMEOUT_SECONDS).save(request)
+
+
+def _components(
+    storage: Storage,
+    source: Contents,
+    opened: Sequence[tuple[Part, Checkpoint]],
+    target: Path,
+    conversion: Conversion,
+    notes: list[str],
+) -> Iterator[Component]:
+    folders: set[str] = set()
+    for part, stored in opened:
+        to = _destination(part, target, conversion)
+        # The plain files of a folder go with its first part, which is the model where there is one.
+        documents = {} if part.folder in folders else dict(_documents(storage, source, part.folder, notes))
+        folders.add(part.folder)
+        if part.kind == MODEL and conversion.dtype is not None and _CONFIG in documents:
+            documents[_CONFIG] = with_dtype(documents[_CONFIG], dtype_name(conversion.dtype), _CONFIG)
+        if part.kind == OPTIMIZER and stored.groups is not None:
+            documents[to.names.groups] = stored.groups
+        yield Component(
+            kind=part.kind,
+            names=to.names,
+            slices=_converted(part, mapped_tensors(stored), conversion.dtype, notes),
+            max_shard_bytes=to.max_shard_bytes,
+            is_sharded=True,
+            always_index=part.kind == OPTIMIZER,
+            folder=part.folder,
+            documents=documents,
+        )
+
+
+def _facts(source: Contents, stored: Checkpoint) -> Mapping[str, Any]:
+    if source.manifest is not None:
+        return source.manifest.facts
+    return {} if stored.manifest is None else stored.manifest.facts
+
+
+def _destination(part: Part, target: Path, conversion: Conversion) -> Destination:
+    was_safetensors = part.names.suffix == "safetensors" if part.names else part.path.suffix in SAFETENSORS_SUFFIXES
+    is_safetensors = was_safetensors if conversion.is_safetensors is None else conversion.is_safetensors
+    prefix = None if part.names is None else part.names.prefix
+    if part.kind not in (MODEL, OPTIMIZER):
+        is_safetensors = True  # there is no other form of them
+    return Destination(target, part.kind, True, prefix, conversion.size_per_shard, is_safetensors)
+
+
+# Tensors.
+
+
+def _converted(
+    part: Part, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, notes: list[str]
+) -> list[TensorSlice]:
+    slices: list[TensorSlice] = []
+    changed: Counter[torch.dtype] = Counter()
+    for name, tensor in tensors.items():
+        whole = TensorSlice.whole(name, tensor, primary=True)
+        if dtype is not None and tensor.dtype != dtype and _is_convertible(part, name, tensor):
+            _check_range(part, name, tensor, dtype)
+            changed[tensor.dtype] += 1
+            whole = dataclasses.replace(whole, dtype=dtype)
+        slices.append(whole)
+    num_packed = sum(tensor.is_floating_point() and tensor.dtype not in CONVERTIBLE for tensor in tensors.values())
+    if dtype is not None and num_packed and part.kind == MODEL:
+        notes.append(f"{part.label}: {num_packed} tensors in narrower formats stay, as they go with scales")
+    for before, count in changed.items():
+        loss = ", with fewer bits: values are rounded" if dtype is not None and _loses_bits(before, dtype) else ""
+        notes.append(f"{part.label}: {count} tensors from {dtype_name(before)} to {dtype_name(dtype or before)}{loss}")
+    return slices
+
+
+def _is_convertible(part: Part, name: str, tensor: torch.Tensor) -> bool:
+    if tensor.dtype not in CONVERTIBLE or part.kind not in (MODEL, OPTIMIZER):
+        return False
+    return part.kind == MODEL or not (name.endswith(MASTER_SUFFIX) or tensor.dim() == 0)
+
+
+def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
+    return torch.finfo(after).eps > torch.finfo(before).eps or torch.finfo(after).max < torch.finfo(before).max
+
+
+def _check_range(part: Part, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
+        return
+    if part.kind == OPTIMIZER and dtype == torch.float16:
+        raise ConfigError(
+            "fp16 has no range for an optimizer's squared gradients, most of which would become 0: give bf16 or fp32,"
+            " or --no-optimizer"
+        )
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _CHECKED_ELEMENTS):
+        piece = flat[start : start + _CHECKED_ELEMENTS]
+        low, high = (float(end) for end in torch.aminmax(piece))
+        if -torch.finfo(dtype).max <= low and high <= torch.finfo(dtype).max:
+            continue  # not so for nan and inf, which may stay what they are
+        if bool((piece.isfinite() & piece.to(dtype).isinf()).any()):
+            raise CheckpointError(
+                f"{name!r} of the {part.label} holds numbers beyond {torch.finfo(dtype).max:g}, the largest of"
+                f" {dtype_name(dtype)}: give a format of a wider range, such as bf16 or fp32"
+            )
+
+
+# Plain files.
+
+
+def _documents(storage: Storage, source: Contents, folder: str, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    if not source.is_directory:
+        return
+    directory = source.path / folder
+    is_of_checkpoint = _owners(storage, directory)
+    for name in listing(storage, directory):
+        if name.startswith(".") or is_of_checkpoint(name) or name.startswith(TRAINING_STATE.removesuffix("json")):
+            continue
+        path = resolve(storage, directory, name)
+        reason = _why_left_out(storage, path)
+        if reason is None:
+            yield name, storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=directory)
+        elif name not in {other.folder for other in source.parts}:
+            notes.append(f"left out: {f'{folder}/{name}'.lstrip('/')} ({reason})")
+
+
+def _why_left_out(storage: Storage, path: Path) -> str | None:
+    kind = storage.kind(Path(os.path.realpath(path)))
+    if kind != "file":
+        return "no plain file" if kind != "directory" else "a folder"
+    if path.suffix in (*SINGLE_FILE_SUFFIXES, ".ckpt", ".pkl"):
+        return "tensors or a pickle, and no part of the checkpoint"
+    with storage.open_regular(path) as file:
+        return None if storage.size(file) <= MAX_JSON_BYTES else "larger than 64 MiB"
+
+
+def _training_documents(storage: Storage, source: Contents) -> dict[str, bytes]:
+    raw = read_training_state(storage, source)
+    return {} if raw is None else {TRAINING_STATE: raw}
+
+
+def _owners(storage: Storage, directory: Path) -> Callable[[str], bool]:
+    """Returns whether a name in the directory is of one of the checkpoints there, such as a shard of them."""
+    names = listing(storage, directory) if storage.kind(directory) == "directory" else []
+    owners = [owner for kind in KINDS for name in names if (owner := kind.names_of(name)) is not None]
+    return lambda name: any(owner.owns(name) or name == owner.groups for owner in owners)
+
+
+def _left_over(storage: Storage, target: Path, folders: Iterable[str]) -> Callable[[str], bool]:
+    """Returns whether a file of the target, by its relative name, is of a checkpoint that is there before the save."""
+    owners = {folder: _owners(storage, target / folder) for folder in ("", *folders)}
+
+    def is_stale(name: str) -> bool:
+        folder, _, base = name.rpartition("/")
+        return name in (TRAINING_STATE, TRAINING_STATE_MANIFEST) or (folder in owners and owners[folder](base))
+
+    return is_stale
+
+
+def check_target(storage: Storage, source: Contents, target: Path, *, overwrites: bool) -> None:
+    """Raises unless something may be written to the target.
+
+    Args:
+        storage: Where both are.
+        source: What is to be written in another form; it must stay as it is.
+        target: The new file or directory.
+        overwrites: Whether something may be there.
+
+    Raises:
+        ConfigError: One is inside of the other, or something is there.
+    """
+    place, origin = Path(os.path.realpath(target)), Path(os.path.realpath(source.path))
+    if place == origin or (source.is_directory and place.is_relative_to(origin)) or origin.is_relative_to(place):
+        raise ConfigError(
+            f"{target} and {source.path} are one inside of the other, and the source is never changed: give a path"
+            " elsewhere"
+        )
+    kind = storage.kind(place)
+    is_empty = kind is None or (kind == "directory" and not listing(storage, place))
+    if not is_empty and not overwrites:
+        raise ConfigError(f"{target} is there already: give a new path, or --overwrite to replace the checkpoint there")

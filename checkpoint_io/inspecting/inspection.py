@@ -1,0 +1,288 @@
+"""Which checkpoints are at a path, and what each holds, without reading a tensor's elements."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from booster.checkpoint_io.commit import listing, resolve
+from booster.checkpoint_io.files import json_values
+from booster.checkpoint_io.files.manifest import Manifest
+from booster.checkpoint_io.files.optimizer_values import parse_values
+from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
+from booster.checkpoint_io.files.tensor_files import GROUPS_KEY, open_tensor_file
+from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileNames, Kind
+from booster.checkpoint_io.loading.reader import Checkpoint, open_checkpoint
+from booster.checkpoint_io.loading.verification import verify_ranges
+from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.training.rotation import TRAINING_STATE, StepFolders, read_training_manifest
+from booster.checkpoint_io.training.training_document import TrainingDocument
+from booster.errors import CheckpointError, ConfigError
+
+__all__ = [
+    "KINDS",
+    "Contents",
+    "Part",
+    "describe",
+    "describe_training",
+    "dtype_name",
+    "find_contents",
+    "has_checksums",
+    "read_training_state",
+    "training_document",
+]
+
+KINDS = (MODEL, OPTIMIZER, RANDOM_STATE, GRADIENTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One set of tensors: a model, an optimizer, random states.
+
+    Attributes:
+        kind: Which of them.
+        path: The file, index or directory that opens it.
+        folder: The directory below the checkpoint's where it is, the name of one of several models; empty: none.
+        names: What its files are called; None for a single file, which may have any name.
+    """
+
+    kind: Kind
+    path: Path
+    folder: str = ""
+    names: FileNames | None = None
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        variant = f" ({self.names.prefix})" if self.names is not None and self.names.prefix else ""
+        return f"{self.folder}/{self.kind.name}{variant}" if self.folder else f"{self.kind.name}{variant}"
+
+    def open(self, storage: Storage, *, verifies: bool = False) -> Checkpoint:
+        """Opens it; sizes and structure are checked.
+
+        Args:
+            storage: Where it is.
+            verifies: Also read everything once and compare the checksums, where some were recorded: what is written
+                from it gets new ones, which would vouch for damage.
+
+        Raises:
+            CheckpointError: Damage, or a file that it names is missing.
+        """
+        with ExitStack() as stack:
+            stored = stack.enter_context(open_checkpoint(storage, self.path, self.kind))
+            if verifies:
+                verify_ranges(stored, 0, 1)
+            stack.pop_all()
+        return stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The parts of a checkpoint.
+
+    Attributes:
+        path: The file, or the directory with links and the latest step followed.
+        is_directory: Which of the two.
+        parts: What is there: at least one.
+        manifest: What a whole training state records of its documents; None elsewhere.
+    """
+
+    path: Path
+    is_directory: bool
+    parts: tuple[Part, ...]
+    manifest: Manifest | None = None
+
+    def only(self, kind: Kind) -> Part:
+        """Returns the one part of a kind; of several variants the one without, as for a load.
+
+        Raises:
+            CheckpointError: There is none, or more than one.
+        """
+        found = [part for part in self.parts if part.kind == kind]
+        without_variant = [part for part in found if part.path == self.path]
+        if len(found) == 1 or without_variant:
+            return (without_variant or found)[0]
+        if not found:
+            held = ", ".join(part.label for part in self.parts)
+            raise CheckpointError(f"{self.path} holds no {kind.name}, only {held}: give another path")
+        listed = ", ".join(str(part.path) for part in found)
+        raise CheckpointError(f"{self.path} holds several of the kind {kind.name}: give one of {listed}")
+
+
+def find_contents(storage: Storage, path: str | os.PathLike[str]) -> Contents:
+    """Returns what is at a path: a file of tensors, an index, a checkpoint's directory, or a root of steps.
+
+    Args:
+        storage: Where it is.
+        path: What the user gave. Of a root of `step-...` directories, the latest whole one is taken.
+
+    Raises:
+        ConfigError: Nothing is there, or nothing that is a checkpoint.
+        CheckpointError: What says which checkpoints are there is damaged.
+    """
+    given = Path(path)
+    real = Path(os.path.realpath(given))
+    kind = storage.kind(real)
+    if kind is None:
+        raise ConfigError(f"{given} does not exist: give a checkpoint's directory or file")
+    if kind != "directory":
+        return Contents(path=given, is_directory=False, parts=(_part_of_file(storage, given),))
+    latest = StepFolders(storage, real).latest()
+    return _contents_of_directory(storage, real if latest is None else latest.path)
+
+
+def training_document(storage: Storage, contents: Contents) -> TrainingDocument | None:
+    """Returns the plain part of a whole training state; None where the path holds none.
+
+    Raises:
+        CheckpointError: It is not the one that was saved.
+    """
+    raw = read_training_state(storage, contents)
+    return None if raw is None else TrainingDocument.parse(raw, str(contents.path / TRAINING_STATE))
+
+
+def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
+    """Returns the file of the plain part of a whole training state; None where the path holds none.
+
+    Raises:
+        CheckpointError: It is not the one that was saved.
+    """
+    if contents.manifest is None:
+        return None
+    path = resolve(storage, contents.path, TRAINING_STATE)
+    raw = storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=contents.path)
+    if zlib.crc32(raw) != contents.manifest.documents[TRAINING_STATE].crc32:
+        raise CheckpointError(f"{path} is not the file that was saved: take another copy of the checkpoint")
+    return raw
+
+
+def has_checksums(stored: Checkpoint) -> bool:
+    """Returns whether the bytes of every tensor can be compared with what was written."""
+    return all(stored.record_of(file) is not None for file in stored.files)
+
+
+def describe_training(document: TrainingDocument) -> dict[str, Any]:
+    """Returns what a whole training state says of itself, as JSON has it."""
+    extra = document.extra
+    return {
+        "facts": document.facts,
+        "models": document.models,
+        "optimizers": document.optimizers,
+        "pending_gradients": document.gradients,
+        "lr_schedulers": sorted(document.lr_schedulers),
+        "dataloaders": document.dataloaders,
+        "extra": sorted(map(str, extra)) if isinstance(extra, Mapping) else [],
+    }
+
+
+def describe(part: Part, stored: Checkpoint) -> dict[str, Any]:
+    """Returns what an open checkpoint holds, as JSON has it.
+
+    Args:
+        part: Where it was found.
+        stored: It, open.
+    """
+    specs = stored.specs
+    file_of = {name: file.path.name for file in stored.files for name in file.specs}
+    return {
+        "kind": part.kind.name,
+        "folder": part.folder,
+        "variant": None if part.names is None else part.names.prefix,
+        "checksums": has_checksums(stored),
+        "num_tensors": len(specs),
+        "num_elements": sum(spec.numel for spec in specs.values()),
+        "num_bytes": sum(spec.num_bytes for spec in specs.values()),
+        "dtypes": dict(Counter(dtype_name(spec.dtype) for spec in specs.values())),
+        "files": [
+            {"name": file.path.name, "num_tensors": len(file.specs), "num_bytes": file.num_bytes}
+            for file in stored.files
+        ],
+        "facts": {} if stored.manifest is None else stored.manifest.facts,
+        "optimizer": _describe_optimizer(part, stored),
+        "tensors": [
+            {
+                "name": name,
+                "dtype": dtype_name(spec.dtype),
+                "shape": list(spec.shape),
+                "num_bytes": spec.num_bytes,
+                "file": file_of[name],
+            }
+            for name, spec in specs.items()
+        ],
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns a number format's name without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe_optimizer(part: Part, stored: Checkpoint) -> dict[str, Any] | None:
+    if part.kind != OPTIMIZER or stored.groups is None:
+        return None
+    values = parse_values(stored.groups, stored.specs, str(stored.path))
+    groups: Sequence[Mapping[str, Any]] = values["param_groups"]
+    return {
+        "class": values.get("optimizer"),
+        "num_skipped_steps": values["num_skipped_steps"],
+        "loss_scaler": json_values.encode(values["loss_scaler"], "loss_scaler"),
+        "param_groups": [json_values.encode(dict(group), f"group {index}") for index, group in enumerate(groups)],
+    }
+
+
+def _part_of_file(storage: Storage, path: Path) -> Part:
+    if path.suffix != ".json":
+        file = open_tensor_file(storage, path)
+        is_optimizer = GROUPS_KEY in file.metadata
+        file.close()
+        return Part(kind=OPTIMIZER if is_optimizer else MODEL, path=path)
+    for kind in KINDS:
+        names = kind.names_of(path.name)
+        if names is not None:
+            return Part(kind=kind, path=path, names=names)
+    raise CheckpointError(f"{path} is no index of a checkpoint: give the directory that it is in")
+
+
+def _contents_of_directory(storage: Storage, directory: Path) -> Contents:
+    manifest = read_training_manifest(storage, directory)
+    parts = list(_parts_in(storage, directory, ""))
+    for folder in _folders(storage, directory, parts, manifest):
+        parts += _parts_in(storage, directory / folder, folder)
+    if not parts:
+        raise ConfigError(
+            f"{directory} holds no checkpoint: neither a model nor an optimizer, nor folders of them, nor a whole"
+            " step-... directory. Give the directory that holds the files"
+        )
+    return Contents(path=directory, is_directory=True, parts=tuple(parts), manifest=manifest)
+
+
+def _parts_in(storage: Storage, directory: Path, folder: str) -> Iterator[Part]:
+    names = listing(storage, directory)
+    for kind in KINDS:
+        owners = dict.fromkeys(owner for name in names if (owner := kind.names_of(name)) is not None)
+        plain = [owner for owner in owners if owner.prefix is None]
+        for owner in owners:
+            # A directory stands for its only checkpoint, or the only one without a variant: as for a load.
+            stands_for_it = len(owners) == 1 or plain == [owner]
+            own_names = (owner.manifest, owner.index, owner.single)
+            file_name = next(name for name in own_names if name in names)
+            yield Part(
+                kind=kind, path=directory if stands_for_it else directory / file_name, folder=folder, names=owner
+            )
+
+
+def _folders(storage: Storage, directory: Path, parts: Sequence[Part], manifest: Manifest | None) -> Sequence[str]:
+    if manifest is not None:
+        return sorted({name.rpartition("/")[0] for name in manifest.documents} - {""})
+    if parts:
+        return []  # what is in folders beside a model is its user's own matter
+    names = [name for name in listing(storage, directory) if not name.startswith(".")]
+    return [name for name in names if storage.kind(directory / name) == "directory"]

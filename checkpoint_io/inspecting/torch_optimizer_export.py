@@ -1,0 +1,165 @@
+"""A stored optimizer as plain torch knows it: a state_dict with numbered parameters, in one file of `torch.save`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from booster.checkpoint_io.commit import Transaction
+from booster.checkpoint_io.destination import Destination
+from booster.checkpoint_io.files.optimizer_values import MASTER_SUFFIX, parse_values
+from booster.checkpoint_io.inspecting.conversion import check_target
+from booster.checkpoint_io.inspecting.inspection import Contents
+from booster.checkpoint_io.inspecting.mapped_tensors import mapped_tensors
+from booster.checkpoint_io.layout import OPTIMIZER
+from booster.checkpoint_io.storage import OpenFile, Storage
+from booster.errors import CheckpointError
+
+__all__ = ["MASTER_WEIGHTS", "PARAMETER_NAMES", "export_optimizer", "torch_state_dict"]
+
+# Note [Exported optimizer]: {"state": {number: {name: tensor or number}}, "param_groups": [{..., "params": [numbers]}]}
+# is what torch's own optimizers give and take. Numbers count the parameters through all groups, in the groups' order:
+# the optimizer that loads it must be built over the same parameters in the same order. Two more keys stand beside the
+# two that torch reads, and torch ignores them: the names of the parameters by number, and on demand their fp32 master
+# weights. Those are no part of "state", because load_state_dict would round them to the parameters' own format.
+PARAMETER_NAMES = "parameter_names"
+MASTER_WEIGHTS = "master_weights"
+
+
+def export_optimizer(
+    storage: Storage, source: Contents, target: Path, *, with_master_weights: bool = False, overwrites: bool = False
+) -> list[str]:
+    """Writes the optimizer of a checkpoint as plain torch knows it, and returns the parameters' names by number.
+
+    One process calls it. Tensors go from the old files' pages to the new file one by one.
+
+    Args:
+        storage: Where both are.
+        source: The checkpoint; it is not changed.
+        target: The new file.
+        with_master_weights: Whether to add the fp32 master weights; see Note [Exported optimizer].
+        overwrites: Whether a file may be there, which is replaced.
+
+    Raises:
+        ConfigError: The target is in the source's directory, is a directory, ends otherwise, or is there already.
+        CheckpointError: Damage in the source, values that torch would not load, or a failed write.
+    """
+    part = source.only(OPTIMIZER)
+    Destination(target, OPTIMIZER, False, None, 1, use_safetensors=False)  # checks the target's name
+    check_target(storage, source, target, overwrites=overwrites)
+    with part.open(storage, verifies=True) as stored:
+        if stored.groups is None:
+            raise CheckpointError(f"{stored.path} holds no param groups: it is no optimizer that save_optimizer wrote")
+        values = parse_values(stored.groups, stored.specs, str(stored.path))
+        exported = torch_state_dict(values, mapped_tensors(stored), with_master_weights=with_master_weights)
+        _check_plain(exported)
+        transaction = Transaction(storage, target, is_directory=False)
+        try:
+            with storage.create(transaction.begin() / target.name) as file:
+                _save(exported, _Sequential(storage, file))
+                storage.sync(file)
+            transaction.commit(is_stale=lambda name: False)
+        finally:
+            transaction.abort()
+    return list(exported[PARAMETER_NAMES])
+
+
+def torch_state_dict(
+    values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, with_master_weights: bool = False
+) -> dict[str, Any]:
+    """Returns what `load_state_dict` of a plain torch optimizer takes; see Note [Exported optimizer].
+
+    Args:
+        values: The stored plain part, as `parse_values` gives it.
+        tensors: The stored tensors by full name, `<parameter>.<state>`.
+        with_master_weights: Whether to add the fp32 master weights, by number.
+
+    Raises:
+        CheckpointError: A tensor belongs to no parameter of the groups, or masters are asked for and none are stored.
+    """
+    names = [name for group in values["param_groups"] for name in group["params"]]
+    number_of = {name: number for number, name in enumerate(names)}
+    state: dict[int, dict[str, Any]] = {}
+    masters: dict[int, torch.Tensor] = {}
+    for full_name, tensor in tensors.items():
+        number, key = _placed(full_name, number_of)
+        if f".{key}" == MASTER_SUFFIX:
+            masters[number] = tensor
+        else:
+            state.setdefault(number, {})[key] = tensor
+    for name, numbers in values["numbers"].items():
+        state.setdefault(number_of[name], {}).update(numbers)
+    exported = {
+        "state": dict(sorted(state.items())),
+        "param_groups": [
+            {**group, "params": [number_of[name] for name in group["params"]]} for group in values["param_groups"]
+        ],
+        PARAMETER_NAMES: names,
+    }
+    if not with_master_weights:
+        return exported
+    if not masters:
+        raise CheckpointError(
+            "the optimizer holds no fp32 master weights, as its parameters were fp32 themselves: leave"
+            " --master-weights out"
+        )
+    return {**exported, MASTER_WEIGHTS: dict(sorted(masters.items()))}
+
+
+def _save(exported: Mapping[str, Any], file: _Sequential) -> None:
+    try:
+        torch.save(exported, cast("IO[bytes]", file))
+    except RuntimeError as error:
+        # torch's own writer hides what the file said, such as a full disk, behind its own complaint.
+        raise file.failure or error from error
+
+
+class _Sequential:
+    """What `torch.save` wants of a file, over the storage seam."""
+
+    def __init__(self, storage: Storage, file: OpenFile) -> None:
+        self._storage = storage
+        self._file = file
+        self._offset = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: memoryview) -> int:
+        try:
+            self._storage.write_at(self._file, data, self._offset)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self._offset += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """There is nothing to flush: `write` has passed everything on."""
+
+
+def _check_plain(exported: Mapping[str, Any]) -> None:
+    for index, group in enumerate(exported["param_groups"]):
+        for key, value in group.items():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            buffer.seek(0)
+            try:
+                torch.load(buffer, weights_only=True)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{key!r} of param group {index} is a {type(value).__name__}, which torch.load(weights_only=True)"
+                    " refuses: give the optimizer plain numbers, tuples or tensors there"
+                ) from error
+
+
+def _placed(full_name: str, number_of: Mapping[str, int]) -> tuple[int, str]:
+    name, _, key = full_name.rpartition(".")
+    if name not in number_of:
+        raise CheckpointError(
+            f"the state {full_name!r} belongs to no parameter of the groups: the checkpoint is damaged. Take another"
+            " copy of it"
+        )
+    return number_of[name], key

@@ -1,0 +1,271 @@
+"""Loads in two steps: everything that can fail is checked on all ranks, then the ranks fill their own memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from booster.checkpoint_io.files.optimizer_values import MASTER_SUFFIX, parse_values
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, Kind
+from booster.checkpoint_io.loading.matching import Match, match_names
+from booster.checkpoint_io.loading.range_reader import read_slices
+from booster.checkpoint_io.loading.reader import Checkpoint, open_checkpoint
+from booster.checkpoint_io.loading.verification import verify_ranges
+from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.storage import Storage
+from booster.comm import require_same_on_all_ranks
+from booster.errors import CheckpointError, ConfigError
+from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
+from booster.logger import get_dist_logger
+
+__all__ = ["VERIFY", "Load", "Loader", "ModelLoad", "OptimizerLoad", "load_all"]
+
+VERIFY = ("checksums", "structure")
+
+# How long the other ranks look for what rank 0 has found: a network file system shows new files late.
+_PATIENCE_SECONDS = 30.0
+_COMPARED_ELEMENTS = 2**20
+
+
+class Load(Protocol):
+    """One thing to load; `check` goes first on all of them, then `fill`. Both are collective."""
+
+    def check(self) -> None:
+        """Raises on every rank what would keep the load from succeeding; changes nothing."""
+        ...
+
+    def fill(self) -> None:
+        """Fills this rank's memory."""
+        ...
+
+
+class Loader:
+    """Opens and verifies checkpoints for one group of ranks; a context manager that closes them.
+
+    Args:
+        ranks: Who loads together.
+        storage: Where from.
+        verify: "checksums", or "structure" to skip reading everything once more than needed.
+
+    Raises:
+        ConfigError: Another value of `verify`.
+    """
+
+    def __init__(self, ranks: Ranks, storage: Storage, verify: str = "checksums") -> None:
+        if verify not in VERIFY:
+            raise ConfigError(f"verify={verify!r} is no way to check a checkpoint: give one of {', '.join(VERIFY)}")
+        self.ranks = ranks
+        self.storage = storage
+        self._verify = verify
+        self._open = ExitStack()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def open(self, path: Path, kind: Kind) -> Checkpoint:
+        """Returns a checkpoint whose structure was checked; it stays open until the loader is left. Collective."""
+
+        require_same_on_all_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
+
+        def opened() -> Checkpoint:
+            patience = 0.0 if self.ranks.rank == 0 else _PATIENCE_SECONDS
+            is_required = self._verify == "checksums"
+            stored = open_checkpoint(self.storage, path, kind, patience_seconds=patience, requires_manifest=is_required)
+            return self._open.enter_context(stored)
+
+        stored = self.ranks.agree_rank_zero_first(opened, f"loading the {kind.name} from {path}")
+        # A save in between would show some ranks the old checkpoint and some the new, each of them whole.
+        require_same_on_all_ranks(f"the {kind.name} that they found at {path}", [stored.identity], self.ranks.group)
+        return stored
+
+    def verify(self, stored: Checkpoint) -> None:
+        """Reads everything that has a checksum, every rank a part of it. Collective.
+
+        Raises:
+            CheckpointError: Some bytes are not those that were written.
+        """
+        if self._verify == "checksums":
+            ranks = self.ranks
+            ranks.agree(lambda: verify_ranges(stored, ranks.rank, ranks.size), f"verifying {stored.path}")
+
+    def names_of_all_ranks(self, names: Collection[str]) -> frozenset[str]:
+        """Returns the names that any rank gave. Collective."""
+        payloads, _ = self.ranks.gather(json.dumps(sorted(names)).encode())
+        return frozenset(name for raw in payloads for name in json.loads(raw))
+
+
+class ModelLoad:
+    """Fills a model.
+
+    A tied tensor may be stored under any of its names. Floats are converted to the model's own float format; between
+    other formats only what is lossless is.
+
+    Args:
+        loader: Opens the files.
+        model: The boosted model.
+        path: A file, an index, or a directory.
+        strict: False loads what matches in name and shape.
+    """
+
+    def __init__(self, loader: Loader, model: ModelWrapper, path: Path, *, strict: bool) -> None:
+        self._loader = loader
+        self._model = model
+        self._path = path
+        self._strict = strict
+
+    def check(self) -> None:
+        """Opens, matches and verifies. Collective.
+
+        Raises:
+            CheckpointError: Missing, unexpected or differing names; damage.
+        """
+        loader, ranks = self._loader, self._loader.ranks
+        self._stored = stored = loader.open(self._path, MODEL)
+        slices, tied = ranks.agree(self._wanted, self._doing)
+        names = loader.names_of_all_ranks({name for part in slices for name in (part.name, *tied.get(part.name, ()))})
+
+        def match() -> Match:
+            found = match_names(stored.specs, slices, tied, names)
+            found.check(str(self._path), strict=self._strict)
+            return found
+
+        matched = ranks.agree(match, self._doing)
+        if self._strict:
+            ranks.agree(lambda: _check_duplicates(stored, matched), self._doing)
+        elif ranks.rank == 0 and matched.listing():
+            get_dist_logger().warning(f"{self._doing} with strict=False leaves out:{matched.listing()}")
+        loader.verify(stored)
+        self._pairs = [(matched.sources[part.name], part) for part in slices if part.name in matched.sources]
+
+    def fill(self) -> None:
+        """Reads this rank's parts into the model's memory. Collective."""
+        self._loader.ranks.agree(self._read, self._doing)
+
+    def _wanted(self) -> tuple[Sequence[TensorSlice], Mapping[str, Sequence[str]]]:
+        return self._model.tensor_slices(), self._model.tied_names()
+
+    def _read(self) -> None:
+        read_slices(self._stored, self._pairs)
+        self._model.notify_loaded()
+
+    @property
+    def _doing(self) -> str:
+        return f"loading the model from {self._path}"
+
+
+class OptimizerLoad:
+    """Fills an optimizer.
+
+    fp32 master weights that are stored fill the optimizer's; one that keeps none gets them into the parameters
+    themselves, as they are the more exact weights: load the model first. Where none are stored, masters follow the
+    model's weights.
+
+    Args:
+        loader: Opens the files.
+        optimizer: The boosted optimizer.
+        path: A file, an index, or a directory.
+    """
+
+    def __init__(self, loader: Loader, optimizer: OptimizerWrapper, path: Path) -> None:
+        self._loader = loader
+        self._optimizer = optimizer
+        self._path = path
+
+    def check(self) -> None:
+        """Opens, compares and verifies. Collective.
+
+        Raises:
+            CheckpointError: Other parameters, groups or shapes; damage.
+        """
+        self._stored = stored = self._loader.open(self._path, OPTIMIZER)
+
+        def compare() -> tuple[OptimizerState, dict[str, Any]]:
+            if stored.groups is None:
+                raise CheckpointError(
+                    f"{self._path} holds no param groups: it is no optimizer that save_optimizer wrote"
+                )
+            values = parse_values(stored.groups, stored.specs, str(self._path))
+            state = self._optimizer.checkpoint_state()
+            state.check(stored.specs, values)
+            return state, values
+
+        self._state, self._values = self._loader.ranks.agree(compare, self._doing)
+        self._loader.verify(stored)
+
+    def fill(self) -> None:
+        """Replaces the optimizer's state by the stored one. Collective."""
+        self._loader.ranks.agree(self._read, self._doing)
+
+    def _read(self) -> None:
+        optimizer, stored = self._optimizer, self._stored
+        masters = [part.name for part in self._state.slices() if part.name.endswith(MASTER_SUFFIX)]
+        if optimizer.master_weights is not None and any(name not in stored.specs for name in masters):
+            optimizer.master_weights.refresh()
+        parts = self._state.allocate(stored.specs, self._values)
+        read_slices(stored, [(part.name, part) for part in parts])
+        in_parameters = list(self._masters_without_place({part.name for part in parts}))
+        if in_parameters:
+            read_slices(stored, in_parameters)
+            optimizer.model.notify_loaded()
+
+    def _masters_without_place(self, taken: Collection[str]) -> Iterator[tuple[str, TensorSlice]]:
+        masters = [name for name in self._stored.specs if name.endswith(MASTER_SUFFIX) and name not in taken]
+        if not masters:
+            return
+        of_model: dict[str, list[TensorSlice]] = {}
+        for part in self._optimizer.model.tensor_slices():
+            of_model.setdefault(part.name, []).append(part)
+        for name in masters:
+            yield from ((name, part) for part in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
+
+    @property
+    def _doing(self) -> str:
+        return f"loading the optimizer from {self._path}"
+
+
+def _check_duplicates(stored: Checkpoint, match: Match) -> None:
+    for taken, others in match.duplicates.items():
+        differing = [name for name in others if not _are_equal(stored, taken, name)]
+        if differing:
+            raise CheckpointError(
+                f"{taken!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, nothing"
+                " was loaded: untie them in the model, or pass strict=False to load the first"
+            )
+
+
+def _are_equal(stored: Checkpoint, left: str, right: str) -> bool:
+    specs = stored.specs
+    if specs[left] != specs[right]:
+        return False
+    numel = specs[left].numel
+    pieces = ((start, min(start + _COMPARED_ELEMENTS, numel)) for start in range(0, numel, _COMPARED_ELEMENTS))
+    return all(torch.equal(*(_piece(stored, name, specs[name], span) for name in (left, right))) for span in pieces)
+
+
+def _piece(stored: Checkpoint, name: str, spec: TensorSpec, span: tuple[int, int]) -> torch.Tensor:
+    tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
+    box = tuple((0, size) for size in spec.shape)
+    part = TensorSlice(
+        name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
+    )
+    read_slices(stored, [(name, part)])
+    return tensor.view(torch.uint8)  # bit for bit: a nan equals itself here
+
+
+def load_all(loads: Sequence[Load]) -> None:
+    """Checks all of them, then fills all of them. Collective."""
+    for load in loads:
+        load.check()
+    for load in loads:
+        load.fill()

@@ -1,0 +1,122 @@
+"""Reads just the bytes that this rank's slices hold, straight into their memory where that is possible."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from booster.checkpoint_io.files.tensor_bytes import bytes_of
+from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint
+from booster.checkpoint_io.loading.stored_elements import ElementReader, assign_elements
+from booster.checkpoint_io.worker_threads import run_in_threads
+from booster.interface import TensorSlice
+
+__all__ = ["read_slices"]
+
+# Note [Two ways into memory]: a slice in plain CPU memory in the stored format is filled in place by the system call.
+# Any other (another format, strides, a device) goes through a staging buffer in pieces. Four threads then hold
+# 4 * (STAGING_BYTES + SCRATCH_BYTES) = 32 MiB, whatever the size of the model.
+PIECE_BYTES = 16 * 2**20
+STAGING_BYTES = 6 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A slice to fill, and its memory as bytes where they can be filled in place."""
+
+    stored_name: str
+    part: TensorSlice
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    memory: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some elements of a slice, counted from its first."""
+
+    target: _Target
+    start: int
+    stop: int
+
+
+def read_slices(stored: Checkpoint, wanted: Sequence[tuple[str, TensorSlice]], *, num_threads: int = 4) -> None:
+    """Fills slices from a checkpoint. Every rank may call it for itself.
+
+    Peak extra memory is 32 MiB with four threads, whatever the size of the tensors.
+
+    Args:
+        stored: The checkpoint, open; its checksums are compared elsewhere, before.
+        wanted: Stored name and slice; floats are converted to the format of the slice's memory.
+        num_threads: How many threads read.
+
+    Raises:
+        CheckpointError: A file ends before, or changed since it was opened.
+    """
+    targets = [_target(stored, name, part) for name, part in wanted]
+    batches = list(_batches(targets))
+    run_in_threads(_Filler(stored).fill, batches, min(num_threads, len(batches)))
+    for target in targets:
+        if target.memory is not None and not target.tensor.is_inference():
+            torch.autograd.graph.increment_version(target.tensor)  # what a copy_ would have done
+
+
+class _Filler(threading.local):
+    """Fills pieces; every thread sees buffers of its own."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._reader = ElementReader(stored)
+        self._staging: np.ndarray | None = None
+
+    def fill(self, batch: Sequence[_Piece]) -> None:
+        for piece in batch:
+            target = piece.target
+            itemsize = target.dtype.itemsize
+            if target.memory is not None:
+                self._read(piece, target.memory[piece.start * itemsize : piece.stop * itemsize])
+                continue
+            if self._staging is None:
+                self._staging = np.empty(STAGING_BYTES, dtype=np.uint8)
+            staged = self._staging[: (piece.stop - piece.start) * itemsize]
+            self._read(piece, staged)
+            assign_elements(target.tensor, piece.start, torch.from_numpy(staged).view(target.dtype))
+
+    def _read(self, piece: _Piece, out: np.ndarray) -> None:
+        part = piece.target.part
+        first = part.span[0]
+        self._reader.read(piece.target.stored_name, part.box, (first + piece.start, first + piece.stop), out)
+
+
+def _target(stored: Checkpoint, name: str, part: TensorSlice) -> _Target:
+    tensor, dtype = part.tensor.detach(), stored.specs[name].dtype
+    is_plain = (
+        tensor.device.type == "cpu"
+        and tensor.dtype == dtype
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.numel() > 0
+    )
+    memory = np.frombuffer(bytes_of(tensor), dtype=np.uint8) if is_plain else None
+    return _Target(name, part, tensor, dtype, memory)
+
+
+def _batches(targets: Sequence[_Target]) -> Iterator[list[_Piece]]:
+    """Yields pieces of at most one thread's turn: large slices divided, small ones together."""
+    batch: list[_Piece] = []
+    room = PIECE_BYTES
+    for target in targets:
+        itemsize = target.dtype.itemsize
+        step = (PIECE_BYTES if target.memory is not None else STAGING_BYTES) // itemsize
+        for start in range(0, target.tensor.numel(), step):
+            stop = min(start + step, target.tensor.numel())
+            batch.append(_Piece(target, start, stop))
+            room -= (stop - start) * itemsize
+            if room <= 0:
+                yield batch
+                batch, room = [], PIECE_BYTES
+    if batch:
+        yield batch

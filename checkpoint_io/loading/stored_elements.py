@@ -1,0 +1,154 @@
+"""Elements of a stored tensor by box and span, as bytes in slice order, whatever kind of file they are in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint
+from booster.checkpoint_io.planning.byte_runs import Box, RunBlock, byte_runs, run_length, run_start
+from booster.checkpoint_io.saving.copy_elements import copy_elements
+from booster.checkpoint_io.storage import OpenFile
+
+__all__ = ["SCRATCH_BYTES", "ElementReader", "assign_elements"]
+
+# Note [Nearby runs]: a column of a matrix is many runs of a few bytes. One call for each would take longer than reading
+# what lies between them: runs with gaps of at most MAX_GAP_BYTES are read together, gaps included, into a scratch
+# buffer, and picked from it. Longer gaps, and runs that fill the scratch alone, are read straight to their place.
+SCRATCH_BYTES = 2 * 2**20
+MAX_GAP_BYTES = 16 * 2**10
+_RUNS_AT_ONCE = 16384
+_LONG_RUN_BYTES = 256  # from here on a copy of each run is quicker than an index of each element
+_UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class ElementReader:
+    """Reads elements of a checkpoint's tensors. One thread may use it.
+
+    Args:
+        stored: The checkpoint, open.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored = stored
+        self._scratch: np.ndarray | None = None
+
+    def read(self, name: str, box: Box, span: tuple[int, int], out: np.ndarray) -> None:
+        """Fills a buffer with the elements of a slice, in slice order, in the stored format.
+
+        Args:
+            name: The stored tensor.
+            box: A block of it.
+            span: First element and one past the last within the row-major flattening of the box.
+            out: Contiguous uint8, of just the size.
+
+        Raises:
+            CheckpointError: The file ends before, or changed.
+        """
+        start, stop = span
+        if start == stop:
+            return
+        spec, place = self._stored.specs[name], self._stored.locate(name)
+        if place is None:
+            self._copy_from_memory(name, box, span, out)
+            return
+        file, offset = place
+        itemsize = spec.dtype.itemsize
+        length = run_length(spec.shape, box)
+        if start // length == (stop - 1) // length:
+            self._stored.storage.read_at(file, out.data, offset + run_start(spec.shape, box, start) * itemsize)
+            return
+        for block in byte_runs(spec.shape, box, span, itemsize, max_runs=_RUNS_AT_ONCE):
+            for group in _groups(block):
+                self._read_group(file, offset, group, itemsize, out)
+
+    def _read_group(self, file: OpenFile, offset: int, runs: RunBlock, itemsize: int, out: np.ndarray) -> None:
+        first, last = int(runs.logical[0]), int(runs.logical[-1] + runs.length[-1])
+        target = out[runs.local[0] : runs.local[-1] + runs.length[-1]]
+        if len(runs.logical) == 1:
+            self._stored.storage.read_at(file, target.data, offset + first)
+            return
+        if self._scratch is None:
+            self._scratch = np.empty(SCRATCH_BYTES, dtype=np.uint8)
+        window = self._scratch[: last - first]
+        self._stored.storage.read_at(file, window.data, offset + first)
+        _pick(window, runs.logical - first, runs.length, itemsize, target)
+
+    def _copy_from_memory(self, name: str, box: Box, span: tuple[int, int], out: np.ndarray) -> None:
+        block = self._stored.read(name)[tuple(slice(offset, offset + length) for offset, length in box)]
+        copy_elements(block, *span, torch.from_numpy(out), block.dtype)
+
+
+def assign_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Writes values over the elements of a tensor's row-major flattening that begin at `start`.
+
+    The tensor may have any strides, device and format; the values are converted.
+    """
+    if values.numel() == 0:
+        return
+    for part, first, last in _flat_parts(tensor, start, start + values.numel()):
+        part.copy_(values[first:last].view(part.shape))
+
+
+def _flat_parts(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Yields views that together are elements `start` to `stop` of the flattening, each with its place from `start`."""
+    if tensor.dim() <= 1:
+        yield tensor[start:stop] if tensor.dim() == 1 else tensor, 0, stop - start
+        return
+    row = math.prod(tensor.shape[1:])
+    first_row, last_row = -(-start // row), stop // row
+    if first_row > last_row:  # within one row
+        yield from _flat_parts(tensor[last_row], start - last_row * row, stop - last_row * row)
+        return
+    if start < first_row * row:
+        yield from _flat_parts(tensor[first_row - 1], start - (first_row - 1) * row, row)
+    if first_row < last_row:
+        yield tensor[first_row:last_row], first_row * row - start, last_row * row - start
+    if last_row * row < stop:
+        done = last_row * row - start
+        for part, first, last in _flat_parts(tensor[last_row], 0, stop - last_row * row):
+            yield part, done + first, done + last
+
+
+def _groups(block: RunBlock) -> Iterator[RunBlock]:
+    """Yields runs that are read together; see Note [Nearby runs]."""
+    ends = block.logical + block.length
+    breaks = np.flatnonzero(block.logical[1:] - ends[:-1] > MAX_GAP_BYTES) + 1
+    first = 0
+    while first < len(ends):
+        fitting = int(np.searchsorted(ends, block.logical[first] + SCRATCH_BYTES, side="right"))
+        position = int(np.searchsorted(breaks, first, side="right"))
+        limit = int(breaks[position]) if position < len(breaks) else len(ends)
+        last = max(first + 1, min(fitting, limit))
+        part = slice(first, last)
+        yield RunBlock(logical=block.logical[part], local=block.local[part], length=block.length[part])
+        first = last
+
+
+def _pick(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray, itemsize: int, out: np.ndarray) -> None:
+    """Copies the runs of a window of bytes one after the other."""
+    is_regular = _is_regular(starts, lengths)
+    if lengths.mean() >= _LONG_RUN_BYTES and not is_regular:
+        position = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            out[position : position + length] = window[start : start + length]
+            position += length
+        return
+    unit = _UNSIGNED[itemsize]
+    source, target = window.view(unit), out.view(unit)
+    starts, lengths = starts // itemsize, lengths // itemsize
+    if is_regular:
+        shape, strides = (len(starts), int(lengths[0])), (int(starts[1] - starts[0]) * itemsize, itemsize)
+        target.reshape(shape)[...] = np.lib.stride_tricks.as_strided(source, shape, strides)
+        return
+    before = np.cumsum(lengths) - lengths
+    index = np.repeat(starts - before, lengths) + np.arange(len(target))
+    np.take(source, index, out=target, mode="clip")  # the default mode copies through a buffer
+
+
+def _is_regular(starts: np.ndarray, lengths: np.ndarray) -> bool:
+    return bool((lengths == lengths[0]).all() and (np.diff(starts) == starts[1] - starts[0]).all())

@@ -1,0 +1,114 @@
+"""Compares the checksums of a checkpoint with what is on the disk, before anything is loaded from it."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from booster.checkpoint_io.files.manifest import RangeRecord
+from booster.checkpoint_io.files.tensor_files import TensorFile
+from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint
+from booster.checkpoint_io.loading.stored_elements import ElementReader
+from booster.checkpoint_io.planning.byte_runs import whole_box
+from booster.checkpoint_io.worker_threads import run_in_threads
+from booster.errors import CheckpointError
+
+__all__ = ["verify_ranges"]
+
+NUM_THREADS = 4
+BATCH_BYTES = 16 * 2**20
+BUFFER_BYTES = 2**20  # stays in the cache between the read and the checksum
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    file: TensorFile
+    record: RangeRecord
+    num_bytes: int
+
+
+def verify_ranges(stored: Checkpoint, share: int, num_shares: int) -> None:
+    """Reads one share of everything that has a checksum, and compares. Every rank may call it for itself.
+
+    What has none, as in files of other programs, is not read. Heads, index and param groups were compared when the
+    checkpoint was opened; other documents, such as a config that its owner may have edited, are no part of a load.
+
+    Args:
+        stored: The checkpoint, open.
+        share: Which part, from 0.
+        num_shares: How many parts of about as many bytes there are.
+
+    Raises:
+        CheckpointError: Some bytes are not those that were saved; names the file and the tensor.
+    """
+    batches = list(_batches(_share_of(stored, share, num_shares)))
+    run_in_threads(_Verifier(stored).verify, batches, min(NUM_THREADS, len(batches)))
+
+
+class _Verifier(threading.local):
+    """Verifies ranges; every thread sees a buffer of its own."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored = stored
+        self._reader = ElementReader(stored)
+        self._buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
+
+    def verify(self, batch: Sequence[_Recorded]) -> None:
+        for recorded in batch:
+            found = self._crc32(recorded.record)
+            if found != recorded.record.crc32:
+                raise self._damaged(recorded, found)
+
+    def _damaged(self, recorded: _Recorded, found: int) -> CheckpointError:
+        record, manifest = recorded.record, self._stored.manifest
+        where = "its own header" if manifest is None else self._stored.path.name
+        first, last = record.span
+        return CheckpointError(
+            f"{recorded.file.path} is damaged: elements {first} to {last} of {record.name!r} have the"
+            f" checksum {found:08x}, and {where} says {record.crc32:08x}; nothing was loaded. Take another copy of the"
+            ' checkpoint, or pass verify="structure" to load it as it is'
+        )
+
+    def _crc32(self, record: RangeRecord) -> int:
+        spec = self._stored.specs[record.name]
+        box = whole_box(spec.shape) if record.box is None else record.box
+        itemsize = spec.dtype.itemsize
+        step, crc32 = BUFFER_BYTES // itemsize, 0
+        for start in range(*record.span, step):
+            stop = min(start + step, record.span[1])
+            piece = self._buffer[: (stop - start) * itemsize]
+            self._reader.read(record.name, box, (start, stop), piece)
+            crc32 = zlib.crc32(piece.data, crc32)
+        return crc32
+
+
+def _share_of(stored: Checkpoint, share: int, num_shares: int) -> Iterator[_Recorded]:
+    """Yields the ranges whose first byte, counted over all of them, is in the share."""
+    recorded = [
+        _Recorded(file, part, (part.span[1] - part.span[0]) * file.specs[part.name].dtype.itemsize)
+        for file in stored.files
+        if (record := stored.record_of(file)) is not None
+        for part in record.ranges
+    ]
+    total, begin = sum(part.num_bytes for part in recorded), 0
+    for part in recorded:
+        if begin * num_shares // max(total, 1) == share:
+            yield part
+        begin += part.num_bytes
+
+
+def _batches(ranges: Iterator[_Recorded]) -> Iterator[list[_Recorded]]:
+    batch: list[_Recorded] = []
+    room = BATCH_BYTES
+    for part in ranges:
+        batch.append(part)
+        room -= part.num_bytes
+        if room <= 0:
+            yield batch
+            batch, room = [], BATCH_BYTES
+    if batch:
+        yield batch

@@ -1,0 +1,1 @@
+"""What is written where by whom: pure functions over shapes and spans."""

@@ -1,0 +1,252 @@
+"""Who holds what: the tables of all ranks, merged into the parts of logical tensors that are to be written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from booster.checkpoint_io.planning.byte_runs import Box
+from booster.checkpoint_io.planning.slice_table import SliceTable
+from booster.checkpoint_io.planning.tiling import Tiles, UncheckableError, changes, contains, find_fault
+from booster.errors import CheckpointError
+from booster.interface import TensorSpec
+
+__all__ = ["HeldParts", "find_parts"]
+
+_MAX_BYTES = 2**62
+
+# Note [Parts and holders]: a part is one box and span of one tensor, however many ranks hold it. It is written if it is
+# primary on a rank; its holders are that rank and, where all copies are said to be alike, the other ranks with the same
+# box and span. Ranks with equal tables hold the same, so all the work is done per table: a thousand ranks that hold a
+# hundred thousand replicated tensors cost no more than the two tables they share.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParts:
+    """The parts that are written; see Note [Parts and holders].
+
+    Attributes:
+        specs: Format and shape of each tensor by name, in the order in which the ranks name them.
+        boxes: The distinct boxes.
+        tiles: Tensor, box and span of each part.
+        primary: Rank whose copy of each part counts.
+        holders: For each part, which of `holder_sets`.
+        holder_sets: Ranks, ascending, that hold a part alike.
+        slices: Which slice of a rank a part is.
+    """
+
+    specs: dict[str, TensorSpec]
+    boxes: list[Box]
+    tiles: Tiles
+    primary: np.ndarray
+    holders: np.ndarray
+    holder_sets: list[np.ndarray]
+    slices: SliceNumbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceNumbers:
+    """Which slice of a rank a part is; `keys` ascend, one per part and table."""
+
+    keys: np.ndarray
+    numbers: np.ndarray
+    table_of_rank: np.ndarray
+
+    def of(self, part: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """Returns for each pair of a part and one of its holders the place among the holder's slices."""
+        tables = int(self.table_of_rank.max(initial=0)) + 1
+        found: np.ndarray = self.numbers[np.searchsorted(self.keys, part * tables + self.table_of_rank[rank])]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The slices of all distinct tables as columns; `number` is a slice's place in its table."""
+
+    tensor: np.ndarray
+    spec: np.ndarray
+    box: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    table: np.ndarray
+    number: np.ndarray
+    is_primary: np.ndarray
+    is_shared: np.ndarray
+
+    def at(self, rows: np.ndarray) -> _Rows:
+        return _Rows(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+def find_parts(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> HeldParts:
+    """Returns the parts that are written and their holders, after proving that they tile every tensor.
+
+    Args:
+        tables: The distinct tables.
+        table_of_rank: For each rank, which of them is its own.
+
+    Raises:
+        CheckpointError: Ranks disagree about a tensor, or the primary parts do not hold every element exactly once.
+    """
+    of_rank = np.array(table_of_rank, dtype=np.int64)
+    ranks_of = _ranks_of_tables(of_rank, len(tables))
+    names, specs, boxes, rows = _merge(tables, of_rank)
+    tensor_specs = _agreed_specs(names, specs, rows, ranks_of)
+    rows = rows.at(np.flatnonzero(rows.start < rows.stop))
+    rows = rows.at(np.lexsort((rows.number, rows.table, rows.stop, rows.start, rows.box, rows.tensor)))
+    written, part = _written_rows(names, boxes, rows, ranks_of)
+    parts = written.at(np.flatnonzero(written.is_primary))
+    tiles = Tiles(tensor=parts.tensor, box=parts.box, start=parts.start, stop=parts.stop)
+    _check_tiles(names, tensor_specs, boxes, tiles, rows, ranks_of)
+    # Where the primary's copy is not shared, only that one counts.
+    is_holder = written.is_primary | (written.is_shared & parts.is_shared[part])
+    is_holder[is_holder] = changes(part[is_holder], written.table[is_holder])
+    part, table = part[is_holder], written.table[is_holder]
+    holders, sets = _holder_sets(part, table, len(parts.tensor))
+    return HeldParts(
+        specs=dict(zip(names, tensor_specs, strict=True)),
+        boxes=boxes,
+        tiles=tiles,
+        primary=np.array([ranks[0] if len(ranks) else -1 for ranks in ranks_of], dtype=np.int64)[parts.table],
+        holders=holders,
+        holder_sets=[np.sort(np.concatenate([ranks_of[number] for number in numbers])) for numbers in sets],
+        slices=SliceNumbers(
+            keys=part * (int(of_rank.max(initial=0)) + 1) + table,
+            numbers=written.number[is_holder],
+            table_of_rank=of_rank,
+        ),
+    )
+
+
+def _ranks_of_tables(table_of_rank: np.ndarray, num_tables: int) -> list[np.ndarray]:
+    order = np.argsort(table_of_rank, kind="stable")
+    return np.split(order, np.searchsorted(table_of_rank[order], np.arange(1, num_tables)))
+
+
+def _merge(
+    tables: Sequence[SliceTable], table_of_rank: np.ndarray
+) -> tuple[list[str], list[TensorSpec], list[Box], _Rows]:
+    """Returns the distinct names, specs and boxes of all tables, and all slices, in the order of the ranks."""
+    names: dict[str, int] = {}
+    specs: dict[TensorSpec, int] = {}
+    boxes: dict[Box, int] = {}
+    columns: dict[str, list[np.ndarray]] = {field.name: [np.zeros(0, np.int64)] for field in fields(_Rows)}
+    for number in dict.fromkeys(table_of_rank.tolist()):
+        table = tables[number]
+        spec_numbers = np.array([specs.setdefault(spec, len(specs)) for spec in table.specs], dtype=np.int64)
+        box_numbers = np.array([boxes.setdefault(box, len(boxes)) for box in table.boxes], dtype=np.int64)
+        columns["tensor"].append(np.array([names.setdefault(name, len(names)) for name in table.names], np.int64))
+        columns["spec"].append(spec_numbers[table.spec_of])
+        columns["box"].append(box_numbers[table.box_of])
+        columns["start"].append(table.starts)
+        columns["stop"].append(table.stops)
+        columns["table"].append(np.full(len(table), number, dtype=np.int64))
+        columns["number"].append(np.arange(len(table), dtype=np.int64))
+        columns["is_primary"].append(table.is_primary)
+        columns["is_shared"].append(table.is_shared)
+    merged = {name: np.concatenate(column) for name, column in columns.items()}
+    merged["is_primary"], merged["is_shared"] = merged["is_primary"] != 0, merged["is_shared"] != 0
+    return list(names), list(specs), list(boxes), _Rows(**merged)
+
+
+def _agreed_specs(
+    names: list[str], specs: list[TensorSpec], rows: _Rows, ranks_of: list[np.ndarray]
+) -> list[TensorSpec]:
+    """Returns the one spec of each tensor."""
+    first = np.unique(rows.tensor, return_index=True)[1]
+    other = np.flatnonzero(rows.spec != rows.spec[first][rows.tensor])
+    if len(other):
+        here, there = int(first[rows.tensor[other[0]]]), int(other[0])
+        raise CheckpointError(
+            f"{names[rows.tensor[there]]!r} is {_described(specs[rows.spec[here]])} on rank"
+            f" {ranks_of[rows.table[here]][0]} and {_described(specs[rows.spec[there]])} on rank"
+            f" {ranks_of[rows.table[there]][0]}, nothing was written: build the same model on all ranks"
+        )
+    found = [specs[number] for number in rows.spec[first].tolist()]
+    total_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in found)
+    if total_bytes > _MAX_BYTES:
+        raise CheckpointError(f"the tensors have {total_bytes} bytes, more than any file system holds: check shapes")
+    return found
+
+
+def _written_rows(
+    names: list[str], boxes: list[Box], rows: _Rows, ranks_of: list[np.ndarray]
+) -> tuple[_Rows, np.ndarray]:
+    """Returns the rows of the parts that are primary somewhere, and which part each of them is."""
+    is_new = changes(rows.tensor, rows.box, rows.start, rows.stop)
+    part = np.cumsum(is_new) - 1
+    num_ranks = np.array([len(ranks) for ranks in ranks_of], dtype=np.int64)
+    weights = np.where(rows.is_primary, num_ranks[rows.table], 0)
+    primaries = np.bincount(part, weights=weights).astype(np.int64)
+    if (primaries > 1).any():
+        same = rows.at(np.flatnonzero((part == np.argmax(primaries > 1)) & rows.is_primary))
+        box, span = boxes[same.box[0]], (int(same.start[0]), int(same.stop[0]))
+        raise CheckpointError(
+            f"elements {span[0]} to {span[1]} of box {box} of {names[same.tensor[0]]!r} are marked primary"
+            f" {primaries.max()} times, by {_listed(same, ranks_of)}, nothing was written: mark them on exactly one of"
+            " the ranks that hold them"
+        )
+    is_written = primaries[part] == 1
+    return rows.at(np.flatnonzero(is_written)), np.cumsum(is_new[is_written]) - 1
+
+
+def _check_tiles(
+    names: list[str],
+    specs: list[TensorSpec],
+    boxes: list[Box],
+    tiles: Tiles,
+    rows: _Rows,
+    ranks_of: list[np.ndarray],
+) -> None:
+    """Raises CheckpointError unless the parts tile every tensor."""
+    try:
+        fault = find_fault([spec.shape for spec in specs], boxes, tiles)
+    except UncheckableError as error:
+        raise CheckpointError(f"{names[error.tensor]!r} {error}, nothing was written: use fewer parts") from None
+    if fault is None:
+        return
+    of_tensor = rows.at(np.flatnonzero(rows.tensor == fault.tensor))
+    spans = zip(of_tensor.box.tolist(), of_tensor.start.tolist(), of_tensor.stop.tolist(), strict=True)
+    holds = np.array([contains(boxes[box], (start, stop), fault.index) for box, start, stop in spans], dtype=bool)
+    element = f"element {fault.index} of {names[fault.tensor]!r}, which is {_described(specs[fault.tensor])},"
+    if fault.times > 1:
+        holders = _listed(of_tensor.at(np.flatnonzero(holds & of_tensor.is_primary)), ranks_of)
+        raise CheckpointError(
+            f"{element} is in more than one primary slice, those of {holders}, nothing was written: slices of one"
+            " tensor that are marked primary may not overlap"
+        )
+    holders = _listed(of_tensor.at(np.flatnonzero(holds)), ranks_of)
+    raise CheckpointError(
+        f"{element} would be missing from the checkpoint, nothing was written: no slice that is marked primary holds"
+        f" it, and of the others that of {holders}. Mark each part on exactly one of the ranks that hold it"
+    )
+
+
+def _holder_sets(part: np.ndarray, table: np.ndarray, num_parts: int) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+    """Returns for each part the number of its set of tables, and the sets. The rows are sorted by part and table."""
+    sets: dict[bytes, int] = {}
+    edges = np.searchsorted(part, np.arange(num_parts + 1))
+    counts = np.diff(edges)
+    found = np.empty(num_parts, dtype=np.int64)
+    alone = np.flatnonzero(counts == 1)
+    tables, number = np.unique(table[edges[alone]], return_inverse=True)
+    found[alone] = np.array([sets.setdefault(one.tobytes(), len(sets)) for one in tables], dtype=np.int64)[number]
+    several = np.flatnonzero(counts > 1)
+    bounds = zip(edges[several].tolist(), edges[several + 1].tolist(), strict=True)
+    found[several] = [sets.setdefault(table[begin:end].tobytes(), len(sets)) for begin, end in bounds]
+    return found, [tuple(np.frombuffer(raw, dtype=np.int64).tolist()) for raw in sets]
+
+
+def _described(spec: TensorSpec) -> str:
+    return f"{str(spec.dtype).removeprefix('torch.')} of shape {spec.shape}"
+
+
+def _listed(rows: _Rows, ranks_of: list[np.ndarray]) -> str:
+    """Returns the ranks that hold these rows."""
+    ranks = sorted({int(rank) for table in rows.table.tolist() for rank in ranks_of[table]})
+    if not ranks:
+        return "no rank"
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,181 @@
+"""The plan of a save: which tensor goes where in which file, and which rank writes which range of it. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from booster.checkpoint_io.layout import FileNames, FilePlan, plan_files
+from booster.checkpoint_io.planning.byte_runs import Box
+from booster.checkpoint_io.planning.held_parts import find_parts
+from booster.checkpoint_io.planning.placed_parts import Placement
+from booster.checkpoint_io.planning.slice_table import SliceTable
+from booster.checkpoint_io.planning.write_shares import BLOCK_BYTES, RangeColumns, divide
+from booster.interface import TensorSpec
+
+__all__ = ["BLOCK_BYTES", "PlannedFile", "SavePlan", "WriteRange", "plan_save"]
+
+_RANGES_AT_ONCE = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRange:
+    """A piece of a tensor that one rank writes, at most `BLOCK_BYTES` long.
+
+    Attributes:
+        owner: Rank whose memory holds it.
+        writer: Rank that writes it; another one than the owner where the file belongs to another host.
+        slice_index: Which of the owner's slices it is a piece of.
+        name: Name of the tensor.
+        file: Which of the plan's files it goes into.
+        box: Box of the slice.
+        span: First element and one past the last, counted in the row-major flattening of the box.
+    """
+
+    owner: int
+    writer: int
+    slice_index: int
+    name: str
+    file: int
+    box: Box
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """One file of tensors.
+
+    Attributes:
+        name: What it is called.
+        tensors: Its tensors in file order: wide number formats first, then in the order of the plan.
+        starts: Where each tensor starts, in bytes from the first byte of data; there are no gaps.
+        data_bytes: Bytes of all its tensors.
+    """
+
+    name: str
+    tensors: dict[str, TensorSpec]
+    starts: dict[str, int]
+    data_bytes: int
+
+
+class SavePlan:
+    """Who writes what where; the same on every rank. `plan_save` makes it.
+
+    Attributes:
+        files: The files.
+        index: Name of the index file; None where there is none.
+        specs: Every tensor, in the order in which the ranks name them.
+        total_bytes: Bytes of all tensors.
+    """
+
+    def __init__(
+        self,
+        files: list[PlannedFile],
+        index: str | None,
+        specs: dict[str, TensorSpec],
+        boxes: list[Box],
+        ranges: RangeColumns,
+    ) -> None:
+        self.files = files
+        self.index = index
+        self.specs = specs
+        self.total_bytes = sum(file.data_bytes for file in files)
+        self._names = list(specs)
+        self._boxes = boxes
+        self._ranges = ranges
+
+    def ranges_written_by(self, rank: int) -> list[WriteRange]:
+        """Returns what a rank writes, in the order of the plan."""
+        return list(self._at(np.flatnonzero(self._ranges.writer == rank)))
+
+    def ranges_owned_by(self, rank: int) -> list[WriteRange]:
+        """Returns what is written from a rank's memory, in the order of the plan."""
+        return list(self._at(np.flatnonzero(self._ranges.owner == rank)))
+
+    def all_ranges(self) -> Iterator[WriteRange]:
+        """Yields every range once, in the order of the plan: file by file, tensor by tensor as they lie in the file."""
+        for first in range(0, len(self._ranges.owner), _RANGES_AT_ONCE):
+            yield from self._at(np.arange(first, min(first + _RANGES_AT_ONCE, len(self._ranges.owner))))
+
+    def _at(self, rows: np.ndarray) -> Iterator[WriteRange]:
+        columns = self._ranges
+        for owner, writer, slice_index, tensor, file, box, start, stop in zip(
+            *(getattr(columns, column.name)[rows].tolist() for column in fields(columns)), strict=True
+        ):
+            yield WriteRange(
+                owner=owner,
+                writer=writer,
+                slice_index=slice_index,
+                name=self._names[tensor],
+                file=file,
+                box=self._boxes[box],
+                span=(start, stop),
+            )
+
+
+def plan_save(
+    tables: Sequence[SliceTable],
+    table_of_rank: Sequence[int],
+    names: FileNames,
+    *,
+    max_shard_bytes: int,
+    is_sharded: bool,
+    always_index: bool,
+    host_of_rank: Sequence[int] | None = None,
+) -> SavePlan:
+    """Returns who writes what where.
+
+    Args:
+        tables: The distinct tables of all ranks.
+        table_of_rank: For each rank, which of the tables is its own.
+        names: How files are called.
+        max_shard_bytes: Largest file; a single larger tensor has a larger one for itself.
+        is_sharded: Number the files and write an index where there is more than one; False: one file.
+        always_index: Number the files and write an index even where there is only one.
+        host_of_rank: Number of each rank's host: a file is written by ranks of one host only. None: all on one host.
+
+    Raises:
+        CheckpointError: Ranks disagree about a tensor, or the slices marked primary do not hold every element of every
+            tensor exactly once.
+    """
+    held = find_parts(tables, table_of_rank)
+    sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in held.specs.items()}
+    planned = FilePlan(files={names.single: tuple(sizes)}, index=None)
+    if is_sharded:
+        planned = plan_files(sizes, names, max_shard_bytes=max_shard_bytes, always_index=always_index)
+    files = [_planned_file(name, tensors, held.specs, sizes) for name, tensors in planned.files.items()]
+    hosts = np.zeros(len(table_of_rank), dtype=np.int64)
+    if host_of_rank is not None:
+        hosts = np.unique(np.array(host_of_rank, dtype=np.int64), return_inverse=True)[1]
+    ranges = divide(held, _placement(files, held.specs), hosts)
+    return SavePlan(files, planned.index, held.specs, held.boxes, ranges)
+
+
+def _planned_file(
+    name: str, tensors: Sequence[str], specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]
+) -> PlannedFile:
+    # Wide formats first, as `encode_header` orders them: every tensor is aligned to its elements without gaps.
+    ordered = sorted(tensors, key=lambda tensor: -specs[tensor].dtype.itemsize)
+    stops = list(itertools.accumulate((sizes[tensor] for tensor in ordered), initial=0))
+    return PlannedFile(
+        name=name,
+        tensors={tensor: specs[tensor] for tensor in ordered},
+        starts=dict(zip(ordered, stops, strict=False)),
+        data_bytes=stops[-1],
+    )
+
+
+def _placement(files: Sequence[PlannedFile], specs: Mapping[str, TensorSpec]) -> Placement:
+    placed = {name: (number, start) for number, file in enumerate(files) for name, start in file.starts.items()}
+    columns = np.array([placed[name] for name in specs], dtype=np.int64).reshape(-1, 2)
+    return Placement(
+        file=columns[:, 0],
+        start=columns[:, 1],
+        itemsize=np.array([spec.dtype.itemsize for spec in specs.values()], dtype=np.int64),
+        shapes=[spec.shape for spec in specs.values()],
+        num_files=len(files),
+    )

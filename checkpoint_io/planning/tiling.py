@@ -1,0 +1,213 @@
+"""Whether pieces of tensors hold every element exactly once: the proof behind every save and every load."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from booster.checkpoint_io.planning.byte_runs import Box
+
+__all__ = ["Fault", "Tiles", "UncheckableError", "changes", "contains", "find_fault"]
+
+_MAX_CORNERS = 2**18  # at once, and of one tensor: 65,536 boxes along two dimensions
+_MAX_CUT_DIMS = 8
+
+# Note [Corners of boxes]: the sum of the boxes' indicator functions is the tensor's indicator if and only if their
+# mixed differences are equal, and the mixed difference of a box is +1 or -1 on each of its corners and 0 elsewhere. So
+# boxes tile a tensor exactly where all signed corners, the tensor's own with the opposite sign, cancel each other: one
+# sort, no pairs of boxes, and gaps cannot make up for overlaps. At the first corner in row-major order that does not
+# cancel, the remaining weight is by how much the count of that very element is wrong, and no element before it is.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Pieces of tensors, as int64 columns; each lies within its tensor.
+
+    Attributes:
+        tensor: Number of the tensor.
+        box: Number of the box.
+        start: First element of the span within the box.
+        stop: One past the last element of the span.
+    """
+
+    tensor: np.ndarray
+    box: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    def at(self, rows: np.ndarray) -> Tiles:
+        """Returns these rows."""
+        return Tiles(tensor=self.tensor[rows], box=self.box[rows], start=self.start[rows], stop=self.stop[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """An element that is not held exactly once.
+
+    Attributes:
+        tensor: Number of the tensor.
+        index: The element, one number per dimension.
+        times: How often it is held.
+    """
+
+    tensor: int
+    index: tuple[int, ...]
+    times: int
+
+
+class UncheckableError(ValueError):
+    """A tensor is cut into more boxes than can be checked.
+
+    Args:
+        tensor: Number of the tensor.
+        reason: Text that follows its name.
+    """
+
+    def __init__(self, tensor: int, reason: str) -> None:
+        super().__init__(reason)
+        self.tensor = tensor
+
+
+def find_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> Fault | None:
+    """Returns an element that is held not at all or more than once; None where the pieces tile every tensor.
+
+    The spans of each box must tile the box, and the boxes of each tensor the tensor. Cost: sorting.
+
+    Args:
+        shapes: Shape of each tensor; none of 2**63 elements.
+        boxes: The boxes that `tiles` numbers.
+        tiles: The pieces, in any order.
+
+    Raises:
+        UncheckableError: A tensor is cut into more boxes, or along more dimensions, than in any layout.
+    """
+    tiles = tiles.at(np.flatnonzero(tiles.start < tiles.stop))
+    tiles = tiles.at(np.lexsort((tiles.start, tiles.box, tiles.tensor)))
+    is_first = changes(tiles.tensor, tiles.box)
+    volumes = np.array([math.prod(length for _, length in box) for box in boxes], dtype=np.int64)
+    fault = _span_fault(boxes, volumes, tiles, is_first)
+    return fault or _box_fault(shapes, boxes, volumes, tiles.at(np.flatnonzero(is_first)))
+
+
+def contains(box: Box, span: tuple[int, int], index: Sequence[int]) -> bool:
+    """Returns whether a slice of this box and span holds the element."""
+    element = 0
+    for (offset, length), position in zip(box, index, strict=True):
+        if not offset <= position < offset + length:
+            return False
+        element = element * length + position - offset
+    return span[0] <= element < span[1]
+
+
+def changes(*columns: np.ndarray) -> np.ndarray:
+    """Returns for each row whether it differs from the row before; the first one does."""
+    is_new = np.ones(len(columns[0]), dtype=bool)
+    is_new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return is_new
+
+
+def _span_fault(boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles, is_first: np.ndarray) -> Fault | None:
+    """Returns the first element of a box that its spans, sorted, hold not exactly once."""
+    expected = np.where(is_first, 0, np.roll(tiles.stop, 1))
+    wrong = np.flatnonzero(tiles.start != expected)
+    if len(wrong):
+        row = int(wrong[0])
+        element = int(min(tiles.start[row], expected[row]))
+        times = 0 if tiles.start[row] > expected[row] else 2
+        return _fault_in_box(boxes, tiles, row, element, times)
+    short = np.flatnonzero(np.roll(is_first, -1) & (tiles.stop != volumes[tiles.box]))
+    if len(short):
+        return _fault_in_box(boxes, tiles, int(short[0]), int(tiles.stop[short[0]]), 0)
+    return None
+
+
+def _fault_in_box(boxes: Sequence[Box], tiles: Tiles, row: int, element: int, times: int) -> Fault:
+    index = []
+    for offset, length in reversed(boxes[tiles.box[row]]):
+        element, within = divmod(element, length)
+        index.append(offset + within)
+    return Fault(tensor=int(tiles.tensor[row]), index=tuple(reversed(index)), times=times)
+
+
+def _box_fault(
+    shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles
+) -> Fault | None:
+    """Returns the first element that the boxes, each filled, hold not exactly once. One row per tensor and box."""
+    numel = np.array([math.prod(shape) for shape in shapes], dtype=np.int64)
+    num_boxes = np.bincount(tiles.tensor, minlength=len(shapes))
+    missing = np.flatnonzero((num_boxes == 0) & (numel > 0))
+    if len(missing):
+        return Fault(tensor=int(missing[0]), index=(0,) * len(shapes[missing[0]]), times=0)
+    is_whole = (num_boxes[tiles.tensor] == 1) & (volumes[tiles.box] == numel[tiles.tensor])
+    tiles = tiles.at(np.flatnonzero(~is_whole))
+    num_dims = np.array([len(shape) for shape in shapes], dtype=np.int64)[tiles.tensor]
+    for count in np.unique(num_dims):
+        fault = _corner_fault(shapes, boxes, tiles.at(np.flatnonzero(num_dims == count)))
+        if fault is not None:
+            return fault
+    return None
+
+
+def _corner_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> Fault | None:
+    """Does `_box_fault` for tensors of one number of dimensions; see Note [Corners of boxes]."""
+    used, box_of = np.unique(tiles.box, return_inverse=True)
+    bounds = np.array([boxes[number] for number in used.tolist()], dtype=np.int64)
+    begins = bounds[box_of, :, 0]
+    ends = begins + bounds[box_of, :, 1]
+    tensors, shape_of = np.unique(tiles.tensor, return_inverse=True)
+    sizes = np.array([shapes[number] for number in tensors.tolist()], dtype=np.int64)
+    is_cut = ((begins != 0) | (ends != sizes[shape_of])).any(axis=0)
+    dims = np.flatnonzero(is_cut)
+    for rows in _batches(tiles.tensor, len(dims)):
+        here = np.unique(shape_of[rows])
+        tensor = np.concatenate([shape_of[rows], here])
+        low = np.concatenate([begins[rows][:, dims], np.zeros((len(here), len(dims)), dtype=np.int64)])
+        high = np.concatenate([ends[rows][:, dims], sizes[here][:, dims]])
+        weight = np.where(np.arange(len(tensor)) < len(tensor) - len(here), 1, -1)
+        found = _uncancelled(tensor, low, high, weight)
+        if found is not None:
+            number, corner, rest = found
+            index = np.zeros(bounds.shape[1], dtype=np.int64)
+            index[dims] = corner
+            return Fault(tensor=int(tensors[number]), index=tuple(index.tolist()), times=rest + 1)
+    return None
+
+
+def _batches(tensor: np.ndarray, num_dims: int) -> Iterator[slice]:
+    """Yields rows of whole tensors, few enough that their corners fit into memory."""
+    most = _MAX_CORNERS >> num_dims
+    edges = np.append(np.flatnonzero(changes(tensor)), len(tensor))
+    begin = 0
+    while begin < len(tensor):
+        end = int(edges[np.searchsorted(edges, begin + most, side="right") - 1])
+        if end == begin or num_dims > _MAX_CUT_DIMS:
+            raise UncheckableError(
+                int(tensor[begin]), f"is cut along {num_dims} dimensions into more boxes than can be checked"
+            )
+        yield slice(begin, end)
+        begin = end
+
+
+def _uncancelled(
+    tensor: np.ndarray, low: np.ndarray, high: np.ndarray, weight: np.ndarray
+) -> tuple[int, np.ndarray, int] | None:
+    """Returns tensor, place and weight of the first corner that does not cancel; None where all do."""
+    num_dims = low.shape[1]
+    sides = list(itertools.product((False, True), repeat=num_dims))
+    corners = np.concatenate([np.where(np.array(side, dtype=bool), high, low) for side in sides])
+    weights = np.concatenate([weight * (-1) ** sum(side) for side in sides])
+    tensors = np.tile(tensor, len(sides))
+    columns = [tensors, *(corners[:, dim] for dim in range(num_dims))]
+    order = np.lexsort(columns[::-1])
+    columns = [column[order] for column in columns]
+    firsts = np.flatnonzero(changes(*columns))
+    sums = np.add.reduceat(weights[order], firsts)
+    wrong = np.flatnonzero(sums)
+    if not len(wrong):
+        return None
+    row = firsts[wrong[0]]
+    return int(columns[0][row]), corners[order[row]], int(sums[wrong[0]])

@@ -1,0 +1,1 @@
+"""From slices in memory to bytes on the disk, on all ranks."""

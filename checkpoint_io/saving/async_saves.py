@@ -1,0 +1,128 @@
+"""Saves that go on while the training does: one thread at a time, in order, and no failure is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.saving.async_staging import Arena
+from booster.comm import raise_on_all_ranks
+from booster.errors import CheckpointError
+from booster.logger import get_dist_logger
+
+__all__ = ["AsyncSaves"]
+
+# Note [Staging]
+# A save under way owns the host memory that its tensors were copied into. Two such arenas let a model's save and its
+# optimizer's follow each other without a wait; a third save waits for the first one's memory, so that memory stays
+# bounded. Arenas are kept: touching fresh memory costs far more than the copy itself.
+_MAX_ARENAS = 2
+
+
+class AsyncSaves:
+    """The saves of one group of ranks that run in the background.
+
+    The thread lives while there is something to write. It is no daemon: a process that ends waits for its saves.
+
+    Args:
+        ranks: Who saves together.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Callable[[], None], Arena, str]] = deque()
+        self._thread: threading.Thread | None = None
+        self._free: list[Arena] = []
+        self._num_arenas = 0
+        self._failures: list[Exception] = []
+
+    def start(self, stage: Callable[[Arena], Callable[[], None]], doing: str) -> None:
+        """Copies what is to be written, and returns; the rest runs in the background, after the saves before it.
+
+        Args:
+            stage: Copies into the arena and returns what runs in the background.
+            doing: What it is, for messages.
+        """
+        arena = self._take_arena()
+        try:
+            job = self._ranks.agree(lambda: stage(arena), doing)
+        except BaseException:
+            self._give_back(arena)
+            raise
+        with self._changed:
+            self._jobs.append((job, arena, doing))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="booster-async-save", daemon=False)
+                self._thread.start()
+
+    def raise_failures(self) -> None:
+        """Raises on every rank if a save in the background failed on any. Collective.
+
+        Where one rank knows already and another's save is still on its way, the other waits for it.
+        """
+        with self._changed:
+            is_unused = self._num_arenas == 0
+            failed = bool(self._failures)
+        if is_unused:  # the same on every rank: all of them saved so far, or none
+            return
+        try:
+            raise_on_all_ranks(
+                CheckpointError("a save in the background failed") if failed else None, self._ranks.group
+            )
+        except CheckpointError:
+            self._wait_until_idle()
+            self._raise_first()
+            raise
+
+    def wait(self) -> None:
+        """Returns when every save is on the disk. Collective.
+
+        Raises:
+            CheckpointError: One of them failed.
+        """
+        self._wait_until_idle()
+        self.raise_failures()
+
+    def _raise_first(self) -> None:
+        with self._changed:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise CheckpointError(f"a save in the background failed: {failures[0]}") from failures[0]
+
+    def _wait_until_idle(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None)
+
+    def _take_arena(self) -> Arena:
+        with self._changed:
+            if not self._free and self._num_arenas < _MAX_ARENAS:
+                self._num_arenas += 1
+                return Arena()
+            self._changed.wait_for(lambda: bool(self._free))
+            return self._free.pop(0)  # in order: of two saves in turn, each finds its own size again
+
+    def _give_back(self, arena: Arena) -> None:
+        arena.reset()
+        with self._changed:
+            self._free.append(arena)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job, arena, doing = self._jobs.popleft()
+            try:
+                job()
+            except Exception as error:  # raised in the caller's next checkpoint call
+                get_dist_logger().error(f"{doing} in the background failed: {error}")
+                with self._changed:
+                    self._failures.append(error)
+            finally:
+                self._give_back(arena)

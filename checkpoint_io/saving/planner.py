@@ -1,0 +1,157 @@
+"""Plans a save with the other ranks: one small exchange where nothing changed since the last save."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from booster.checkpoint_io.planning.plan import SavePlan, plan_save
+from booster.checkpoint_io.planning.slice_table import SliceTable
+from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.saving.component import Component, Images, PlannedComponent, check_storable
+from booster.checkpoint_io.saving.save_request import SaveRequest
+from booster.checkpoint_io.storage import Storage
+from booster.comm import require_same_on_all_ranks
+from booster.errors import CheckpointError
+
+__all__ = ["Agenda", "Planner"]
+
+# Note [Plans are kept]
+# Every rank shows a card: what it was asked for, a digest of what it holds, and its host. If the cards are those of an
+# earlier save, so is the plan, and the descriptions of the slices need not travel. All ranks see the same cards and
+# have made the same saves, so all of them find the plan or none does.
+
+_MAX_KEPT = 2  # a model's and an optimizer's, saved in turn
+_NAME_BYTES, _DIGEST_BYTES, _HOST_BYTES = 16, 32, 8
+
+Plans = list[tuple[SavePlan, Images]]
+Key = tuple[tuple[str, ...], tuple[bytes, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agenda:
+    """What all ranks have agreed to do.
+
+    Attributes:
+        name: The save's own name, the same on all ranks and on no other save.
+        components: What is written, planned.
+        host_of_rank: For every rank a number that ranks on the same machine share.
+    """
+
+    name: str
+    components: Sequence[PlannedComponent]
+    host_of_rank: Sequence[int]
+
+
+class Planner:
+    """Plans the saves of one group of ranks.
+
+    Args:
+        ranks: Who saves together.
+        storage: Where to.
+    """
+
+    def __init__(self, ranks: Ranks, storage: Storage) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._kept: OrderedDict[Key, Plans] = OrderedDict()
+
+    def plan(self, request: SaveRequest) -> Agenda:
+        """Returns who writes what where. Collective.
+
+        Raises:
+            CheckpointError: Tensors that can't be written, slices that do not make up whole tensors, too little space.
+            DesyncError: The ranks were asked for different saves.
+        """
+        ranks, components = self._ranks, request.components
+        tables = ranks.agree(lambda: [_table(component) for component in components], request.doing)
+        names, digests, hosts = self._show_cards(request, tables)
+        key = (_options(request), digests, hosts)
+        plans = self._kept.get(key)
+        if plans is None:
+            plans = [
+                (self._new_plan(one, table, hosts, request.doing), Images())
+                for one, table in zip(components, tables, strict=True)
+            ]
+
+        def complete() -> list[PlannedComponent]:
+            planned = [
+                PlannedComponent(component, plan, request.target.name, images if component.values is None else Images())
+                for component, (plan, images) in zip(components, plans, strict=True)
+            ]
+            # A name or a number format that the files have no place for shows up here.
+            self._check_space(sum(one.num_bytes for one in planned), request)
+            return planned
+
+        planned = ranks.agree(complete, request.doing)
+        self._keep(key, plans)
+        return Agenda(name=names[0].hex(), components=planned, host_of_rank=hosts)
+
+    def _show_cards(
+        self, request: SaveRequest, tables: Sequence[bytes]
+    ) -> tuple[list[bytes], tuple[bytes, ...], tuple[int, ...]]:
+        facts = [f"{request.doing} to {request.target}", f"is_directory={request.is_directory}", *_options(request)]
+        held = _digest(*(_digest(table) for table in tables))
+        host = _digest(self._ranks.host.encode())[:_HOST_BYTES]
+        cards = self._ranks.gather_equal(uuid4().bytes + _digest("\n".join(facts).encode()) + held + host)
+        names, rest = [card[:_NAME_BYTES] for card in cards], [card[_NAME_BYTES:] for card in cards]
+        if len({card[:_DIGEST_BYTES] for card in rest}) > 1:
+            require_same_on_all_ranks("what they save", facts, self._ranks.group)
+        hosts = [card[2 * _DIGEST_BYTES :] for card in rest]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        digests = tuple(card[_DIGEST_BYTES : 2 * _DIGEST_BYTES] for card in rest)
+        return names, digests, tuple(numbers[host] for host in hosts)
+
+    def _new_plan(self, component: Component, table: bytes, hosts: Sequence[int], doing: str) -> SavePlan:
+        tables, table_of_rank = self._ranks.gather(table)
+        return self._ranks.agree(
+            lambda: plan_save(
+                [SliceTable.decode(raw) for raw in tables],
+                table_of_rank,
+                component.names,
+                max_shard_bytes=component.max_shard_bytes,
+                is_sharded=component.is_sharded,
+                always_index=component.always_index,
+                host_of_rank=hosts,
+            ),
+            doing,
+        )
+
+    def _keep(self, key: Key, plans: Plans) -> None:
+        self._kept[key] = plans
+        self._kept.move_to_end(key)
+        while len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def _check_space(self, needed: int, request: SaveRequest) -> None:
+        if self._ranks.rank != 0:
+            return
+        free = self._storage.free_bytes(request.target)
+        if free < needed:  # a dead save may have left as much as this one needs
+            request.transaction(self._storage).clear_leftovers()
+            free = self._storage.free_bytes(request.target)
+        if free < needed:
+            raise CheckpointError(
+                f"{request.doing} to {request.target} needs {needed} bytes, and {free} are free there: free some, or"
+                " save elsewhere"
+            )
+
+
+def _table(component: Component) -> bytes:
+    check_storable(component.slices)
+    return SliceTable.of(component.slices).encode()
+
+
+def _options(request: SaveRequest) -> tuple[str, ...]:
+    return tuple(
+        f"{one.kind.name} {one.folder}/{one.names} of at most {one.max_shard_bytes} bytes a file, sharded:"
+        f" {one.is_sharded}, index: {one.always_index}"
+        for one in request.components
+    )
+
+
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()

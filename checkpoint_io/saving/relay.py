@@ -1,0 +1,65 @@
+"""Bytes that a rank of another host has to write: a file on a shared file system is written by one host only.
+
+Network file systems keep pages per host: two hosts that write into one page of a file lose each other's bytes. So the
+plan gives every file to one host, and what other hosts hold of it travels in pieces of at most one staging buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from booster.checkpoint_io.files.file_image import FileImage
+from booster.checkpoint_io.planning.plan import SavePlan, WriteRange
+from booster.checkpoint_io.saving.range_writer import read_range, write_one
+from booster.checkpoint_io.storage import Storage
+from booster.comm import receive, send
+from booster.interface import TensorSlice
+
+__all__ = ["Relay"]
+
+
+class Relay:
+    """Sends ranges from the ranks that hold them to the ranks that write them.
+
+    Args:
+        group: A group of its own over gloo, so that it can be used beside the training's collectives.
+        rank: This process's number in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def exchange(
+        self,
+        storage: Storage,
+        plan: SavePlan,
+        files: Sequence[tuple[Path, FileImage]],
+        slices: Sequence[TensorSlice],
+    ) -> dict[WriteRange, int]:
+        """Sends what others write of this rank's, writes what others hold, and returns the latter's checksums.
+
+        Every rank walks through the same list in the same order, so no two of them wait for each other.
+        """
+        written: dict[WriteRange, int] = {}
+        touched: set[Path] = set()
+        for part in (part for part in plan.all_ranges() if part.owner != part.writer):
+            num_bytes = (part.span[1] - part.span[0]) * plan.specs[part.name].dtype.itemsize
+            if part.owner == self._rank:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+                read_range(slices[part.slice_index], part, buffer)
+                send(buffer, part.writer, self._group)
+            elif part.writer == self._rank:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+                receive(buffer, part.owner, self._group)
+                path, image = files[part.file]
+                with storage.open_for_writing(path) as file:
+                    written[part] = write_one(storage, file, image, part, buffer)
+                touched.add(path)
+        for path in sorted(touched):
+            storage.sync_path(path)
+        return written

@@ -1,0 +1,247 @@
+"""Carries out a save on all ranks: plan, create, write, verify, commit."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from booster.checkpoint_io.commit import Transaction
+from booster.checkpoint_io.files.manifest import DocumentRecord, Manifest
+from booster.checkpoint_io.planning.plan import WriteRange
+from booster.checkpoint_io.ranks import Ranks, as_checkpoint_error
+from booster.checkpoint_io.saving.async_saves import AsyncSaves
+from booster.checkpoint_io.saving.async_staging import Arena, stage_slices
+from booster.checkpoint_io.saving.component import PlannedComponent
+from booster.checkpoint_io.saving.planner import Planner
+from booster.checkpoint_io.saving.range_writer import write_ranges
+from booster.checkpoint_io.saving.relay import Relay
+from booster.checkpoint_io.saving.save_request import SaveRequest
+from booster.checkpoint_io.storage import Storage
+from booster.comm import ErrorBarrier, new_cpu_group
+from booster.errors import CheckpointError
+from booster.interface import TensorSlice
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """Saves for one group of ranks.
+
+    Args:
+        ranks: Who saves together.
+        storage: Where to.
+        timeout_seconds: How long a rank waits for the others in each phase.
+    """
+
+    def __init__(self, ranks: Ranks, storage: Storage, timeout_seconds: float) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._timeout_seconds = timeout_seconds
+        self._planner = Planner(ranks, storage)
+        self._async = AsyncSaves(ranks)
+        self._relay: Relay | None = None
+
+    def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
+        """Returns when the checkpoint is on the disk, or with `use_async` when the caller may change its tensors.
+
+        Collective: every rank must call it, with the same arguments but its own slices.
+
+        Raises:
+            CheckpointError: Writing failed on some rank; the target is as it was.
+            DesyncError: The ranks were asked for different saves.
+        """
+        self._async.raise_failures()
+        agenda = self._planner.plan(request)
+        planned = agenda.components
+        barrier = ErrorBarrier(
+            self._ranks.group, name=f"checkpoint/{agenda.name}", timeout_seconds=self._timeout_seconds
+        )
+        relay = self._relay_for(agenda.host_of_rank)
+        slices = [one.component.slices for one in planned]
+        if not use_async:
+            _Writing(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
+            return
+
+        def staged(arena: Arena) -> Callable[[], None]:
+            copies = [self._staged(one, arena) for one in planned]
+            return _Writing(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
+
+        self._async.start(staged, request.doing)
+
+    def wait(self) -> None:
+        """Returns when no save is under way any more. Collective.
+
+        Raises:
+            CheckpointError: One of them failed on some rank.
+        """
+        self._async.wait()
+
+    def raise_failures(self) -> None:
+        """Raises what went wrong in the background since the last call. Collective."""
+        self._async.raise_failures()
+
+    def _relay_for(self, hosts: Sequence[int]) -> Relay | None:
+        if len(set(hosts)) == 1:
+            return None
+        if self._relay is None:
+            self._relay = Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
+        return self._relay
+
+    def _staged(self, one: PlannedComponent, arena: Arena) -> Sequence[TensorSlice]:
+        return stage_slices(one.plan.ranges_owned_by(self._ranks.rank), one.component.slices, arena)
+
+
+class _Writing:
+    """The part of a save that calls no collectives, and so can run beside the training."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        storage: Storage,
+        request: SaveRequest,
+        planned: Sequence[PlannedComponent],
+        slices: Sequence[Sequence[TensorSlice]],
+        barrier: ErrorBarrier,
+        relay: Relay | None,
+    ) -> None:
+        self._rank, self._size = ranks.rank, ranks.size
+        self._storage = storage
+        self._request = request
+        self._planned = planned
+        self._slices = slices
+        self._barrier = barrier
+        self._relay = relay
+        self._transaction: Transaction | None = None
+
+    def run(self) -> None:
+        """Writes and commits."""
+        try:
+            directory = Path(self._on_rank_zero("creating the files", self._create).decode())
+            crcs = self._write(directory)
+            reports = self._barrier.gather("writing", *crcs)
+            self._on_rank_zero("committing", lambda: self._commit(directory, reports))
+        finally:
+            if self._transaction is not None:
+                self._transaction.abort()  # leaves what was committed alone
+
+    def run_in_background(self) -> None:
+        """Writes and commits; rank 0, which may serve the store, stays until all ranks know."""
+        self.run()
+        self._barrier.gather("leaving")
+
+    def _on_rank_zero(self, phase: str, action: Callable[[], bytes]) -> bytes:
+        payload: bytes | None = None
+        failure: Exception | None = None
+        if self._rank == 0:
+            try:
+                payload = action()
+            except Exception as error:  # raised by the barrier, on every rank
+                failure = as_checkpoint_error(error, self._doing)
+        return self._barrier.share(phase, payload, failure)
+
+    @property
+    def _doing(self) -> str:
+        return f"{self._request.doing} to {self._request.target}"
+
+    # Rank 0, before.
+
+    def _create(self) -> bytes:
+        self._transaction = self._request.transaction(self._storage)
+        directory = self._transaction.begin()
+        for folder in sorted({one.component.folder for one in self._planned} - {""}):
+            self._storage.make_directory(directory / folder)
+        for one in self._planned:
+            for index in range(len(one.plan.files)):
+                self._create_file(one, directory, index)
+        return str(directory).encode()
+
+    def _create_file(self, one: PlannedComponent, directory: Path, index: int) -> None:
+        image = one.image(index)
+        with self._storage.create(one.path_of(directory, index)) as file:
+            self._storage.resize(file, image.num_bytes)
+            for offset, content in image.fragments:
+                self._storage.write_at(file, content, offset)
+            self._storage.sync(file)
+
+    # Every rank.
+
+    def _write(self, directory: Path) -> tuple[bytes, Exception | None]:
+        crcs = array("I")
+        try:
+            for one, slices in zip(self._planned, self._slices, strict=True):
+                crcs.extend(self._write_component(one, directory, slices))
+        except Exception as error:  # raised by the barrier, on every rank
+            return b"", as_checkpoint_error(error, self._doing)
+        return crcs.tobytes(), None
+
+    def _write_component(self, one: PlannedComponent, directory: Path, slices: Sequence[TensorSlice]) -> list[int]:
+        ranges = one.plan.ranges_written_by(self._rank)
+        files = [(one.path_of(directory, index), one.image(index)) for index in range(len(one.plan.files))]
+        own = [part for part in ranges if part.owner == self._rank]
+        found = dict(zip(own, write_ranges(self._storage, files, own, slices), strict=True))
+        if self._relay is not None:
+            found |= self._relay.exchange(self._storage, one.plan, files, slices)
+        return [found[part] for part in ranges]
+
+    # Rank 0, after.
+
+    def _commit(self, directory: Path, reports: Sequence[bytes]) -> bytes:
+        assert self._transaction is not None
+        crcs = self._collected(reports)
+        documents = dict(self._request.documents)
+        facts = dict(self._request.facts)
+        for one, of_component in zip(self._planned, crcs, strict=True):
+            self._complete_head(one, directory, of_component)
+            for name, content in one.small_files(of_component, facts).items():
+                self._storage.write_file(directory / one.component.folder / name, content)
+                if name == one.component.names.manifest:
+                    documents[f"{one.component.folder}/{name}".lstrip("/")] = content
+        if self._request.manifest_name is not None:
+            self._write_documents(directory, documents, facts)
+        self._transaction.commit(is_stale=self._is_stale)
+        if self._request.after_commit is not None:
+            self._request.after_commit()
+        return b""
+
+    def _collected(self, reports: Sequence[bytes]) -> list[dict[WriteRange, int]]:
+        """Returns the checksum of every planned range, by component; a report that lacks one is an error."""
+        found: list[dict[WriteRange, int]] = [{} for _ in self._planned]
+        for rank, raw in enumerate(reports):
+            crcs = array("I")
+            crcs.frombytes(raw)
+            position = 0
+            for one, of_component in zip(self._planned, found, strict=True):
+                ranges = one.plan.ranges_written_by(rank)
+                of_component.update(zip(ranges, crcs[position : position + len(ranges)], strict=False))
+                position += len(ranges)
+            if position != len(crcs):
+                raise CheckpointError(
+                    f"{self._doing}: rank {rank} wrote {len(crcs)} ranges, and {position} were planned: the ranks do"
+                    " not run the same version"
+                )
+        return found
+
+    def _complete_head(self, one: PlannedComponent, directory: Path, crcs: Mapping[WriteRange, int]) -> None:
+        head = one.completed_head(crcs)
+        if head is None:
+            return
+        with self._storage.open_for_writing(one.path_of(directory, 0)) as file:
+            self._storage.write_at(file, head, 0)
+            self._storage.sync(file)
+
+    def _write_documents(self, directory: Path, documents: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
+        for name in self._request.documents:
+            self._storage.write_file(directory / name, documents[name])
+        records = {
+            name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(documents.items())
+        }
+        manifest = Manifest(kind="training_state", files={}, documents=records, facts=dict(facts))
+        self._storage.write_file(directory / str(self._request.manifest_name), manifest.encode())
+
+    def _is_stale(self, name: str) -> bool:
+        folder, _, base = name.rpartition("/")
+        of_component = any(one.component.folder == folder and one.component.names.owns(base) for one in self._planned)
+        return of_component or (self._request.is_stale is not None and self._request.is_stale(name))

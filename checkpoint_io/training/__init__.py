@@ -1,0 +1,1 @@
+"""A whole training run: model, optimizer, schedulers, loaders and random states in one directory."""

@@ -1,0 +1,164 @@
+"""`training_state.json`: everything of a training run that is no tensor, and the list of what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from booster.checkpoint_io.files import json_values
+from booster.checkpoint_io.files.json_documents import json_bytes
+from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
+from booster.errors import CheckpointError
+
+__all__ = ["PerRank", "TrainingDocument"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerRank:
+    """Plain values of which every rank has its own, what is alike kept once.
+
+    Attributes:
+        values: The different ones.
+        of_rank: For every rank which of them is its own.
+    """
+
+    values: list[dict[str, Any]]
+    of_rank: list[int]
+
+    def of(self, rank: int) -> dict[str, Any]:
+        """Returns a rank's values; ranks beyond the stored ones take those of the stored ones in turn."""
+        return self.values[self.of_rank[rank % len(self.of_rank)]]
+
+    def everyone(self, kind: str, name: str) -> list[Any]:
+        """Returns every stored rank's value of a kind and name."""
+        return [self.values[index][kind][name] for index in self.of_rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingDocument:
+    """The content of the file.
+
+    Attributes:
+        facts: The sequence number, step, world layout and versions; also in every manifest of the save.
+        models: Names of the models; "" is that of the only one.
+        optimizers: Names of the optimizers.
+        gradients: Names of the optimizers whose gradients waited for their step.
+        lr_schedulers: Class and state of every scheduler by name.
+        dataloaders: Names of the loaders, whose positions are under `per_rank`.
+        per_rank: Positions of the loaders and counts of the gradients.
+        extra: What the user gave.
+    """
+
+    facts: dict[str, Any]
+    models: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    lr_schedulers: dict[str, Any] = field(default_factory=dict)
+    dataloaders: list[str] = field(default_factory=list)
+    per_rank: PerRank
+    extra: Any = None
+
+    def encode(self) -> bytes:
+        """Returns the JSON text.
+
+        Raises:
+            CheckpointError: A part of it is no plain value, and the message names it; or all of it is larger than a
+                reader takes.
+        """
+        per_rank = {"values": self.per_rank.values, "of_rank": self.per_rank.of_rank}
+        content = {part.name: getattr(self, part.name) for part in fields(self)} | {"per_rank": per_rank}
+        forms = {name: json_values.encode(value, name) for name, value in content.items()}
+        raw = json_bytes({"format": FORMAT, **forms})
+        if len(raw) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"extra, the LR schedulers and the loaders take {len(raw)} bytes as JSON, and {MAX_JSON_BYTES} are"
+                " allowed: save large tensors as a model's buffers or in a file of their own"
+            )
+        return raw
+
+    @classmethod
+    def parse(cls, raw: bytes, where: str) -> TrainingDocument:
+        """Returns the document of a JSON text that `encode` gave.
+
+        Raises:
+            CheckpointError: It is something else.
+        """
+        content = json_values.loads(raw, where)
+        problem = _problem(content)
+        if problem is not None:
+            raise CheckpointError(f"{where} is no training state: {problem}. Take another copy of the checkpoint")
+        per_rank = PerRank(**content["per_rank"])
+        return cls(**{part.name: content[part.name] for part in fields(cls)} | {"per_rank": per_rank})
+
+    def lacks(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
+        """Returns in words what is asked for and not here.
+
+        Args:
+            wanted: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
+        """
+        return [
+            f"{_described(kind, name)} (it holds {_listed(list(getattr(self, kind)))})"
+            for kind, names in wanted.items()
+            for name in names
+            if name not in getattr(self, kind)
+        ]
+
+    def beyond(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
+        """Returns in words what is here and not asked for; see `lacks`."""
+        return [
+            f"{'a' if kind in ('models', 'dataloaders') else 'an'} {_described(kind, name)}"
+            for kind, names in wanted.items()
+            for name in getattr(self, kind)
+            if name not in names
+        ]
+
+
+_KINDS = {"models": "model", "optimizers": "optimizer", "lr_schedulers": "LR scheduler", "dataloaders": "dataloader"}
+
+
+def _described(kind: str, name: str) -> str:
+    return f"{_KINDS[kind]}{f' {name!r}' if name else ''}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join("one without a name" if not name else repr(name) for name in names)
+
+
+def _problem(content: Any) -> str | None:
+    if not isinstance(content, dict):
+        return "it is no table"
+    if content.get("format") != FORMAT:
+        return f"its format is {str(content.get('format'))[:40]}, and this version reads {FORMAT}"
+    lost = [part.name for part in fields(TrainingDocument) if part.name not in content]
+    if lost:
+        return f"{', '.join(lost)} missing"
+    lists = ("models", "optimizers", "gradients", "dataloaders")
+    if not all(_is_list_of(content[key], str) for key in lists):
+        return "its lists of names have another form"
+    if not isinstance(content["facts"], dict) or not isinstance(content["lr_schedulers"], dict):
+        return "its tables have another form"
+    is_complete = _is_per_rank(content["per_rank"], content["dataloaders"], content["gradients"])
+    return None if is_complete else "its values by rank have another form"
+
+
+def _is_per_rank(value: Any, dataloaders: Sequence[str], gradients: Sequence[str]) -> bool:
+    if not isinstance(value, dict) or set(value) != {"values", "of_rank"}:
+        return False
+    if not _is_list_of(value["values"], dict) or not _is_list_of(value["of_rank"], int) or not value["of_rank"]:
+        return False
+    return all(0 <= index < len(value["values"]) for index in value["of_rank"]) and all(
+        isinstance(one.get("dataloaders"), dict)
+        and isinstance(one.get("gradients"), dict)
+        and one["dataloaders"].keys() >= set(dataloaders)
+        and one["gradients"].keys() >= set(gradients)
+        for one in value["values"]
+    )
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)

@@ -1,0 +1,159 @@
+"""Finds a whole training state, checks all of it against what is asked for, then fills it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from booster.checkpoint_io.commit import resolve
+from booster.checkpoint_io.files.manifest import Manifest
+from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
+from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE
+from booster.checkpoint_io.loading.loader import Load, Loader, ModelLoad, OptimizerLoad
+from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.training.lr_scheduler_state import scheduler_state
+from booster.checkpoint_io.training.rank_tensors import GradientsLoad, RandomStateLoad
+from booster.checkpoint_io.training.rotation import TRAINING_STATE, StepFolders, read_training_manifest
+from booster.checkpoint_io.training.training_document import TrainingDocument
+from booster.checkpoint_io.training.training_parts import TrainingParts
+from booster.comm import require_same_on_all_ranks
+from booster.errors import CheckpointError
+from booster.logger import get_dist_logger
+
+__all__ = ["load_training_state"]
+
+
+def load_training_state(
+    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, *, strict: bool, verify: str
+) -> Any:
+    """Fills the parts and returns `extra`; see `TrainingStateIO.load`. Collective."""
+    doing = f"loading the training state from {path}"
+    require_same_on_all_ranks("what they load", [doing], ranks.group)
+    directory, document = _find(ranks, storage, path, parts, doing)
+    with Loader(ranks, storage, verify) as loader:
+        states = ranks.agree(lambda: _scheduler_states(document, parts, directory), doing)
+        loads = list(_loads(loader, directory, document, parts, strict=strict))
+        random_state = RandomStateLoad(loader, directory, len(document.per_rank.of_rank), parts.random_state)
+        for load in (*loads, random_state):
+            load.check()
+        _say_what_is_left(ranks, document, parts, directory)
+        # First of what changes something: whether a loader takes a position shows only when it does.
+        ranks.agree(lambda: _fill_dataloaders(document, parts, ranks.rank), doing)
+        for load in loads:
+            load.fill()
+
+        def finish() -> None:
+            for name, optimizer in parts.optimizers.items():
+                if name not in document.gradients:
+                    optimizer.pending_gradients().clear()
+            for name, lr_scheduler in parts.lr_schedulers.items():
+                lr_scheduler.load_state_dict(states[name])
+
+        ranks.agree(finish, doing)
+        random_state.fill()  # last: nothing draws a number after it
+    return document.extra
+
+
+def _say_what_is_left(ranks: Ranks, document: TrainingDocument, parts: TrainingParts, directory: Path) -> None:
+    left = document.beyond(parts.names())
+    if left and ranks.rank == 0:
+        get_dist_logger().warning(f"{directory} also holds {', '.join(left)}: not asked for, so not loaded")
+
+
+def _find(
+    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, doing: str
+) -> tuple[Path, TrainingDocument]:
+    """Returns where the training state is and what it says, as rank 0 found it. Collective."""
+
+    def find() -> bytes:
+        if ranks.rank != 0:
+            return b""
+        name, raw = _read_latest(storage, path, parts)
+        return json.dumps({"name": name, "document": raw.decode("utf-8")}).encode()
+
+    payloads, of_rank = ranks.gather(ranks.agree(find, doing))
+
+    def parse() -> tuple[Path, TrainingDocument]:
+        found = json.loads(payloads[of_rank[0]])
+        directory = path / found["name"]
+        document = TrainingDocument.parse(found["document"].encode(), str(directory / TRAINING_STATE))
+        lost = document.lacks(parts.names())
+        if lost:
+            lines = "".join(f"\n  - {line}" for line in lost)
+            raise CheckpointError(
+                f"{directory} lacks what was asked for, nothing was loaded:{lines}\nLeave it out, or give it the name"
+                " that it was saved under"
+            )
+        return directory, document
+
+    return ranks.agree(parse, doing)
+
+
+def _read_latest(storage: Storage, path: Path, parts: TrainingParts) -> tuple[str, bytes]:
+    """Returns the folder of the latest state, "" for the path itself, and its document. Rank 0 only."""
+    latest = StepFolders(storage, path).latest()
+    if latest is None:
+        raise CheckpointError(
+            f"{path} holds no whole training state, neither itself nor as a step-... folder: give a directory that"
+            " booster.save() wrote; one with a model alone is for load_model()"
+        )
+    manifest = read_training_manifest(storage, latest.path)
+    if manifest is None:
+        raise CheckpointError(f"{latest.path} was removed while it was being loaded: load again")
+    _check_documents(storage, latest.path, manifest, parts)
+    place = resolve(storage, latest.path, TRAINING_STATE)
+    name = "" if latest.path == path else latest.path.name
+    return name, storage.read_file(place, max_bytes=MAX_JSON_BYTES, inside=latest.path)
+
+
+def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:
+    """Raises unless the documents of what is asked for are those that the training state was saved with."""
+    asked = [(MODEL, parts.models), (OPTIMIZER, parts.optimizers), (GRADIENTS, parts.optimizers), (RANDOM_STATE, {""})]
+    for name, record in manifest.documents.items():
+        folder, _, base = name.rpartition("/")
+        is_asked = any(folder in folders and kind.names_of(base) is not None for kind, folders in asked)
+        if name != TRAINING_STATE and not is_asked:
+            continue
+        raw = storage.read_file(resolve(storage, directory, name), max_bytes=MAX_JSON_BYTES, inside=directory)
+        if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
+            raise CheckpointError(
+                f"{directory / name} is not the file that this training state was saved with: it is damaged, or another"
+                " save went into the same directory. Take another copy, or load what is there by load_model()"
+            )
+
+
+def _loads(
+    loader: Loader, directory: Path, document: TrainingDocument, parts: TrainingParts, *, strict: bool
+) -> Iterator[Load]:
+    for name, model in parts.models.items():
+        yield ModelLoad(loader, model, directory / name, strict=strict)
+    for name, optimizer in parts.optimizers.items():
+        yield OptimizerLoad(loader, optimizer, directory / name)
+    for name, optimizer in parts.optimizers.items():
+        if name in document.gradients:
+            counts = document.per_rank.everyone("gradients", name)
+            yield GradientsLoad(loader, optimizer, directory / name, counts)
+
+
+def _scheduler_states(document: TrainingDocument, parts: TrainingParts, directory: Path) -> dict[str, dict[str, Any]]:
+    place = directory / TRAINING_STATE
+    return {
+        name: scheduler_state(document.lr_schedulers[name], lr_scheduler, place)
+        for name, lr_scheduler in parts.lr_schedulers.items()
+    }
+
+
+def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: int) -> None:
+    positions = document.per_rank.of(rank).get("dataloaders", {})
+    before = {name: loader.state_dict() for name, loader in parts.dataloaders.items()}
+    try:
+        for name, loader in parts.dataloaders.items():
+            loader.load_state_dict(positions[name])
+    except Exception:
+        for name, loader in parts.dataloaders.items():
+            loader.load_state_dict(before[name])
+        raise

@@ -1,0 +1,243 @@
+"""A whole training run in one directory: models, optimizers, schedulers, loaders, random states, the user's values."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from booster.checkpoint_io.destination import Destination, as_path
+from booster.checkpoint_io.files import json_values
+from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, Kind
+from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.saving.components import model_component, optimizer_component, save_facts
+from booster.checkpoint_io.saving.save_request import SaveRequest
+from booster.checkpoint_io.saving.saver import Saver
+from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.training.lr_scheduler_state import scheduler_document
+from booster.checkpoint_io.training.rank_tensors import rank_component
+from booster.checkpoint_io.training.rotation import (
+    TRAINING_STATE,
+    TRAINING_STATE_MANIFEST,
+    StepFolders,
+    read_training_manifest,
+)
+from booster.checkpoint_io.training.training_document import PerRank, TrainingDocument
+from booster.checkpoint_io.training.training_load import load_training_state
+from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
+from booster.errors import CheckpointError
+
+__all__ = ["TrainingStateIO"]
+
+# Note [Whole training state]
+# The files of a directory: the model's and the optimizer's own, of each further one in a folder of its name;
+# `random_state.safetensors` and, in the middle of an accumulation, `gradients.safetensors`, with every rank's own
+# tensors; `training_state.json` with all that is no tensor; and `training_state.manifest.json`, which has the checksums
+# of the latter and of every component's manifest: what another save put in place of one does not pass for it.
+
+_DOING = "saving the training state"
+
+
+class TrainingStateIO:
+    """Saves and loads whole training states for one group of ranks.
+
+    Args:
+        ranks: Who calls together.
+        storage: Where files are.
+        saver: Carries out the saves.
+    """
+
+    def __init__(self, ranks: Ranks, storage: Storage, saver: Saver) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._saver = saver
+        self._issued: dict[Path, int] = {}  # sequence numbers by directory, of saves that may still be under way
+
+    def save(
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        extra: Any = None,
+        facts: Mapping[str, Any],
+        options: SaveOptions,
+        use_async: bool = False,
+    ) -> None:
+        """Writes the directory, or with a step one below it. Collective.
+
+        Args:
+            checkpoint: The directory.
+            parts: What to save.
+            extra: Plain values of the user's; rank 0's are written.
+            facts: What to say of the save, as JSON has it.
+            options: How to save.
+            use_async: Return after a copy into host memory.
+
+        Raises:
+            ConfigError: Numbers, names or paths that can't be; a save between clip and step.
+            CheckpointError: A value that is not plain, named by its key; or writing failed on some rank.
+        """
+        self._saver.raise_failures()
+
+        def check() -> tuple[Path, Mapping[str, Any]]:
+            options.check()
+            parts.check()
+            return as_path(checkpoint), parts.random_state.capture()
+
+        root, random_state = self._ranks.agree(check, _DOING)
+        per_rank, waiting = self._gather_values(parts)
+        request = self._ranks.agree(
+            lambda: self._request(root, parts, random_state, per_rank, waiting, extra, facts, options), _DOING
+        )
+        self._saver.save(request, use_async=use_async)
+
+    def load(self, checkpoint: str | os.PathLike[str], parts: TrainingParts, *, strict: bool, verify: str) -> Any:
+        """Fills the parts from a directory, or from the latest whole step below it; returns `extra`. Collective.
+
+        Args:
+            checkpoint: The directory.
+            parts: What to fill; what the checkpoint has beside it is left alone.
+            strict: Whether models must have exactly the stored tensors.
+            verify: "checksums" or "structure".
+
+        Raises:
+            CheckpointError: Something that was asked for is not there or does not fit, or damage; nothing was changed.
+        """
+        self._saver.wait()
+        return load_training_state(self._ranks, self._storage, as_path(checkpoint), parts, strict=strict, verify=verify)
+
+    def _gather_values(self, parts: TrainingParts) -> tuple[PerRank, list[str]]:
+        """Returns the ranks' plain values, and the optimizers whose gradients wait on any rank. Collective."""
+
+        def own() -> bytes:
+            pending = {name: optimizer.pending_gradients() for name, optimizer in parts.optimizers.items()}
+            values = {
+                "dataloaders": {name: loader.state_dict() for name, loader in parts.dataloaders.items()},
+                "gradients": {name: gradients.counts().to_plain() for name, gradients in pending.items()},
+                "waiting": [name for name, gradients in pending.items() if gradients.is_waiting],
+            }
+            return json_values.dumps(values, "a dataloader's position").encode()
+
+        payloads, of_rank = self._ranks.gather(self._ranks.agree(own, _DOING))
+        values = [json_values.loads(raw, "the ranks' values") for raw in payloads]
+        waiting = [name for name in parts.optimizers if any(name in one["waiting"] for one in values)]
+        kept = [
+            {"dataloaders": one["dataloaders"], "gradients": {name: one["gradients"][name] for name in waiting}}
+            for one in values
+        ]
+        return PerRank(values=kept, of_rank=list(of_rank)), waiting
+
+    def _request(
+        self,
+        root: Path,
+        parts: TrainingParts,
+        random_state: Mapping[str, Any],
+        per_rank: PerRank,
+        waiting: Sequence[str],
+        extra: Any,
+        facts: Mapping[str, Any],
+        options: SaveOptions,
+    ) -> SaveRequest:
+        folders = StepFolders(self._storage, root)
+        target = root if options.step is None else folders.path_of(options.step)
+        document = TrainingDocument(
+            facts=self._facts(facts, options.step, self._next_sequence(root, folders)),
+            models=list(parts.models),
+            optimizers=list(parts.optimizers),
+            gradients=list(waiting),
+            lr_schedulers={name: scheduler_document(one) for name, one in parts.lr_schedulers.items()},
+            dataloaders=list(parts.dataloaders),
+            per_rank=per_rank,
+            extra=extra,
+        )
+        return SaveRequest(
+            target=target,
+            is_directory=True,
+            components=list(self._components(target, parts, random_state, waiting, options)),
+            documents={TRAINING_STATE: document.encode()},
+            manifest_name=TRAINING_STATE_MANIFEST,
+            facts=document.facts,
+            is_stale=self._stale(target, parts),
+            is_related=None if options.step is None else folders.is_step,
+            after_commit=None if options.step is None else self._announcement(folders, target.name, options),
+            doing=_DOING,
+        )
+
+    def _components(
+        self,
+        target: Path,
+        parts: TrainingParts,
+        random_state: Mapping[str, Any],
+        waiting: Sequence[str],
+        options: SaveOptions,
+    ) -> Iterator[Component]:
+        def destination(kind: Kind) -> Destination:
+            return Destination(target, kind, True, None, options.size_per_shard, options.use_safetensors)
+
+        to_model, to_optimizer = destination(MODEL), destination(OPTIMIZER)
+        rank, limit = self._ranks.rank, to_model.max_shard_bytes
+        for name, model in parts.models.items():
+            yield model_component(model, to_model, name)
+        for name, optimizer in parts.optimizers.items():
+            yield optimizer_component(optimizer, to_optimizer, name)
+        for name in waiting:
+            pending = parts.optimizers[name].pending_gradients()
+            pending.check()
+            yield rank_component(GRADIENTS, pending.tensors(), rank, folder=name, max_shard_bytes=limit)
+        yield rank_component(RANDOM_STATE, random_state, rank, folder="", max_shard_bytes=limit)
+
+    def _facts(self, facts: Mapping[str, Any], step: int | None, sequence: int) -> dict[str, Any]:
+        of_save = save_facts(self._ranks.size)
+        versions = {name: str(version) for name, version in of_save["versions"].items()}
+        versions["python"] = platform.python_version()
+        return {**of_save, **facts, "versions": versions, "step": step, "sequence": sequence}
+
+    def _next_sequence(self, root: Path, folders: StepFolders) -> int:
+        if self._ranks.rank != 0:
+            return 0  # what rank 0 says is written
+        sequence = max(folders.next_sequence(), self._issued.get(root, 0) + 1)
+        self._issued[root] = sequence
+        return sequence
+
+    def _announcement(self, folders: StepFolders, name: str, options: SaveOptions) -> Callable[[], None]:
+        if self._ranks.rank == 0:
+            folders.check_latest()
+
+        def announce() -> None:
+            folders.point_latest(name)
+            if options.keep_last is not None:
+                folders.rotate(options.keep_last)
+
+        return announce
+
+    def _stale(self, target: Path, parts: TrainingParts) -> Callable[[str], bool]:
+        """Returns whether a file is left over from what the save replaces: random states, gradients, its components."""
+        folders = set(parts.folders()) | {""}
+        before = self._folders_of_what_is_there(target) if self._ranks.rank == 0 else {}
+
+        def is_stale(name: str) -> bool:
+            folder, _, base = name.rpartition("/")
+            always = (GRADIENTS, RANDOM_STATE) if folder in folders else ()
+            return any(_owns(kind, base) for kind in (*always, *before.get(folder, ())))
+
+        return is_stale
+
+    def _folders_of_what_is_there(self, target: Path) -> dict[str, list[Kind]]:
+        try:
+            manifest = read_training_manifest(self._storage, target)
+        except CheckpointError:
+            return {}  # damaged, and about to be replaced
+        found: dict[str, list[Kind]] = {}
+        for document in () if manifest is None else manifest.documents:
+            folder, _, base = document.rpartition("/")
+            kinds = (MODEL, OPTIMIZER, GRADIENTS, RANDOM_STATE)
+            found.setdefault(folder, []).extend(kind for kind in kinds if kind.names_of(base) is not None)
+        return found
+
+
+def _owns(kind: Kind, base: str) -> bool:
+    forms = [kind.names(is_safetensors=is_safetensors) for is_safetensors in (True, False)]
+    return any(names.owns(base) or (kind == OPTIMIZER and base == names.groups) for names in forms)
