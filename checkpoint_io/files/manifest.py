@@ -19,6 +19,7 @@ from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES, parse_json
 from booster.errors import CheckpointError
 
 __all__ = [
+    "FORMAT_VERSION",
     "DocumentRecord",
     "FileRecord",
     "Manifest",
@@ -31,7 +32,7 @@ __all__ = [
 R = TypeVar("R")
 
 _FORMAT = "booster.manifest"
-_VERSION = 1
+FORMAT_VERSION = 1
 _MAX_NAME = 255  # what file systems take, per part of a path
 # The last member is the checksum of all bytes before the comma that separates it.
 _SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"\}')
@@ -96,7 +97,7 @@ class Manifest:
         self._check_facts()
         document = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": FORMAT_VERSION,
             "kind": self.kind,
             "files": {name: _encode_file(record) for name, record in self.files.items()},
             "documents": {
@@ -131,9 +132,10 @@ class Manifest:
         document = _parse_sealed(raw, what)
         if document.get("format") != _FORMAT or type(document.get("version")) is not int:
             raise _broken(what, "it is no manifest of this library")
-        if document["version"] != _VERSION:
+        if document["version"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"{what} is of version {document['version']}, and this release reads {_VERSION}: update torch-booster"
+                f"{what} is of version {document['version']}, and this release reads {FORMAT_VERSION}: update"
+                " torch-booster"
             )
         if set(document) != {"format", "version", "kind", "files", "documents", "facts", "crc32"}:
             raise _broken(what, "members are missing or unknown")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
+from booster.checkpoint_io.files.manifest import FORMAT_VERSION
 from booster.checkpoint_io.planning.plan import SavePlan, plan_save
 from booster.checkpoint_io.planning.slice_table import SliceTable
 from booster.checkpoint_io.ranks import Ranks
@@ -93,7 +94,12 @@ class Planner:
     def _show_cards(
         self, request: SaveRequest, tables: Sequence[bytes]
     ) -> tuple[list[bytes], tuple[bytes, ...], tuple[int, ...]]:
-        facts = [f"{request.doing} to {request.target}", f"is_directory={request.is_directory}", *_options(request)]
+        facts = [
+            f"{request.doing} to {request.target}",
+            f"is_directory={request.is_directory}",
+            f"format {FORMAT_VERSION}",
+            *_options(request),
+        ]
         held = _digest(*(_digest(table) for table in tables))
         host = _digest(self._ranks.host.encode())[:_HOST_BYTES]
         cards = self._ranks.gather_equal(uuid4().bytes + _digest("\n".join(facts).encode()) + held + host)
