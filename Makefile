@@ -35,7 +35,8 @@ test-wheel: $(STAMP)
 	$(PYTHON) -m venv --without-pip .wheel-venv
 	$(BIN)/python tests/wheel_environment.py .wheel-venv
 	$(BIN)/python -m pip --python .wheel-venv/bin/python install --quiet --no-deps dist/*.whl
-	cd /tmp && $(CURDIR)/.wheel-venv/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not gpu" $(CURDIR)/tests/unit
+	mkdir .wheel-venv/elsewhere
+	cd .wheel-venv/elsewhere && $(CURDIR)/.wheel-venv/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not gpu" $(CURDIR)/tests/unit
 	rm -rf build dist .wheel-venv
 
 # mypy follows one folder per package, so it reads links that show the four folders as the package they install as.
