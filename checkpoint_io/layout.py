@@ -11,6 +11,7 @@ __all__ = [
     "GRADIENTS",
     "MODEL",
     "OPTIMIZER",
+    "PAGE_BYTES",
     "RANDOM_STATE",
     "SINGLE_FILE_SUFFIXES",
     "FileNames",
@@ -19,6 +20,10 @@ __all__ = [
     "index_document",
     "plan_files",
 ]
+
+# Writing past the page cache wants memory, offset and length in multiples of this: so data starts at one, and ranks
+# that write into one file divide it at them.
+PAGE_BYTES = 4096
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
 BIN_SUFFIXES = (".bin", ".pt", ".pth")

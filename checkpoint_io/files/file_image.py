@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from booster.checkpoint_io.files.safetensors_header import encode_header
 from booster.checkpoint_io.files.torch_archive import torch_archive
+from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.planning.plan import PlannedFile
-from booster.checkpoint_io.saving.staging import PAGE_BYTES
 from booster.interface import TensorSpec
 
 __all__ = ["FileImage", "safetensors_image", "torch_image"]

@@ -20,6 +20,7 @@ from booster.errors import CheckpointError
 
 __all__ = [
     "FORMAT_VERSION",
+    "MANIFEST_KEY",
     "DocumentRecord",
     "FileRecord",
     "Manifest",
@@ -32,6 +33,7 @@ __all__ = [
 R = TypeVar("R")
 
 _FORMAT = "booster.manifest"
+MANIFEST_KEY = "booster_manifest"  # in a tensor file's metadata: which manifest vouches for it
 FORMAT_VERSION = 1
 _MAX_NAME = 255  # what file systems take, per part of a path
 # The last member is the checksum of all bytes before the comma that separates it.

@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from booster.checkpoint_io.files.index_file import check_file_name, check_held, listed, parse_index
-from booster.checkpoint_io.files.manifest import FileRecord, Manifest, check_tiling
-from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
+from booster.checkpoint_io.files.manifest import MANIFEST_KEY, FileRecord, Manifest, check_tiling
 from booster.checkpoint_io.files.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
 from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileNames, Kind
 from booster.checkpoint_io.loading.directory_reader import DirectoryReader, cannot_open, is_transient, open_directory
@@ -20,14 +19,13 @@ from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint, read_rec
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 
-__all__ = ["MANIFEST_KEY", "Checkpoint", "open_checkpoint", "read_json"]
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 # Note [Opening while others save]: a new checkpoint may be committed into a directory while this process opens it. No
 # file of it is in place before its manifest can be seen, see Note [Commit]: so if the manifest is the same before the
 # first file is opened and after the last, all of them are of one save. Else, and if a name was gone that was there a
 # moment before, everything is opened once more.
 
-MANIFEST_KEY = "booster_manifest"  # in a file's metadata: which manifest vouches for it
 _MIN_ATTEMPTS = 3
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -71,15 +69,6 @@ def open_checkpoint(
                 raise
         if not is_late:
             time.sleep(min(_FIRST_PAUSE_SECONDS * 2**num_attempts, _LONGEST_PAUSE_SECONDS))
-
-
-def read_json(storage: Storage, path: Path, *, inside: Path | None = None) -> bytes:
-    """Returns the bytes of a JSON file of at most 64 MiB.
-
-    Raises:
-        CheckpointError: Missing, no regular file, or larger.
-    """
-    return storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=inside)
 
 
 class _Opening:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from booster.checkpoint_io.copy_elements import copy_elements
 from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint
 from booster.checkpoint_io.planning.byte_runs import Box, RunBlock, byte_runs, run_length, run_start
-from booster.checkpoint_io.saving.copy_elements import copy_elements
 from booster.checkpoint_io.storage import OpenFile
 
 __all__ = ["SCRATCH_BYTES", "ElementReader", "assign_elements"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.planning.file_hosts import choose_hosts, usable_holders, writers_of
 from booster.checkpoint_io.planning.held_parts import HeldParts
 from booster.checkpoint_io.planning.placed_parts import PlacedParts, Placement, in_file_order
@@ -15,7 +16,6 @@ from booster.checkpoint_io.planning.tiling import changes
 __all__ = ["BLOCK_BYTES", "RangeColumns", "divide"]
 
 BLOCK_BYTES = 16 * 2**20
-_PAGE_BYTES = 4096
 _MIN_REGION_BYTES = 2**20  # smaller ones are not worth another rank's write
 
 # Note [Regions]: all parts of one file that the same ranks hold form a region. Its bytes, in file order, are divided
@@ -123,7 +123,7 @@ def _cut_regions(parts: PlacedParts, sets: _HolderSets) -> _Cuts:
     sizes = np.add.reduceat(num_bytes, first) if len(first) else num_bytes
     place = np.where(parts.is_strided[part], reached - reached[first][region], parts.position[part])
     last = np.append(first[1:], len(part)) - 1
-    lengths = (place + num_bytes)[last] + _PAGE_BYTES if len(first) else num_bytes
+    lengths = (place + num_bytes)[last] + PAGE_BYTES if len(first) else num_bytes
     shift = np.cumsum(lengths) - lengths
 
     holders = parts.holders[part[first]]
@@ -134,7 +134,7 @@ def _cut_regions(parts: PlacedParts, sets: _HolderSets) -> _Cuts:
     wanted = reached[first][region_of_cut] + size // share * number + size % share * number // share
     row = np.searchsorted(reached, wanted, side="right") - 1
     cut = place[row] + wanted - reached[row]
-    cut = (cut + _PAGE_BYTES // 2) // _PAGE_BYTES * _PAGE_BYTES
+    cut = (cut + PAGE_BYTES // 2) // PAGE_BYTES * PAGE_BYTES
     return _Cuts(
         part=part,
         place=place + shift[region],

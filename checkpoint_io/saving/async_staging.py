@@ -8,9 +8,10 @@ from typing import overload
 
 import torch
 
+from booster.checkpoint_io.copy_elements import copy_elements, wait_for_devices
+from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.planning.plan import BLOCK_BYTES, WriteRange
-from booster.checkpoint_io.saving.copy_elements import copy_elements, wait_for_devices
-from booster.checkpoint_io.saving.staging import PAGE_BYTES, host_memory
+from booster.checkpoint_io.saving.staging import host_memory
 from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.interface import TensorSlice
 

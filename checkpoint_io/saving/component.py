@@ -13,10 +13,9 @@ import torch
 from booster.checkpoint_io.files.file_image import FileImage, safetensors_image, torch_image
 from booster.checkpoint_io.files.file_record import completed_head, with_placeholder
 from booster.checkpoint_io.files.json_documents import json_bytes
-from booster.checkpoint_io.files.manifest import DocumentRecord, FileRecord, Manifest, RangeRecord
+from booster.checkpoint_io.files.manifest import MANIFEST_KEY, DocumentRecord, FileRecord, Manifest, RangeRecord
 from booster.checkpoint_io.files.tensor_files import GROUPS_KEY
 from booster.checkpoint_io.layout import FileNames, FilePlan, Kind, index_document
-from booster.checkpoint_io.loading.reader import MANIFEST_KEY
 from booster.checkpoint_io.planning.plan import PlannedFile, SavePlan, WriteRange
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice

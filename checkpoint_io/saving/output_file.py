@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster.checkpoint_io.files.tensor_bytes import bytes_of
-from booster.checkpoint_io.saving.staging import PAGE_BYTES
+from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.storage import OpenFile, Storage
 
 if TYPE_CHECKING:

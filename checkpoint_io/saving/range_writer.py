@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from booster.checkpoint_io.copy_elements import copy_elements, is_plain, wait_for_devices
 from booster.checkpoint_io.files.file_image import FileImage
 from booster.checkpoint_io.files.tensor_bytes import bytes_of
 from booster.checkpoint_io.planning.byte_runs import byte_runs, run_length, run_start
 from booster.checkpoint_io.planning.plan import BLOCK_BYTES, WriteRange
-from booster.checkpoint_io.saving.copy_elements import copy_elements, is_plain, wait_for_devices
 from booster.checkpoint_io.saving.output_file import OutputFile, Window
 from booster.checkpoint_io.saving.staging import STAGING
 from booster.checkpoint_io.storage import OpenFile, Storage

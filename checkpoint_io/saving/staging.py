@@ -9,9 +9,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-__all__ = ["PAGE_BYTES", "STAGING", "StagingBuffers", "host_memory"]
+__all__ = ["STAGING", "StagingBuffers", "host_memory"]
 
-PAGE_BYTES = 4096  # writing past the page cache wants memory, offset and length in multiples of this
 _HUGE_PAGE_BYTES = 2 * 2**20
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -131,3 +133,25 @@ def test_a_synchronous_save_follows_those_before_it(tmp_path):
     io.save_optimizer(optimizer, tmp_path / "c", shard=True)
     io.wait()
     _assert_loads(expected, tmp_path / "c")
+
+
+_ENDS_AT_ONCE = """
+import sys, torch
+from booster import Booster
+booster = Booster(device="cpu")
+model, *_ = booster.boost(torch.nn.Linear(601, 500))
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.fill_(7)
+booster.save(sys.argv[1], model, use_async=True)
+"""
+
+
+def test_a_process_that_ends_waits_for_its_save(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", _ENDS_AT_ONCE, str(tmp_path / "c")], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    model = ModelWrapper(nn.Linear(601, 500))
+    GeneralCheckpointIO().load_model(model, tmp_path / "c")
+    assert all(bool((tensor == 7).all()) for tensor in model.state_dict().values())

@@ -20,6 +20,16 @@ ALLOWED = {
     "plugins": None,
 }
 
+# Within checkpoint_io: the rooms below it that each of them may import, besides its own.
+CHECKPOINT_ROOMS = {
+    "planning": (),
+    "files": ("planning",),
+    "saving": ("planning", "files"),
+    "loading": ("planning", "files"),
+    "training": ("files", "saving", "loading"),
+    "inspecting": ("planning", "files", "saving", "loading", "training"),
+}
+
 
 def _imports(path: Path) -> list[str]:
     """Returns what a file imports of the project, what serves type checkers alone left out."""
@@ -68,3 +78,13 @@ def test_nothing_unsafe_enters(path):
     if path.name != "device.py":
         assert "torch.cuda" not in text, f"{path}: ask booster.device"
     text.encode("ascii")
+
+
+@pytest.mark.parametrize("room", CHECKPOINT_ROOMS)
+def test_the_rooms_of_checkpoints_build_on_each_other(room):
+    paths = sorted((ROOT / "checkpoint_io" / room).glob("*.py"))
+    assert paths
+    for path in paths:
+        rooms = {name.split(".")[2] for name in _imports(path) if name.startswith("booster.checkpoint_io.")}
+        beyond = rooms & set(CHECKPOINT_ROOMS) - {room, *CHECKPOINT_ROOMS[room]}
+        assert not beyond, f"{path} imports {beyond}"

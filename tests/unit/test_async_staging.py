@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from booster.checkpoint_io.files.file_image import safetensors_image
-from booster.checkpoint_io.layout import MODEL
+from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
 from booster.checkpoint_io.planning.plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slice_table import SliceTable
 from booster.checkpoint_io.saving import async_staging
 from booster.checkpoint_io.saving.async_staging import Arena, stage_slices
 from booster.checkpoint_io.saving.range_writer import read_range, write_ranges
-from booster.checkpoint_io.saving.staging import PAGE_BYTES
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 

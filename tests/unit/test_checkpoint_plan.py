@@ -275,7 +275,7 @@ def test_ranges_by_rank_are_all_ranges():
 def small_sizes(monkeypatch):
     """Blocks, pages and regions of a few bytes, so that small tensors meet all cuts."""
     monkeypatch.setattr(write_shares, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(write_shares, "_PAGE_BYTES", 16)
+    monkeypatch.setattr(write_shares, "PAGE_BYTES", 16)
     monkeypatch.setattr(write_shares, "_MIN_REGION_BYTES", 48)
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from booster.checkpoint_io.saving import copy_elements as module
-from booster.checkpoint_io.saving.copy_elements import copy_elements, is_plain, wait_for_devices
+from booster.checkpoint_io import copy_elements as module
+from booster.checkpoint_io.copy_elements import copy_elements, is_plain, wait_for_devices
 
 DTYPES = [
     torch.float64,

@@ -17,13 +17,13 @@ from harness import distributed
 from safetensors.torch import load_file
 
 from booster.checkpoint_io.files.file_image import safetensors_image, torch_image
-from booster.checkpoint_io.layout import MODEL
+from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
 from booster.checkpoint_io.planning import byte_runs
 from booster.checkpoint_io.planning.plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slice_table import SliceTable
 from booster.checkpoint_io.saving import range_writer
 from booster.checkpoint_io.saving.range_writer import read_range, write_one, write_ranges
-from booster.checkpoint_io.saving.staging import PAGE_BYTES, STAGING, StagingBuffers
+from booster.checkpoint_io.saving.staging import STAGING, StagingBuffers
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 
