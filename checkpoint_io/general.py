@@ -144,7 +144,7 @@ class GeneralCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: The state holds something that is no plain value; the message names its key.
         """
-        self.saver.raise_failures()
+        self.saver.wait()  # of a save that is about to make the directory, this file must not come first
         path = as_path(checkpoint)
 
         def write() -> None:
@@ -201,7 +201,6 @@ class GeneralCheckpointIO(CheckpointIO):
         self.saver.wait()
 
     def _save(self, prepare: Callable[[], tuple[Destination, Component]], doing: str, use_async: bool) -> None:
-        self.saver.raise_failures()
         to, component = self.ranks.agree(prepare, doing)
         request = SaveRequest(
             target=to.path,

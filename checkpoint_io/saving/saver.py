@@ -47,13 +47,18 @@ class Saver:
     def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
         """Returns when the checkpoint is on the disk, or with `use_async` when the caller may change its tensors.
 
+        Saves take effect in the order of their calls: one that is not asynchronous waits for those before it.
+
         Collective: every rank must call it, with the same arguments but its own slices.
 
         Raises:
             CheckpointError: Writing failed on some rank; the target is as it was.
             DesyncError: The ranks were asked for different saves.
         """
-        self._async.raise_failures()
+        if use_async:
+            self._async.raise_failures()
+        else:
+            self._async.wait()  # a save that overtook them would be overwritten by what they copied before it
         agenda = self._planner.plan(request)
         planned = agenda.components
         barrier = ErrorBarrier(
@@ -78,10 +83,6 @@ class Saver:
             CheckpointError: One of them failed on some rank.
         """
         self._async.wait()
-
-    def raise_failures(self) -> None:
-        """Raises what went wrong in the background since the last call. Collective."""
-        self._async.raise_failures()
 
     def _relay_for(self, hosts: Sequence[int]) -> Relay | None:
         if len(set(hosts)) == 1:

@@ -80,7 +80,8 @@ class TrainingStateIO:
             ConfigError: Numbers, names or paths that can't be; a save between clip and step.
             CheckpointError: A value that is not plain, named by its key; or writing failed on some rank.
         """
-        self._saver.raise_failures()
+        if not use_async:
+            self._saver.wait()  # what it replaces is looked at below
 
         def check() -> tuple[Path, Mapping[str, Any]]:
             options.check()

@@ -122,17 +122,43 @@ def _until_it_raises(save):
         save()
 
 
-@distributed(world_size=2)
+class _SlowBackground(_Gate):
+    """Holds back what is written in the background alone."""
+
+    def write_at(self, file, data, offset):
+        if threading.current_thread() is threading.main_thread():
+            self.opened.set()  # a save that overtakes the one in the background lets it finish last
+            Storage.write_at(self, file, data, offset)
+        else:
+            super().write_at(file, data, offset)
+
+
+@distributed(world_size=[1, 2])
 def test_a_synchronous_save_follows_those_before_it(tmp_path):
-    io = GeneralCheckpointIO()
+    io = GeneralCheckpointIO(storage=_SlowBackground())
     model, optimizer = _wrapped()
     io.save_model(model, tmp_path / "c", shard=True, use_async=True)
     _overwrite(model, optimizer, 3.0)
     expected = _tensors(model, optimizer)
+    timer = threading.Timer(0.2, io.storage.opened.set)
+    timer.start()
     io.save_model(model, tmp_path / "c", shard=True)
+    timer.join()
     io.save_optimizer(optimizer, tmp_path / "c", shard=True)
     io.wait()
     _assert_loads(expected, tmp_path / "c")
+
+
+@distributed(world_size=2)
+def test_a_scheduler_may_follow_into_the_directory(tmp_path):
+    io = GeneralCheckpointIO(storage=_SlowBackground())
+    model, optimizer = _wrapped()
+    io.save_model(model, tmp_path / "c", shard=True, use_async=True)
+    timer = threading.Timer(0.2, io.storage.opened.set)
+    timer.start()
+    io.save_lr_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), tmp_path / "c" / "scheduler.json")
+    timer.join()
+    io.load_model(model, tmp_path / "c")
 
 
 _ENDS_AT_ONCE = """
