@@ -54,6 +54,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/facade.py
+	$(BIN)/python benchmarks/zero.py --size 10m
 
 clean:
 	rm -rf $(VENV) .types build dist .wheel-venv runs *.egg-info

@@ -87,21 +87,24 @@ def _plain(size: GPTSize, device: torch.device, *, autocast: torch.dtype | None 
     return step
 
 
-def _plain_half(size: GPTSize, device: torch.device) -> Step:
-    """fp16 weights with fp32 copies that the optimizer updates, and a constant loss scale."""
+def _plain_half(
+    size: GPTSize, device: torch.device, *, dtype: torch.dtype = torch.float16, scale: float = _LOSS_SCALE
+) -> Step:
+    """Half-precision weights with fp32 copies that the optimizer updates, and a constant loss scale."""
     model, batch = make_gpt(size, device), batches(size, device=device)
     masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
-    model.half()
+    model.to(dtype)
     working, optimizer = list(model.parameters()), _adamw(masters)
 
     def step(index: int) -> torch.Tensor:
         tokens, targets = batch(index)
         loss = next_token_loss(model(tokens), targets)
-        (loss * _LOSS_SCALE).backward()
+        (loss * scale).backward()
         for master, parameter in zip(masters, working, strict=True):
             master.grad = parameter.grad.float()
             parameter.grad = None
-        torch._foreach_div_([master.grad for master in masters], _LOSS_SCALE)
+        if scale != 1.0:
+            torch._foreach_div_([master.grad for master in masters], scale)
         nn.utils.clip_grad_norm_(masters, _MAX_NORM)
         optimizer.step()
         with torch.no_grad():
@@ -191,6 +194,18 @@ def _torch_ddp() -> Any:
     return TorchDDPPlugin()
 
 
+def _low_level_zero(stage: int, precision: str) -> Any:
+    from booster.plugins import LowLevelZeroPlugin
+
+    return LowLevelZeroPlugin(stage=stage, precision=precision, initial_scale=_LOSS_SCALE)
+
+
+def _zero_case(stage: int, precision: str, plain: SizedBuild) -> Case:
+    """One rank has nothing to send: what is left is the cost of flat buffers, and of fp32 masters in them."""
+    boosted = partial(_boosted, plugin=partial(_low_level_zero, stage, precision))
+    return Case(name=f"low_level_zero {stage} {precision}", plain=plain, boosted=boosted, is_distributed=True)
+
+
 CASES: Sequence[Case] = (
     Case(name="fp32", plain=_plain, boosted=_boosted),
     Case(
@@ -229,6 +244,10 @@ CASES: Sequence[Case] = (
         plain=partial(_plain, autocast=torch.bfloat16),
         boosted=partial(_boosted, precision="FP8MixedPrecision"),
     ),
+    _zero_case(1, "fp32", _plain),
+    _zero_case(1, "bf16", partial(_plain_half, dtype=torch.bfloat16, scale=1.0)),
+    _zero_case(2, "bf16", partial(_plain_half, dtype=torch.bfloat16, scale=1.0)),
+    _zero_case(2, "fp16", _plain_half),
     Case(name="fp32, a checkpoint per step", plain=_plain_saving, boosted=_boosted_saving, largest="50m"),
 )
 

@@ -38,6 +38,7 @@ __all__ = [
     "Step",
     "World",
     "compare",
+    "memory_of",
     "on_ranks",
     "report_engines",
     "save",
@@ -56,6 +57,7 @@ class Figures:
         seconds: Spread of a step.
         best_seconds: The fastest step.
         ratio: Spread of the step over the baseline's step of the same round.
+        ratios: The same over the step of every other engine, by its name.
         extra_seconds: Spread of the step minus the baseline's step of the same round.
         num_steps: Timed steps.
         last_loss: Mean over the ranks.
@@ -65,6 +67,7 @@ class Figures:
     seconds: Spread
     best_seconds: float
     ratio: Spread
+    ratios: Mapping[str, Spread]
     extra_seconds: Spread
     num_steps: int
     last_loss: float
@@ -88,12 +91,21 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All engines of one run, the baseline first and its control second."""
+    """All engines of one run, the baseline first and its control second.
+
+    Attributes:
+        title: Heads the table.
+        world: The processes.
+        schedule: How many steps.
+        engines: Their reports.
+        step_tokens: What all ranks together train on in one step; None: not counted in tokens.
+    """
 
     title: str
     world: World
     schedule: Schedule
     engines: list[EngineReport]
+    step_tokens: int | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -108,6 +120,11 @@ class Comparison:
     def engine(self, name: str) -> EngineReport:
         """Returns the report of one engine."""
         return next(engine for engine in self.engines if engine.name == name)
+
+    def ratio(self, name: str, over: str) -> Spread | None:
+        """Returns one engine's steps over another one's of the same rounds; None where one was not measured."""
+        figures = next((engine.figures for engine in self.engines if engine.name == name), None)
+        return None if figures is None else figures.ratios.get(over)
 
     def table(self) -> str:
         """Returns the figures for people to read."""
@@ -125,6 +142,7 @@ def compare(
     world: World | None = None,
     *,
     memory_steps: int = 0,
+    step_tokens: int | None = None,
 ) -> Comparison:
     """Measures the engines against the first one of them.
 
@@ -134,15 +152,22 @@ def compare(
         schedule: How many steps.
         world: The processes; None: one.
         memory_steps: Steps after which resident memory is read, in further processes; 0: memory is not measured.
+        step_tokens: Tokens of one step over all ranks, for the column of tokens per second; None: no such column.
 
     Raises:
         RankError: A step raised, a rank died or was too late, or the baseline could not be built.
     """
     world = world or World()
     all_engines = with_control(engines)
-    memory = {engine.name: _memory_of(engine, world, memory_steps) for engine in engines} if memory_steps else {}
+    memory = {engine.name: memory_of(engine, world, memory_steps) for engine in engines} if memory_steps else {}
     ranks = on_ranks(time_engines, world, all_engines, schedule)
-    return Comparison(title=title, world=world, schedule=schedule, engines=report_engines(all_engines, ranks, memory))
+    reports = report_engines(all_engines, ranks, memory)
+    return Comparison(title=title, world=world, schedule=schedule, engines=reports, step_tokens=step_tokens)
+
+
+def memory_of(engine: Engine, world: World, steps: int) -> Memory | None:
+    """Returns the true resident memory of one engine, in processes of its own; None where it could not be built."""
+    return worst(on_ranks(measure_memory, world, engine, steps, gives_memory_back=True))
 
 
 def time_engines(engines: Sequence[Engine], schedule: Schedule) -> tuple[dict[str, str], dict[str, Samples]]:
@@ -177,12 +202,25 @@ def report_engines(
     return reports
 
 
-def save(name: str, comparisons: Sequence[Comparison], arguments: Mapping[str, Any]) -> Path:
-    """Writes the figures with versions and machine into a JSON file under results/; returns its path."""
+def save(
+    name: str,
+    comparisons: Sequence[Comparison],
+    arguments: Mapping[str, Any],
+    sections: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes the figures with versions and machine into a JSON file under results/; returns its path.
+
+    Args:
+        name: Of the benchmark.
+        comparisons: What was measured.
+        arguments: The command line's, by name.
+        sections: More of the document, by its keys.
+    """
     document = {
         "benchmark": name,
         **describe_run(arguments),
         "comparisons": [comparison.document() for comparison in comparisons],
+        **(sections or {}),
     }
     return write_json(f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}", document)
 
@@ -205,16 +243,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _memory_of(engine: Engine, world: World, steps: int) -> Memory | None:
-    return worst(on_ranks(measure_memory, world, engine, steps, gives_memory_back=True))
-
-
 def _figures(name: str, baseline: str, ranks: Sequence[Mapping[str, Samples]]) -> Figures:
-    seconds, theirs = _slowest(name, ranks), _slowest(baseline, ranks)
+    seconds = _slowest(name, ranks)
+    others = {other: _slowest(other, ranks) for other in ranks[0] if other != name}
+    theirs = others.get(baseline, seconds)
     return Figures(
         seconds=Spread.of(seconds),
         best_seconds=min(seconds),
         ratio=Spread.of(paired_ratios(seconds, theirs)),
+        ratios={other: Spread.of(paired_ratios(seconds, its)) for other, its in others.items()},
         extra_seconds=Spread.of(paired_differences(seconds, theirs)),
         num_steps=len(seconds),
         last_loss=sum(samples[name].losses[-1] for samples in ranks) / len(ranks),

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -40,12 +40,14 @@ class World:
         backend: Of the process group; None: no process group where there is one rank, else gloo.
         num_threads: Compute threads of every rank.
         timeout_seconds: After which the ranks are killed.
+        environment: Variables that the ranks start with, beside those of this process.
     """
 
     size: int = 1
     backend: str | None = None
     num_threads: int = 1
     timeout_seconds: float = 900.0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def group_backend(self) -> str | None:
@@ -90,7 +92,9 @@ def on_ranks(
         raise ValueError("preload and gives_memory_back exclude each other: a forked rank keeps its server's malloc")
     context = multiprocessing.get_context("forkserver" if preload else "spawn")
     context.set_forkserver_preload(list(preload))
-    environment = child_environment(os.environ, num_threads=world.num_threads, gives_memory_back=gives_memory_back)
+    environment = child_environment(
+        {**os.environ, **world.environment}, num_threads=world.num_threads, gives_memory_back=gives_memory_back
+    )
     ranks: list[tuple[BaseProcess, Connection]] = []
     with tempfile.TemporaryDirectory(prefix="pair-") as directory:
         job = (world, str(Path(directory) / "store"), function, args)

@@ -12,14 +12,16 @@ __all__ = ["align", "format_table"]
 
 _MIB = 2**20
 _HEAD = ["engine", "median ms", "best ms", "ratio", "quartiles", "extra us", "last loss", "loss diff"]
+_TOKENS_HEAD = ["tokens/s"]
 _MEMORY_HEAD = ["resting MiB", "peak MiB"]
 
 
 def format_table(comparison: Comparison) -> str:
     """Returns the table, with the errors of engines that could not be built below it."""
     has_memory = any(engine.memory is not None for engine in comparison.engines)
-    rows = [_HEAD + (_MEMORY_HEAD if has_memory else [])]
-    rows += [_row(engine, has_memory) for engine in comparison.engines]
+    tokens = comparison.step_tokens
+    rows = [_HEAD + (_TOKENS_HEAD if tokens else []) + (_MEMORY_HEAD if has_memory else [])]
+    rows += [_row(engine, tokens, has_memory) for engine in comparison.engines]
     errors = [f"{engine.name}: {engine.outcome}" for engine in comparison.engines if engine.has_failed]
     return "\n".join([_title(comparison), *align(rows), *errors])
 
@@ -40,11 +42,13 @@ def _title(comparison: Comparison) -> str:
     return f"{comparison.title}: {ranks} rank{'s' if ranks > 1 else ''}, {timed} paired steps"
 
 
-def _row(engine: EngineReport, has_memory: bool) -> list[str]:
+def _row(engine: EngineReport, step_tokens: int | None, has_memory: bool) -> list[str]:
     if engine.figures is not None:
         cells = _cells(engine.figures)
     else:
         cells = ["FAILED" if engine.has_failed else engine.outcome, *["-"] * (len(_HEAD) - 2)]
+    if step_tokens:
+        cells += ["-" if engine.figures is None else f"{step_tokens / engine.figures.seconds.median:.0f}"]
     if has_memory:
         memory = engine.memory
         cells += [_mebibytes(None if memory is None else memory.after_steps)]

@@ -117,7 +117,7 @@ class DistCoordinator:
         """Waits until every rank of the group (None: the world) is here, at most for the launch's timeout. Collective.
 
         Raises:
-            RuntimeError: A rank died or did not come in time.
+            RankFailedError: A rank died or did not come in time: the message names it.
         """
         _check_launched()
         barrier(process_group)

@@ -27,8 +27,7 @@ def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper |
 def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterable[tuple[str, ...]]:
     for index, group in enumerate(optimizer.param_groups):
         kept = group["params"]
-        working = [optimizer.working_parameter(parameter) for parameter in kept]
-        masters = [master for master, parameter in zip(kept, working, strict=True) if master is not parameter]
+        working = optimizer.group_parameters(index)
         compute = None if model.precision is None else model.precision.compute_dtype
         states = [value for parameter in kept for value in optimizer.state.get(parameter, {}).values()]
         yield (
@@ -37,7 +36,7 @@ def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> I
             _formats(parameter.dtype for parameter in working),
             _formats([compute] if compute is not None else [parameter.dtype for parameter in working]),
             _formats(plugin.reduction_dtype(parameter.dtype) for parameter in working),
-            _formats(master.dtype for master in masters) or "none",
+            _formats(master.dtype for master in optimizer.group_masters(index)) or "none",
             _formats(value.dtype for value in states if isinstance(value, torch.Tensor)) or "none yet",
         )
 

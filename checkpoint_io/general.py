@@ -21,7 +21,7 @@ from booster.checkpoint_io.layout import MODEL, OPTIMIZER
 from booster.checkpoint_io.loading.loader import Loader, ModelLoad, OptimizerLoad, load_all
 from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.saving.component import Component
-from booster.checkpoint_io.saving.components import model_component, optimizer_component, save_facts
+from booster.checkpoint_io.saving.components import model_component, optimizer_component, optimizer_values, save_facts
 from booster.checkpoint_io.saving.save_request import SaveRequest
 from booster.checkpoint_io.saving.saver import Saver
 from booster.checkpoint_io.storage import Storage
@@ -117,12 +117,14 @@ class GeneralCheckpointIO(CheckpointIO):
         tensor; `shard=False` puts both into one file.
         """
 
-        def prepare() -> tuple[Destination, Component]:
+        def destined() -> tuple[Destination, OptimizerWrapper]:
             to = Destination(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors)
-            wrapped = as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
-            return to, optimizer_component(wrapped, to)
+            return to, as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
 
-        self._save(prepare, "saving the optimizer", use_async)
+        doing = "saving the optimizer"
+        to, wrapped = self.ranks.agree(destined, doing)
+        values = self.ranks.agree(lambda: optimizer_values(wrapped), doing)
+        self._save(lambda: (to, optimizer_component(wrapped, to, values)), doing, use_async)
 
     def load_optimizer(
         self,

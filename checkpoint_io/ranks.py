@@ -47,7 +47,8 @@ class Ranks:
         """Returns what the action gives, once it succeeded on every rank; else raises on every rank. Collective.
 
         Args:
-            action: What this rank does; it must not call collectives.
+            action: What this rank does. It must not call collectives, but for one that comes first and in which what
+                fails on one rank fails on all.
             doing: What it is part of, for messages.
         """
         results: list[T] = []

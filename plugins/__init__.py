@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from booster.plugins.low_level_zero import LowLevelZeroPlugin
     from booster.plugins.torch_ddp import TorchDDPPlugin
 
-__all__ = ["BUILT_IN", "TorchDDPPlugin"]
+__all__ = ["BUILT_IN", "LowLevelZeroPlugin", "TorchDDPPlugin"]
 
 # The name for Booster(plugin="..."), the module, the class.
 BUILT_IN: dict[str, tuple[str, str]] = {
+    "low_level_zero": ("booster.plugins.low_level_zero", "LowLevelZeroPlugin"),
     "torch_ddp": ("booster.plugins.torch_ddp", "TorchDDPPlugin"),
 }
 

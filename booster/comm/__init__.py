@@ -3,6 +3,7 @@
 from booster.comm.agreement import raise_on_all_ranks, require_same_on_all_ranks
 from booster.comm.collectives import (
     all_gather_equal,
+    all_reduce_max,
     all_reduce_numbers,
     all_reduce_sum,
     barrier,
@@ -13,26 +14,55 @@ from booster.comm.collectives import (
     group_size,
     is_initialized,
 )
+from booster.comm.counter import CommunicationCount, count_communication
 from booster.comm.exchange import gather_distinct
-from booster.comm.point_to_point import new_cpu_group, receive, send
+from booster.comm.faults import Fault, InjectedFault, inject_faults
+from booster.comm.flat_collectives import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
+from booster.comm.point_to_point import (
+    TensorReceive,
+    TensorSend,
+    new_cpu_group,
+    receive,
+    receive_tensor,
+    send,
+    send_tensor,
+    start_receive_tensor,
+    start_send_tensor,
+)
 from booster.comm.store_barrier import ErrorBarrier
 
 __all__ = [
+    "AllGather",
+    "CommunicationCount",
     "ErrorBarrier",
+    "Fault",
+    "InjectedFault",
+    "ReduceScatter",
+    "TensorReceive",
+    "TensorSend",
     "all_gather_equal",
+    "all_reduce_max",
     "all_reduce_numbers",
     "all_reduce_sum",
     "barrier",
     "broadcast",
     "collective_device",
+    "count_communication",
     "gather_distinct",
     "global_rank_of",
     "group_rank",
     "group_size",
+    "inject_faults",
     "is_initialized",
     "new_cpu_group",
     "raise_on_all_ranks",
     "receive",
+    "receive_tensor",
     "require_same_on_all_ranks",
     "send",
+    "send_tensor",
+    "start_all_gather",
+    "start_receive_tensor",
+    "start_reduce_scatter",
+    "start_send_tensor",
 ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from booster.comm.collectives import all_gather_equal, all_reduce_numbers, group_rank, group_size
+from booster.comm.exchange import gather_distinct
 from booster.errors import BoosterError, DesyncError, RankFailedError
 
 __all__ = ["raise_on_all_ranks", "require_same_on_all_ranks"]
@@ -31,9 +34,7 @@ def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None 
     failures = int(all_reduce_numbers([float(error is not None)], group)[0])
     if failures == 0:
         return
-    reports: list[tuple[str, str] | None] = [None] * size
-    mine = None if error is None else (type(error).__name__, str(error))
-    dist.all_gather_object(reports, mine, group=group)
+    reports = _from_all_ranks(None if error is None else (type(error).__name__, str(error)), group)
     if error is not None:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
@@ -64,11 +65,14 @@ def require_same_on_all_ranks(what: str, facts: Sequence[str], group: dist.Proce
     digests = all_gather_equal(mine, group).view(-1, len(digest))
     if bool((digests == digests[0]).all()):
         return
-    everyone: list[list[str]] = [[] for _ in range(group_size(group))]
-    dist.all_gather_object(everyone, list(facts), group=group)
-    raise DesyncError(
-        f"the ranks differ in {what}: {_first_difference(everyone)}. Start every rank from the same script"
-    )
+    difference = _first_difference(_from_all_ranks(list(facts), group))
+    raise DesyncError(f"the ranks differ in {what}: {difference}. Start every rank from the same script")
+
+
+def _from_all_ranks(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns what every rank gave, by rank; it must survive JSON."""
+    payloads, owners = gather_distinct(json.dumps(mine).encode(), group)
+    return [json.loads(payloads[owner]) for owner in owners]
 
 
 def _first_difference(everyone: Sequence[Sequence[str]]) -> str:

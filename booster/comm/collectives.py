@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from booster.comm.operation import begin
 from booster.device import current_device
 
 __all__ = [
     "all_gather_equal",
+    "all_reduce_max",
     "all_reduce_numbers",
     "all_reduce_sum",
     "barrier",
@@ -63,7 +65,7 @@ def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None
     if group_size(group) == 1:
         return [float(number) for number in numbers]
     packed = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
-    dist.all_reduce(packed, group=group)
+    _all_reduce(packed, dist.ReduceOp.SUM, group)
     return [float(number) for number in packed.tolist()]
 
 
@@ -78,15 +80,31 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
         return tensor
     home, source = tensor.device, tensor.detach().to(collective_device(group)).contiguous()
     joined = source.new_empty((size * source.shape[0], *source.shape[1:]))
-    _all_gather_single(joined, source, group=group)
+    volume = joined.nbytes - source.nbytes
+    with begin("all_gather", group, sent=volume, received=volume).failures_named():
+        _all_gather_single(joined, source, group=group)
     return joined.to(home)
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sums a tensor over the group in place and returns it; it lies where the group's backend takes it. Collective."""
     if group_size(group) > 1:
-        dist.all_reduce(tensor, group=group)
+        _all_reduce(tensor, dist.ReduceOp.SUM, group)
     return tensor
+
+
+def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sets each element to the largest over the group in place and returns the tensor; else as `all_reduce_sum`."""
+    if group_size(group) > 1:
+        _all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return tensor
+
+
+def _all_reduce(tensor: torch.Tensor, operator: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    size = group_size(group)
+    volume = 2 * (size - 1) * tensor.nbytes // size
+    with begin("all_reduce", group, sent=volume, received=volume).failures_named():
+        dist.all_reduce(tensor, operator, group=group)
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
@@ -102,7 +120,10 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         if tensor.numel() == 0:
             continue
         buffer = tensor.detach().to(device).contiguous()
-        dist.broadcast(buffer, src=root, group=group)
+        is_source = group_rank(group) == source
+        sent, received = (buffer.nbytes, 0) if is_source else (0, buffer.nbytes)
+        with begin("broadcast", group, sent=sent, received=received).failures_named():
+            dist.broadcast(buffer, src=root, group=group)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(buffer)
 

@@ -1,13 +1,41 @@
-"""Bytes from one rank to another, over a group that no other code communicates on."""
+"""Messages from one rank to another: into a tensor that is there, or with their shape and dtype ahead."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from booster.comm.collectives import global_rank_of, group_size
+from booster.comm.collectives import collective_device, global_rank_of, group_rank, group_size
+from booster.comm.counter import record
+from booster.comm.operation import Operation, begin
+from booster.errors import ConfigError
 
-__all__ = ["new_cpu_group", "receive", "send"]
+__all__ = [
+    "TensorReceive",
+    "TensorSend",
+    "new_cpu_group",
+    "receive",
+    "receive_tensor",
+    "send",
+    "send_tensor",
+    "start_receive_tensor",
+    "start_send_tensor",
+]
+
+# Note [Headers]
+# Ahead of a tensor goes a message of fixed length: the dtype's place in this list, the number of dimensions, and the
+# shape, filled up with zeros. The elements follow as bytes, so any dtype travels that the backend has never heard of.
+# An empty tensor is its header alone.
+_DTYPE_NAMES = (
+    *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_DTYPES = tuple(getattr(torch, name) for name in _DTYPE_NAMES)
+_MAX_DIMS = 16
+_HEADER_NUMEL = 2 + _MAX_DIMS
 
 
 def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -21,10 +49,153 @@ def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
 
 def send(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
-    """Sends a CPU tensor to a rank of the group, and returns when it may be changed."""
-    dist.send(tensor, dst=global_rank_of(receiver, group), group=group)
+    """Sends a CPU tensor to a rank of the group, and returns when it may be changed.
+
+    Raises:
+        RankFailedError: The receiver is lost or too late.
+    """
+    operation = _begin("send", receiver, group, sent=tensor.nbytes)
+    operation.wait(operation.send_to(tensor, receiver, operation.tag))
 
 
 def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None:
-    """Fills a CPU tensor with what a rank of the group sends."""
-    dist.recv(tensor, src=global_rank_of(sender, group), group=group)
+    """Fills a CPU tensor with what a rank of the group sends by `send`, which must be as long.
+
+    Raises:
+        RankFailedError: The sender is lost or too late.
+    """
+    operation = _begin("receive", sender, group, received=tensor.nbytes)
+    operation.wait(operation.receive_from(tensor, sender, operation.tag))
+
+
+class TensorSend:
+    """A tensor that is on its way; made by `start_send_tensor`."""
+
+    def __init__(self, operation: Operation, works: Sequence[dist.Work], buffers: Sequence[torch.Tensor]) -> None:
+        self._operation = operation
+        self._works = works
+        self._buffers = buffers  # must live until they are sent
+
+    def wait(self) -> None:
+        """Returns when the receiver has the tensor, and it may be changed.
+
+        Raises:
+            RankFailedError: The receiver is lost or too late.
+        """
+        for work in self._works:
+            self._operation.wait(work)
+        self._works, self._buffers = (), ()
+
+
+class TensorReceive:
+    """A tensor that is awaited; made by `start_receive_tensor`."""
+
+    def __init__(self, operation: Operation, sender: int, header: torch.Tensor, work: dist.Work) -> None:
+        self._operation = operation
+        self._sender = sender
+        self._header = header
+        self._work = work
+        self._tensor: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Returns the tensor, contiguous, on the device that the group's backend communicates from.
+
+        Raises:
+            RankFailedError: The sender is lost or too late.
+        """
+        if self._tensor is None:
+            self._operation.wait(self._work)
+            self._tensor = self._receive(_empty_like_header(self._header))
+        return self._tensor
+
+    def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        record("receive", calls=0, received=tensor.nbytes)
+        if tensor.numel():
+            operation = self._operation
+            operation.wait(operation.receive_from(_as_bytes(tensor), self._sender, operation.tag))
+        return tensor
+
+
+def send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> None:
+    """Sends any dense tensor to a rank of the group that calls `receive_tensor`; returns when it has arrived.
+
+    Two ranks that both send first wait for each other for ever: use `start_send_tensor` there. Raises as that does.
+    """
+    start_send_tensor(tensor, receiver, group).wait()
+
+
+def receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Returns the tensor that a rank of the group sends by `send_tensor`; its shape and dtype come with it.
+
+    Raises:
+        RankFailedError: The sender is lost or too late.
+    """
+    return start_receive_tensor(sender, group).wait()
+
+
+def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> TensorSend:
+    """Starts to send a tensor of any dtype and up to 16 dimensions; it must not be changed until the end.
+
+    Args:
+        tensor: May be empty or not contiguous.
+        receiver: Rank in the group.
+        group: None: the world.
+
+    Raises:
+        ConfigError: The tensor is sparse or quantized, has too many dimensions, or is for this rank itself.
+        RankFailedError: The receiver is lost.
+    """
+    header = _header_of(tensor)
+    operation = _begin("send", receiver, group, sent=tensor.nbytes)
+    device = collective_device(group)
+    buffers = [header.to(device)]
+    works = [operation.send_to(buffers[0], receiver, operation.header_tag)]
+    if tensor.numel():
+        buffers.append(_as_bytes(tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()))
+        works.append(operation.send_to(buffers[1], receiver, operation.tag))
+    return TensorSend(operation, works, buffers)
+
+
+def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> TensorReceive:
+    """Starts to receive a tensor that a rank of the group sends by `send_tensor` or `start_send_tensor`.
+
+    Args:
+        sender: Rank in the group.
+        group: None: the world.
+
+    Raises:
+        ConfigError: The sender is this rank itself.
+        RankFailedError: The sender is lost.
+    """
+    operation = _begin("receive", sender, group)
+    header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device=collective_device(group))
+    return TensorReceive(operation, sender, header, operation.receive_from(header, sender, operation.header_tag))
+
+
+def _begin(name: str, peer: int, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0) -> Operation:
+    if peer == group_rank(group) or not 0 <= peer < group_size(group):
+        raise ConfigError(
+            f"rank {group_rank(group)} of a group of {group_size(group)} can't {name} with rank {peer}: give the number"
+            " of another rank of the group"
+        )
+    return begin(name, group, sent=sent, received=received, peer=global_rank_of(peer, group))
+
+
+def _header_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the message that goes ahead; see Note [Headers]."""
+    if tensor.layout != torch.strided or tensor.dtype not in _DTYPES or tensor.dim() > _MAX_DIMS:
+        raise ConfigError(
+            f"a tensor of dtype {tensor.dtype}, layout {tensor.layout} and {tensor.dim()} dimensions can't be sent:"
+            f" send a dense one of a plain dtype and at most {_MAX_DIMS} dimensions"
+        )
+    shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    return torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *shape])
+
+
+def _empty_like_header(header: torch.Tensor) -> torch.Tensor:
+    dtype, num_dims, *shape = header.tolist()
+    return torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=header.device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

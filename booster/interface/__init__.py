@@ -4,8 +4,9 @@ from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPr
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.optimizer_state import OptimizerState, TensorSpec
-from booster.interface.pending_gradients import PendingGradients, WindowCounts
+from booster.interface.pending_gradients import PendingGradients, ReducedGradients, WindowCounts
 from booster.interface.plugin import Boosted, Plugin
+from booster.interface.shards import Shard, ShardAware, Shards
 from booster.interface.tensor_slice import TensorSlice
 
 __all__ = [
@@ -18,6 +19,10 @@ __all__ = [
     "OptimizerWrapper",
     "PendingGradients",
     "Plugin",
+    "ReducedGradients",
+    "Shard",
+    "ShardAware",
+    "Shards",
     "TensorSlice",
     "TensorSpec",
     "WindowCounts",

@@ -37,6 +37,7 @@ class ModelWrapper(nn.Module):
         self.precision = None
         self._is_primary = is_primary
         self._load_hooks: list[Callable[[], None]] = []
+        self._exact_copies: list[Callable[[], list[TensorSlice]]] = []
         # Kept out of the submodules: its names would appear a second time, with the plugin's prefix.
         self.__dict__["forward_module"] = module if forward_module is None else forward_module
         first = next(module.parameters(), None)
@@ -139,6 +140,14 @@ class ModelWrapper(nn.Module):
     def register_load_hook(self, hook: Callable[[], None]) -> None:
         """Has `hook()` called whenever the weights were loaded from outside."""
         self._load_hooks.append(hook)
+
+    def register_exact_copies(self, slices: Callable[[], list[TensorSlice]]) -> None:
+        """Has `slices()` say which copies of weights with more digits a load fills as well, by the weights' names."""
+        self._exact_copies.append(slices)
+
+    def exact_slices(self) -> list[TensorSlice]:
+        """Returns what this rank holds of copies that keep more digits than the weights, as fp32 masters do."""
+        return [part for slices in self._exact_copies for part in slices()]
 
     def notify_loaded(self) -> None:
         """Tells the hooks that the weights were changed from outside."""

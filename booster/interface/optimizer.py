@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,7 +133,8 @@ class OptimizerWrapper(Optimizer):
         self._open_window(num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
-        loss.backward(inputs=inputs, retain_graph=retain_graph)
+        with self._collecting_gradients():
+            loss.backward(inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(
         self,
@@ -151,7 +152,8 @@ class OptimizerWrapper(Optimizer):
             retain_graph: Keep the graph for another backward.
         """
         self._open_window(None)
-        torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+        with self._collecting_gradients():
+            torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -284,7 +286,7 @@ class OptimizerWrapper(Optimizer):
             self._window.is_final = True
             return
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        multiplier = self._window.multiplier(scale, self.data_parallel_group)
+        multiplier = self._window.multiplier(scale, self.data_parallel_group) * self._reduce_gradients()
         if self.master_weights is not None:
             self.master_weights.take_gradients()
         gradients = self._gradients()
@@ -352,7 +354,7 @@ class OptimizerWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
-        if self._window.num_averaged > 0 and self._window.is_open:
+        if self._holds_gradients:
             return
         if self.master_weights is not None:
             for parameter in self._working_parameters():
@@ -362,6 +364,11 @@ class OptimizerWrapper(Optimizer):
                     parameter.grad.zero_()
         self.optim.zero_grad(set_to_none)
         self._window = GradientWindow()
+
+    @property
+    def _holds_gradients(self) -> bool:
+        """True while micro-steps of `Booster.accumulate` wait for their step."""
+        return self._window.num_averaged > 0 and self._window.is_open
 
     # State.
 
@@ -399,6 +406,17 @@ class OptimizerWrapper(Optimizer):
         self._num_micro_steps = num_micro_steps
 
     # What a plugin overrides.
+
+    def _collecting_gradients(self) -> AbstractContextManager[None]:
+        """Returns the context that autograd runs in."""
+        return nullcontext()
+
+    def _reduce_gradients(self) -> float:
+        """Brings the gradients of all ranks together when the window ends; returns what makes of them the mean.
+
+        Here backward has averaged them. Collective.
+        """
+        return 1.0
 
     def _update_parameters(self) -> None:
         """Steps the user's optimizer and brings the result into the model."""
@@ -438,6 +456,14 @@ class OptimizerWrapper(Optimizer):
     def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns the model's parameter for one of `param_groups`, which may hold its fp32 copy."""
         return parameter if self.master_weights is None else self.master_weights.working_parameter(parameter)
+
+    def group_parameters(self, index: int) -> list[nn.Parameter]:
+        """Returns the model's parameters of a param group, whole, whatever part of them this rank updates."""
+        return [self.working_parameter(parameter) for parameter in self.param_groups[index]["params"]]
+
+    def group_masters(self, index: int) -> list[nn.Parameter]:
+        """Returns the fp32 copies in a param group that this rank updates in place of the model's parameters."""
+        return [one for one in self.param_groups[index]["params"] if self.working_parameter(one) is not one]
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._working_parameters())

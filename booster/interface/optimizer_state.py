@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,8 @@ class OptimizerState:
     """A live view of an optimizer's state for a CheckpointIO.
 
     Tensors are named `<parameter name>.<state name>`, fp32 master weights `<parameter name>.master`. Everything else
-    (hyperparameters, numbers, the loss scaler) is in `values()`. A plugin that shards states overrides `slices` and
-    `_new_state_tensor`, which decide what part of each logical tensor this rank holds.
+    (hyperparameters, numbers, the loss scaler) is in `values()`. A plugin that shards states overrides the methods
+    under "What a plugin overrides", which say what this rank holds of each logical parameter and its states.
 
     Args:
         optimizer: The optimizer to read and fill.
@@ -58,14 +58,7 @@ class OptimizerState:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the optimizer's parameters (masters where it has them) by the user's names, in group order."""
-        names: dict[int, str] = {}
-        for name, parameter in self.optimizer.model.named_parameters():
-            names.setdefault(id(parameter), name)
-        found: dict[str, nn.Parameter] = {}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                found[names[id(self.optimizer.working_parameter(parameter))]] = parameter
-        return found
+        return {name: parameter for group in self._groups() for name, parameter in group}
 
     def slices(self) -> list[TensorSlice]:
         """Returns what this rank holds of every state tensor and master weight; filling them loads the state.
@@ -73,27 +66,30 @@ class OptimizerState:
         Raises:
             CheckpointError: A state is neither a tensor nor a plain value (LBFGS keeps lists of tensors).
         """
-        primary = self.optimizer.is_primary
-        found = [TensorSlice.whole(name, tensor, primary=primary) for name, tensor in self._state_tensors()]
-        return found + [TensorSlice.whole(name, tensor, primary=primary) for name, tensor in self._masters()]
+        named = self.named_parameters().items()
+        states = [part for name, parameter in named for part in self._state_slices(name, parameter)]
+        return states + [part for name, parameter in named for part in self._master_slices(name, parameter)]
 
     def values(self) -> dict[str, Any]:
-        """Returns the plain part: param groups with parameter names, shapes, numbers per parameter, the scaler."""
-        named = self.named_parameters()
-        name_of = {id(parameter): name for name, parameter in named.items()}
+        """Returns the plain part: param groups with parameter names, shapes, numbers per parameter, the scaler.
+
+        Collective where the ranks hold states of different parameters. Whatever fails there fails on all ranks.
+
+        Raises:
+            CheckpointError: A state is neither a tensor nor a plain value.
+        """
+        logical = self._groups()
         groups = [
             {key: value for key, value in group.items() if key not in _NAME_KEYS}
-            | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
-            for group in self.optimizer.param_groups
+            | {"params": [name for name, _ in members]}
+            for group, members in zip(self.optimizer.param_groups, logical, strict=True)
         ]
         scaler = self.optimizer.loss_scaler
         return {
             "optimizer": type(self.optimizer.unwrap()).__name__,
             "param_groups": groups,
-            "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
-            "numbers": {
-                name: numbers for name, parameter in named.items() if (numbers := self._numbers(name, parameter))
-            },
+            "shapes": {name: list(parameter.shape) for members in logical for name, parameter in members},
+            "numbers": self._all_numbers(),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
             "num_skipped_steps": self.optimizer.num_skipped_steps,
         }
@@ -123,24 +119,69 @@ class OptimizerState:
             specs: The stored tensors by name.
             values: The stored plain part.
 
-        Call `check` first: this does not. A loss scaler keeps its own numbers where none are stored.
+        Call `check` first: this does not. A loss scaler keeps its own numbers where none are stored, and masters that
+        are not stored follow the model's weights. Not collective.
         """
+        self._refresh_masters(specs)
         scaler = self.optimizer.loss_scaler
         if scaler is not None and values["loss_scaler"] is not None:
             scaler.load_state_dict(values["loss_scaler"])  # first: it refuses a malformed state
         for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
             group.update({key: value for key, value in stored.items() if key not in _NAME_KEYS})
-        named = self.named_parameters()
+        held = {name: self._held(name, parameter) for name, parameter in self.named_parameters().items()}
         state = self.optimizer.state
         state.clear()
         for full_name, spec in specs.items():
             name, key = full_name.rsplit(".", 1)
-            if key != MASTER:
-                state[named[name]][key] = self._new_state_tensor(named[name], key, spec)
+            for parameter in held[name] if key != MASTER else ():
+                state[parameter][key] = self._new_state_tensor(parameter, key, spec)
         for name, numbers in values["numbers"].items():
-            state[named[name]].update(numbers)
+            for parameter in held[name]:
+                state[parameter].update(numbers)
         self.optimizer.num_skipped_steps = int(values["num_skipped_steps"])
         return [part for part in self.slices() if part.name in specs]
+
+    # What a plugin overrides.
+
+    def _groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """Returns for every param group its logical parameters by the user's names, the same on all ranks."""
+        names: dict[int, str] = {}
+        for name, parameter in self.optimizer.model.named_parameters():
+            names.setdefault(id(parameter), name)
+        working = self.optimizer.working_parameter
+        return [
+            [(names[id(working(parameter))], parameter) for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    def _held(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """Returns those of `param_groups` that are this rank's part of a logical parameter, which have the states."""
+        return [parameter]
+
+    def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
+        """Yields what this rank holds of a logical parameter's states."""
+        for key, value in self._state_tensors(parameter):
+            yield TensorSlice.whole(f"{name}.{key}", value, primary=self.optimizer.is_primary)
+
+    def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
+        """Yields what this rank holds of a logical parameter's master weights."""
+        if self.optimizer.working_parameter(parameter) is not parameter:
+            yield TensorSlice.whole(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.is_primary)
+
+    def _all_numbers(self) -> dict[str, dict[str, Any]]:
+        """Returns the states that are plain values by logical parameter, the same on all ranks. May be collective."""
+        return {
+            name: numbers
+            for name, parameter in self.named_parameters().items()
+            if (numbers := self._numbers(name, parameter))
+        }
+
+    def _refresh_masters(self, stored: Collection[str]) -> None:
+        """Has master weights follow the model's weights where not all of them are among the stored tensors."""
+        masters = self.optimizer.master_weights
+        names = [part.name for one in self.named_parameters().items() for part in self._master_slices(*one)]
+        if masters is not None and any(name not in stored for name in names):
+            masters.refresh()
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
         """Returns an empty state tensor where torch's own load_state_dict would put it, in the same format."""
@@ -151,16 +192,12 @@ class OptimizerState:
         floats = spec.dtype.is_floating_point and parameter.is_floating_point()
         return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
 
-    def _state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.named_parameters().items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{name}.{key}", value
+    # What all share.
 
-    def _masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.named_parameters().items():
-            if self.optimizer.working_parameter(parameter) is not parameter:
-                yield f"{name}.{MASTER}", parameter.detach()
+    def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, value in self.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield key, value
 
     def _numbers(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.optimizer.state.get(parameter, {})
@@ -184,14 +221,13 @@ class OptimizerState:
 
     def _differences(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> Iterator[str]:
         named = self.named_parameters()
-        stored_groups, groups = values["param_groups"], self.optimizer.param_groups
+        stored_groups, groups = values["param_groups"], self._groups()
         yield from self._other_kind(values)
         if len(stored_groups) != len(groups):
             yield f"{len(stored_groups)} param groups are stored, the optimizer has {len(groups)}"
             return
-        name_of = {id(parameter): name for name, parameter in named.items()}
         for index, (stored, group) in enumerate(zip(stored_groups, groups, strict=True)):
-            ours, theirs = {name_of[id(p)] for p in group["params"]}, set(stored["params"])
+            ours, theirs = {name for name, _ in group}, set(stored["params"])
             yield from (f"group {index}: {name!r} is missing in the checkpoint" for name in sorted(ours - theirs))
             yield from (f"group {index}: {name!r} is not in this optimizer" for name in sorted(theirs - ours))
         for name, shape in values["shapes"].items():

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from booster.comm import group_rank
 from booster.errors import CheckpointError, ConfigError
 from booster.interface.gradient_window import GradientWindow
+from booster.interface.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     from booster.interface.optimizer import OptimizerWrapper
 
-__all__ = ["PendingGradients", "WindowCounts"]
+__all__ = ["PendingGradients", "ReducedGradients", "WindowCounts"]
 
 # Note [Gradients of other ranks]
-# Inside of a window a rank holds a raw gradient g_r that the others lack, and the step uses a number times
-# D = 1/W sum g_r over the W ranks. (It does not matter whether backward() has averaged already: then every g_r is D.)
-# W' ranks that load must arrive at the same gradient of the step, so
-# - without num_items every rank takes the mean of the stored gradients: 1/W' times the sum of W' times D is D;
-# - with num_items the step multiplies D by W / (items of all ranks): what counts is W D = sum g_r. Every rank takes
-#   1/W' of the sum of gradients and 1/W' of the sum of items, so that what follows adds to the same two sums, and an
-#   item weighs alike before and after the load.
-# Where W' = W every rank takes its own, bit for bit. Raw gradients carry the loss scale they were made with: under
-# another one they are multiplied by the quotient.
+# Inside of a window a rank holds a raw gradient g_r that the others lack. Ranks that share shards hold together, each a
+# part, the sum R of what they have reduced already; every group of them has its own R. The step uses a number times
+# D = 1/W (sum g_r + sum R) over the W ranks. (It does not matter whether backward() has averaged already: then every
+# g_r is D.) W' ranks that load must arrive at the same gradient of the step, so
+# - without num_items what counts is D. Every rank takes the mean of the stored g_r, and W'/W times the sum of all R is
+#   divided evenly among those that hold sums: 1/W' times (W' mean g_r + W'/W sum R) is D;
+# - with num_items the step multiplies D by W / (items of all ranks): what counts is W D. Every rank takes 1/W' of the
+#   sum of g_r and 1/W' of the sum of items, and the sum of all R is divided evenly, so that what follows adds to the
+#   same two sums, and an item weighs alike before and after the load.
+# A rank without shards shares with nobody: it is a group of one, and adds its part of the R to its own gradient.
+# Where W' = W every rank takes its own g_r, and where the groups are the same too its own part of R, bit for bit. Raw
+# gradients carry the loss scale they were made with: under another one they are multiplied by the quotient.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,10 +95,27 @@ class WindowCounts:
         return replace(own, num_items=sum(counts.num_items or 0.0 for counts in stored) / num_ranks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedGradients:
+    """Stored sums over ranks, made to fit the ranks that load; see Note [Gradients of other ranks].
+
+    Attributes:
+        names: Parameters that have them, the same on all ranks.
+        read: Returns the elements of a slice of a parameter's sum, in order. The slice's own tensor is not touched.
+    """
+
+    names: Collection[str]
+    read: Callable[[TensorSlice], torch.Tensor]
+
+
+NOTHING_REDUCED = ReducedGradients(names=(), read=lambda part: part.tensor)
+
+
 class PendingGradients:
     """A live view of the gradients that wait for a boosted optimizer's step, and of what is known about them.
 
-    A plugin that shards gradients overrides it, as `OptimizerState`.
+    Call `synchronize` on all ranks before looking at them. A plugin that shards gradients overrides `synchronize`,
+    `tensors`, `reduced`, `first_rank` and `_replace`.
 
     Args:
         optimizer: The optimizer to read and fill.
@@ -102,13 +124,16 @@ class PendingGradients:
     def __init__(self, optimizer: OptimizerWrapper) -> None:
         self.optimizer = optimizer
 
+    def synchronize(self) -> None:
+        """Brings together what single ranks know of the window. Collective; here nothing."""
+
     @property
     def is_waiting(self) -> bool:
         """True where gradients are there that no step has used."""
         window = self.optimizer.window
         if window.has_stepped:
             return False
-        gradients = self.tensors().values()
+        gradients = [*self.tensors().values(), *(part.tensor for part in self.reduced())]
         if window.num_backwards > 0:
             return len(gradients) > 0  # none: the user cleared them by hand
         # zero_grad(set_to_none=False) leaves zeros, a loss.backward() of the user's own does not.
@@ -122,6 +147,19 @@ class PendingGradients:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns this rank's raw gradients by parameter name; parameters without one are left out."""
         return {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
+
+    def reduced(self) -> list[TensorSlice]:
+        """Returns what this rank holds of raw gradients that are summed over ranks already, by parameter name.
+
+        The slices of the ranks with the same `first_rank` make up whole tensors, each element on one of them. Here
+        there are none.
+        """
+        return []
+
+    @property
+    def first_rank(self) -> int:
+        """The first of the ranks that share the sums in `reduced`; here every rank is alone."""
+        return group_rank()
 
     def counts(self) -> WindowCounts:
         """Returns the numbers that belong to the gradients."""
@@ -154,23 +192,37 @@ class PendingGradients:
             )
 
     @torch.no_grad()
-    def fill(self, gradients: Iterable[tuple[str, torch.Tensor]], counts: WindowCounts) -> None:
+    def fill(
+        self,
+        gradients: Iterable[tuple[str, torch.Tensor]],
+        counts: WindowCounts,
+        reduced: ReducedGradients = NOTHING_REDUCED,
+    ) -> None:
         """Replaces all gradients and the window; call it after the loss scaler got its state.
 
         Args:
-            gradients: Names of parameters with their raw gradients; the others get None.
+            gradients: Names of parameters with this rank's raw gradients; the others get None.
             counts: The numbers that belong to them.
+            reduced: Raw sums over ranks.
         """
         self.clear()
         factor = self._loss_scale() / counts.loss_scale
-        parameters = self.parameters()
-        for name, raw in gradients:
-            parameter = parameters[name]
-            scaled = raw if factor == 1.0 else raw.double() * factor
-            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(scaled)
+        self._replace(gradients, reduced, lambda raw: raw if factor == 1.0 else raw.double() * factor)
         window = GradientWindow(num_backwards=counts.num_backwards, num_averaged=counts.num_averaged)
         window.num_items = counts.num_items
         self.optimizer.restore_window(window, counts.num_micro_steps)
+
+    def _replace(
+        self,
+        gradients: Iterable[tuple[str, torch.Tensor]],
+        reduced: ReducedGradients,
+        rescaled: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Fills the gradients, of which there are none, after `rescaled` brought them under this loss scale."""
+        parameters = self.parameters()
+        for name, raw in _with_sums(gradients, reduced, parameters):
+            parameter = parameters[name]
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(rescaled(raw))
 
     def clear(self) -> None:
         """Forgets gradients and window, as after a step."""
@@ -180,3 +232,21 @@ class PendingGradients:
     def _loss_scale(self) -> float:
         scaler = self.optimizer.loss_scaler
         return 1.0 if scaler is None else scaler.scale
+
+
+def _with_sums(
+    gradients: Iterable[tuple[str, torch.Tensor]], reduced: ReducedGradients, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a rank's own gradients with its part of the sums added."""
+
+    def part_of(name: str) -> torch.Tensor:
+        whole = TensorSlice.whole(name, parameters[name].detach(), primary=False)
+        return reduced.read(whole).view(whole.global_shape)
+
+    left = set(reduced.names)
+    for name, own in gradients:
+        if name in left:
+            left.remove(name)
+            own = own.double() + part_of(name)  # in fp64: scaled fp16 gradients may overflow their own format
+        yield name, own
+    yield from ((name, part_of(name)) for name in reduced.names if name in left)

@@ -76,6 +76,7 @@ class HalfWeights:
         masters = Fp32MasterWeights(optimizer.unwrap(), {key: value for key, (_, value) in originals.items()})
         optimizer.master_weights = masters
         model.register_load_hook(masters.refresh)
+        model.register_exact_copies(lambda: masters.slices(model))
 
     def _is_rounded(self, parameter: nn.Parameter) -> bool:
         return parameter.is_floating_point() and parameter.dtype != self.dtype

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.interface.model import ModelWrapper
+from booster.interface.tensor_slice import TensorSlice
+
 __all__ = ["LOW_PRECISION", "Fp32MasterWeights"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -72,6 +75,13 @@ class Fp32MasterWeights:
         for pair in self._pairs:
             is_same = pair.master.to(pair.working.dtype) == pair.working
             pair.master.copy_(torch.where(is_same, pair.master, pair.working.float()))
+
+    def slices(self, model: ModelWrapper) -> list[TensorSlice]:
+        """Returns the masters by the names of their parameters in the model."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return [
+            TensorSlice.whole(names[id(pair.working)], pair.master.detach(), primary=False) for pair in self._pairs
+        ]
 
     def _adopt(self, parameter: nn.Parameter, originals: Mapping[int, torch.Tensor]) -> nn.Parameter:
         if parameter.dtype not in LOW_PRECISION:

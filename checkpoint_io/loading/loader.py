@@ -146,7 +146,9 @@ class ModelLoad:
         elif ranks.rank == 0 and matched.listing():
             get_dist_logger().warning(f"{self._doing} with strict=False leaves out:{matched.listing()}")
         loader.verify(stored)
-        self._pairs = [(matched.sources[part.name], part) for part in slices if part.name in matched.sources]
+        # Masters too: a file may hold more digits than the weights that are loaded from it.
+        parts = [*slices, *ranks.agree(self._model.exact_slices, self._doing)]
+        self._pairs = [(matched.sources[part.name], part) for part in parts if part.name in matched.sources]
 
     def fill(self) -> None:
         """Reads this rank's parts into the model's memory. Collective."""
@@ -190,7 +192,7 @@ class OptimizerLoad:
         """
         self._stored = stored = self._loader.open(self._path, OPTIMIZER)
 
-        def compare() -> tuple[OptimizerState, dict[str, Any]]:
+        def compare() -> tuple[OptimizerState, dict[str, Any], set[str]]:
             if stored.groups is None:
                 raise CheckpointError(
                     f"{self._path} holds no param groups: it is no optimizer that save_optimizer wrote"
@@ -198,9 +200,11 @@ class OptimizerLoad:
             values = parse_values(stored.groups, stored.specs, str(self._path))
             state = self._optimizer.checkpoint_state()
             state.check(stored.specs, values)
-            return state, values
+            return state, values, {part.name for part in state.slices() if part.name.endswith(MASTER_SUFFIX)}
 
-        self._state, self._values = self._loader.ranks.agree(compare, self._doing)
+        self._state, self._values, masters = self._loader.ranks.agree(compare, self._doing)
+        # A rank that has no part of a master must not take it for one that no rank has a place for.
+        self._masters = self._loader.names_of_all_ranks(masters)
         self._loader.verify(stored)
 
     def fill(self) -> None:
@@ -208,19 +212,16 @@ class OptimizerLoad:
         self._loader.ranks.agree(self._read, self._doing)
 
     def _read(self) -> None:
-        optimizer, stored = self._optimizer, self._stored
-        masters = [part.name for part in self._state.slices() if part.name.endswith(MASTER_SUFFIX)]
-        if optimizer.master_weights is not None and any(name not in stored.specs for name in masters):
-            optimizer.master_weights.refresh()
+        stored = self._stored
         parts = self._state.allocate(stored.specs, self._values)
         read_slices(stored, [(part.name, part) for part in parts])
-        in_parameters = list(self._masters_without_place({part.name for part in parts}))
+        in_parameters = list(self._masters_without_place())
         if in_parameters:
             read_slices(stored, in_parameters)
-            optimizer.model.notify_loaded()
+            self._optimizer.model.notify_loaded()
 
-    def _masters_without_place(self, taken: Collection[str]) -> Iterator[tuple[str, TensorSlice]]:
-        masters = [name for name in self._stored.specs if name.endswith(MASTER_SUFFIX) and name not in taken]
+    def _masters_without_place(self) -> Iterator[tuple[str, TensorSlice]]:
+        masters = [name for name in self._stored.specs if name.endswith(MASTER_SUFFIX) and name not in self._masters]
         if not masters:
             return
         of_model: dict[str, list[TensorSlice]] = {}

@@ -14,7 +14,7 @@ from booster.checkpoint_io.layout import MODEL, OPTIMIZER
 from booster.checkpoint_io.saving.component import Component
 from booster.interface import ModelWrapper, OptimizerWrapper
 
-__all__ = ["model_component", "optimizer_component", "save_facts"]
+__all__ = ["model_component", "optimizer_component", "optimizer_values", "save_facts"]
 
 
 def model_component(model: ModelWrapper, to: Destination, folder: str = "") -> Component:
@@ -37,23 +37,30 @@ def model_component(model: ModelWrapper, to: Destination, folder: str = "") -> C
     )
 
 
-def optimizer_component(optimizer: OptimizerWrapper, to: Destination, folder: str = "") -> Component:
+def optimizer_values(optimizer: OptimizerWrapper) -> str:
+    """Returns an optimizer's plain values as JSON, the same on all ranks.
+
+    Collective where states are sharded: nothing that may fail on one rank alone goes before it.
+
+    Raises:
+        CheckpointError: A state is neither a tensor nor a plain value.
+    """
+    return json_values.dumps(optimizer.checkpoint_state().values(), "the optimizer's values")
+
+
+def optimizer_component(optimizer: OptimizerWrapper, to: Destination, values: str, folder: str = "") -> Component:
     """Returns an optimizer as a component, its plain values beside it or, for a single file, in it.
 
     Args:
         optimizer: The boosted optimizer.
         to: Where it goes.
+        values: What `optimizer_values` gave.
         folder: Where below the directory.
-
-    Raises:
-        CheckpointError: A state is neither a tensor nor a plain value.
     """
-    state = optimizer.checkpoint_state()
-    values = json_values.dumps(state.values(), "the optimizer's values")
     return Component(
         kind=OPTIMIZER,
         names=to.names,
-        slices=state.slices(),
+        slices=optimizer.checkpoint_state().slices(),
         max_shard_bytes=to.max_shard_bytes,
         is_sharded=to.is_sharded,
         always_index=True,

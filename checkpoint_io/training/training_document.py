@@ -13,7 +13,8 @@ from booster.errors import CheckpointError
 
 __all__ = ["PerRank", "TrainingDocument"]
 
-FORMAT = 1
+# Without sums over ranks a document is of format 1, which earlier versions read too: those would leave the sums out.
+FORMATS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class TrainingDocument:
         models: Names of the models; "" is that of the only one.
         optimizers: Names of the optimizers.
         gradients: Names of the optimizers whose gradients waited for their step.
+        reduced: Names of those among them of which some gradients were summed over ranks already. Format 2.
         lr_schedulers: Class and state of every scheduler by name.
         dataloaders: Names of the loaders, whose positions are under `per_rank`.
         per_rank: Positions of the loaders and counts of the gradients.
@@ -56,6 +58,7 @@ class TrainingDocument:
     models: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
+    reduced: list[str] = field(default_factory=list)
     lr_schedulers: dict[str, Any] = field(default_factory=dict)
     dataloaders: list[str] = field(default_factory=list)
     per_rank: PerRank
@@ -70,8 +73,10 @@ class TrainingDocument:
         """
         per_rank = {"values": self.per_rank.values, "of_rank": self.per_rank.of_rank}
         content = {part.name: getattr(self, part.name) for part in fields(self)} | {"per_rank": per_rank}
+        if not self.reduced:
+            del content["reduced"]
         forms = {name: json_values.encode(value, name) for name, value in content.items()}
-        raw = json_bytes({"format": FORMAT, **forms})
+        raw = json_bytes({"format": FORMATS[bool(self.reduced)], **forms})
         if len(raw) > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"extra, the LR schedulers and the loaders take {len(raw)} bytes as JSON, and {MAX_JSON_BYTES} are"
@@ -87,6 +92,8 @@ class TrainingDocument:
             CheckpointError: It is something else.
         """
         content = json_values.loads(raw, where)
+        if isinstance(content, dict) and content.get("format") == FORMATS[0]:
+            content["reduced"] = []
         problem = _problem(content)
         if problem is not None:
             raise CheckpointError(f"{where} is no training state: {problem}. Take another copy of the checkpoint")
@@ -132,12 +139,14 @@ def _listed(names: Sequence[str]) -> str:
 def _problem(content: Any) -> str | None:
     if not isinstance(content, dict):
         return "it is no table"
-    if content.get("format") != FORMAT:
-        return f"its format is {str(content.get('format'))[:40]}, and this version reads {FORMAT}"
+    if type(content.get("format")) is not int or content["format"] not in FORMATS:
+        return (
+            f"its format is {str(content.get('format'))[:40]}, and this version reads {' and '.join(map(str, FORMATS))}"
+        )
     lost = [part.name for part in fields(TrainingDocument) if part.name not in content]
     if lost:
         return f"{', '.join(lost)} missing"
-    lists = ("models", "optimizers", "gradients", "dataloaders")
+    lists = ("models", "optimizers", "gradients", "reduced", "dataloaders")
     if not all(_is_list_of(content[key], str) for key in lists):
         return "its lists of names have another form"
     if not isinstance(content["facts"], dict) or not isinstance(content["lr_schedulers"], dict):

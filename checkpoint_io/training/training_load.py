@@ -16,10 +16,11 @@ from booster.checkpoint_io.loading.loader import Load, Loader, ModelLoad, Optimi
 from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training.lr_scheduler_state import scheduler_state
-from booster.checkpoint_io.training.rank_tensors import GradientsLoad, RandomStateLoad
+from booster.checkpoint_io.training.rank_tensors import RandomStateLoad
 from booster.checkpoint_io.training.rotation import TRAINING_STATE, StepFolders, read_training_manifest
 from booster.checkpoint_io.training.training_document import TrainingDocument
 from booster.checkpoint_io.training.training_parts import TrainingParts
+from booster.checkpoint_io.training.waiting_gradients import GradientsLoad
 from booster.comm import require_same_on_all_ranks
 from booster.errors import CheckpointError
 from booster.logger import get_dist_logger

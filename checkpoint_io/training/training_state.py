@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from booster.checkpoint_io.files import json_values
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, Kind
 from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.saving.component import Component
-from booster.checkpoint_io.saving.components import model_component, optimizer_component, save_facts
+from booster.checkpoint_io.saving.components import (
+    model_component,
+    optimizer_component,
+    optimizer_values,
+    save_facts,
+)
 from booster.checkpoint_io.saving.save_request import SaveRequest
 from booster.checkpoint_io.saving.saver import Saver
 from booster.checkpoint_io.storage import Storage
@@ -28,17 +34,37 @@ from booster.checkpoint_io.training.rotation import (
 from booster.checkpoint_io.training.training_document import PerRank, TrainingDocument
 from booster.checkpoint_io.training.training_load import load_training_state
 from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
+from booster.checkpoint_io.training.waiting_gradients import gradients_component
 from booster.errors import CheckpointError
+from booster.interface import OptimizerWrapper, PendingGradients
 
 __all__ = ["TrainingStateIO"]
 
 # Note [Whole training state]
 # The files of a directory: the model's and the optimizer's own, of each further one in a folder of its name;
 # `random_state.safetensors` and, in the middle of an accumulation, `gradients.safetensors`, with every rank's own
-# tensors; `training_state.json` with all that is no tensor; and `training_state.manifest.json`, which has the checksums
-# of the latter and of every component's manifest: what another save put in place of one does not pass for it.
+# tensors and sums of gradients over ranks; `training_state.json` with all that is no tensor; and
+# `training_state.manifest.json`, which has the checksums of the latter and of every component's manifest: what another
+# save put in place of one does not pass for it.
 
 _DOING = "saving the training state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    """What all ranks together know before a save is planned, the same on all of them but for the gradients themselves.
+
+    Attributes:
+        per_rank: The ranks' plain values.
+        optimizer_values: The optimizers' plain values as JSON.
+        waiting: Gradients of the optimizers for which some rank has any.
+        reduced: Those optimizers among them of which some are summed over ranks.
+    """
+
+    per_rank: PerRank
+    optimizer_values: dict[str, str]
+    waiting: dict[str, PendingGradients]
+    reduced: list[str]
 
 
 class TrainingStateIO:
@@ -89,9 +115,9 @@ class TrainingStateIO:
             return as_path(checkpoint), parts.random_state.capture()
 
         root, random_state = self._ranks.agree(check, _DOING)
-        per_rank, waiting = self._gather_values(parts)
+        gathered = self._gather(parts)
         request = self._ranks.agree(
-            lambda: self._request(root, parts, random_state, per_rank, waiting, extra, facts, options), _DOING
+            lambda: self._request(root, parts, random_state, gathered, extra, facts, options), _DOING
         )
         self._saver.save(request, use_async=use_async)
 
@@ -110,34 +136,35 @@ class TrainingStateIO:
         self._saver.wait()
         return load_training_state(self._ranks, self._storage, as_path(checkpoint), parts, strict=strict, verify=verify)
 
-    def _gather_values(self, parts: TrainingParts) -> tuple[PerRank, list[str]]:
-        """Returns the ranks' plain values, and the optimizers whose gradients wait on any rank. Collective."""
-
-        def own() -> bytes:
-            pending = {name: optimizer.pending_gradients() for name, optimizer in parts.optimizers.items()}
-            values = {
-                "dataloaders": {name: loader.state_dict() for name, loader in parts.dataloaders.items()},
-                "gradients": {name: gradients.counts().to_plain() for name, gradients in pending.items()},
-                "waiting": [name for name, gradients in pending.items() if gradients.is_waiting],
-            }
-            return json_values.dumps(values, "a dataloader's position").encode()
-
-        payloads, of_rank = self._ranks.gather(self._ranks.agree(own, _DOING))
+    def _gather(self, parts: TrainingParts) -> _Gathered:
+        """Returns the ranks' plain values, and the gradients that wait on any rank. Collective."""
+        optimizer_values = {name: self._values_of(optimizer) for name, optimizer in parts.optimizers.items()}
+        pending = {name: optimizer.pending_gradients() for name, optimizer in parts.optimizers.items()}
+        for gradients in pending.values():
+            gradients.synchronize()
+        payloads, of_rank = self._ranks.gather(self._ranks.agree(lambda: _own_values(parts, pending), _DOING))
         values = [json_values.loads(raw, "the ranks' values") for raw in payloads]
-        waiting = [name for name in parts.optimizers if any(name in one["waiting"] for one in values)]
+        waiting = [name for name in pending if any(name in one["waiting"] for one in values)]
         kept = [
             {"dataloaders": one["dataloaders"], "gradients": {name: one["gradients"][name] for name in waiting}}
             for one in values
         ]
-        return PerRank(values=kept, of_rank=list(of_rank)), waiting
+        return _Gathered(
+            per_rank=PerRank(values=kept, of_rank=list(of_rank)),
+            optimizer_values=optimizer_values,
+            waiting={name: pending[name] for name in waiting},
+            reduced=[name for name in waiting if any(name in one["reduced"] for one in values)],
+        )
+
+    def _values_of(self, optimizer: OptimizerWrapper) -> str:
+        return self._ranks.agree(lambda: optimizer_values(optimizer), _DOING)
 
     def _request(
         self,
         root: Path,
         parts: TrainingParts,
         random_state: Mapping[str, Any],
-        per_rank: PerRank,
-        waiting: Sequence[str],
+        gathered: _Gathered,
         extra: Any,
         facts: Mapping[str, Any],
         options: SaveOptions,
@@ -148,16 +175,17 @@ class TrainingStateIO:
             facts=self._facts(facts, options.step, self._next_sequence(root, folders)),
             models=list(parts.models),
             optimizers=list(parts.optimizers),
-            gradients=list(waiting),
+            gradients=list(gathered.waiting),
+            reduced=gathered.reduced,
             lr_schedulers={name: scheduler_document(one) for name, one in parts.lr_schedulers.items()},
             dataloaders=list(parts.dataloaders),
-            per_rank=per_rank,
+            per_rank=gathered.per_rank,
             extra=extra,
         )
         return SaveRequest(
             target=target,
             is_directory=True,
-            components=list(self._components(target, parts, random_state, waiting, options)),
+            components=list(self._components(target, parts, random_state, gathered, options)),
             documents={TRAINING_STATE: document.encode()},
             manifest_name=TRAINING_STATE_MANIFEST,
             facts=document.facts,
@@ -172,7 +200,7 @@ class TrainingStateIO:
         target: Path,
         parts: TrainingParts,
         random_state: Mapping[str, Any],
-        waiting: Sequence[str],
+        gathered: _Gathered,
         options: SaveOptions,
     ) -> Iterator[Component]:
         def destination(kind: Kind) -> Destination:
@@ -183,11 +211,9 @@ class TrainingStateIO:
         for name, model in parts.models.items():
             yield model_component(model, to_model, name)
         for name, optimizer in parts.optimizers.items():
-            yield optimizer_component(optimizer, to_optimizer, name)
-        for name in waiting:
-            pending = parts.optimizers[name].pending_gradients()
-            pending.check()
-            yield rank_component(GRADIENTS, pending.tensors(), rank, folder=name, max_shard_bytes=limit)
+            yield optimizer_component(optimizer, to_optimizer, gathered.optimizer_values[name], name)
+        for name, pending in gathered.waiting.items():
+            yield gradients_component(pending, rank, folder=name, max_shard_bytes=limit)
         yield rank_component(RANDOM_STATE, random_state, rank, folder="", max_shard_bytes=limit)
 
     def _facts(self, facts: Mapping[str, Any], step: int | None, sequence: int) -> dict[str, Any]:
@@ -237,6 +263,16 @@ class TrainingStateIO:
             kinds = (MODEL, OPTIMIZER, GRADIENTS, RANDOM_STATE)
             found.setdefault(folder, []).extend(kind for kind in kinds if kind.names_of(base) is not None)
         return found
+
+
+def _own_values(parts: TrainingParts, pending: Mapping[str, PendingGradients]) -> bytes:
+    values = {
+        "dataloaders": {name: loader.state_dict() for name, loader in parts.dataloaders.items()},
+        "gradients": {name: gradients.counts().to_plain() for name, gradients in pending.items()},
+        "waiting": [name for name, gradients in pending.items() if gradients.is_waiting],
+        "reduced": [name for name, gradients in pending.items() if gradients.reduced()],
+    }
+    return json_values.dumps(values, "a dataloader's position").encode()
 
 
 def _owns(kind: Kind, base: str) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from oracles.serial_training import make_optimizer, train_serial
 from parity import EXACT, _assert_close, _assert_same_move, _mean_over_ranks
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from zoo import get_model, split_batch
 
 from booster import Booster
-from booster.plugins import TorchDDPPlugin
+from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
 from booster.single_device import SingleDevicePlugin
 
 
@@ -44,9 +45,24 @@ def torch_ddp(uses_unused):
     return TorchDDPPlugin(find_unused_parameters=uses_unused)
 
 
+def zero_1(uses_unused):
+    return LowLevelZeroPlugin(stage=1, precision="fp32", reduce_bucket_size_in_m=0.004)
+
+
+def zero_2(uses_unused):
+    return LowLevelZeroPlugin(stage=2, precision="fp32", reduce_bucket_size_in_m=0.004)
+
+
+def zero_2_replicated(uses_unused):
+    return LowLevelZeroPlugin(stage=2, precision="fp32", extra_dp_size=2)
+
+
 LAYOUTS = [
     Layout("one device", 1, single_device),
     *(Layout("torch_ddp", world_size, torch_ddp) for world_size in (1, 2, 3, 4)),
+    *(Layout("zero 1", world_size, zero_1) for world_size in (1, 2, 4)),
+    *(Layout("zero 2", world_size, zero_2) for world_size in (2, 3)),
+    Layout("zero 2 replicated", 4, zero_2_replicated),
 ]
 # Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
 MODELS = ["multi_output_groups", "tied_lm", "frozen_unused_conditional"]
@@ -111,9 +127,23 @@ class Training:
 
 def whole_states(optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's states by name, in whole: a layout that cuts them joins them here."""
-    slices = optimizer.checkpoint_state().slices()
-    assert all(part.is_whole for part in slices), "say here how this layout's parts are joined"
-    return {part.name: part.tensor.clone() for part in slices}
+    parts = [
+        (part.name, part.global_shape, part.span, part.tensor.clone())
+        for part in optimizer.checkpoint_state().slices()
+        if part.box == tuple((0, size) for size in part.global_shape)
+    ]
+    if dist.is_initialized():
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, parts)
+        parts = list(itertools.chain.from_iterable(of_ranks))
+    joined, seen = {}, {}
+    for name, shape, span, tensor in parts:
+        whole = joined.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
+        mask = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+        whole.view(-1)[slice(*span)] = tensor.reshape(-1)
+        mask.view(-1)[slice(*span)] = True
+    assert all(bool(mask.all()) for mask in seen.values())
+    return joined
 
 
 def train_and_save(make_plugin, model: str, path: str):
@@ -197,7 +227,7 @@ def test_the_chosen_pairs_cover_every_layout_on_both_sides():
         assert {layout} <= {pair[0] for pair in chosen}
         assert {layout} <= {pair[1] for pair in chosen}
     assert len({pair[:2] for pair in chosen}) == len(chosen)
-    assert len(covering_pairs(LAYOUTS, NUM_PAIRS)) == len(LAYOUTS) ** 2
+    assert len(covering_pairs(LAYOUTS, NUM_PAIRS)) <= NUM_PAIRS
 
 
 # Hugging Face's own forms.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,6 +13,10 @@ from zoo import split_batch
 
 from booster import FP8MixedPrecision
 from booster.tensor_tree import map_tensors
+
+# Of low-precision gradients: none (autograd adds them up as they are), those of the parts of a batch (each part adds up
+# its micro-batches as they are), or all.
+Fp32Sums = Literal["none", "parts", "all"]
 
 
 @dataclass
@@ -50,12 +55,20 @@ def train_serial(
     parts: int,
     max_norm: float,
     optimizer: str,
+    fp32_sums: Fp32Sums = "none",
 ) -> Record:
-    """Trains on the global batches with nothing but torch (and the float8 layers), each batch in `parts` parts."""
+    """Trains on the global batches with nothing but torch (and the float8 layers), each batch in `parts` parts.
+
+    `precision` is a name of `booster.Booster`, "fp16_apex_o1", "fp16_apex_o2", or "bf16_weights" for bf16 weights with
+    fp32 masters. `fp32_sums` says which gradients of low-precision weights are added in fp32.
+    """
     model = entry.build()
     record = Record()
     if precision in ("fp16_naive", "fp16_apex_o2"):
-        loop: Loop = HalfLoop(model, entry, optimizer, keep_batch_norm=precision == "fp16_apex_o2")
+        keeps = precision == "fp16_apex_o2"
+        loop: Loop = HalfLoop(model, entry, optimizer, torch.float16, keep_batch_norm=keeps, fp32_sums=fp32_sums)
+    elif precision == "bf16_weights":
+        loop = HalfLoop(model, entry, optimizer, torch.bfloat16, keep_batch_norm=False, fp32_sums=fp32_sums)
     else:
         loop = AutocastLoop(model, entry, optimizer, precision)
     for step in range(steps):
@@ -124,18 +137,33 @@ class AutocastLoop(Loop):
 
 
 class HalfLoop(Loop):
-    """fp16 weights with fp32 masters, written out by hand; the loss scale is constant as nothing overflows here."""
+    """fp16 or bf16 weights with fp32 masters, written out by hand.
 
-    SCALE = 2.0**10  # small gradients stay out of fp16's subnormal numbers, and large ones below its largest
+    The loss scale of fp16 is constant as nothing overflows here; bf16 has fp32's range and needs none.
+    """
 
-    def __init__(self, model: nn.Module, entry, optimizer: str, keep_batch_norm: bool) -> None:
-        self.model, self.entry = model, entry
+    # Of fp16: small gradients stay out of its subnormal numbers, and large ones below its largest.
+    SCALE = 2.0**10
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entry,
+        optimizer: str,
+        dtype: torch.dtype,
+        *,
+        keep_batch_norm: bool,
+        fp32_sums: Fp32Sums = "none",
+    ) -> None:
+        self.model, self.entry, self.dtype, self.fp32_sums = model, entry, dtype, fp32_sums
+        self.gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.scale = self.SCALE if dtype is torch.float16 else 1.0
         exact = [parameter.detach().clone() for parameter in model.parameters()]
         for module in model.modules():
             if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm)):
                 for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                     if tensor.is_floating_point():
-                        tensor.data = tensor.data.half()
+                        tensor.data = tensor.data.to(dtype)
         self.working = list(model.parameters())
         self.masters = [nn.Parameter(value, w.requires_grad) for value, w in zip(exact, self.working, strict=True)]
         master_of = {id(w): m for w, m in zip(self.working, self.masters, strict=True)}
@@ -146,18 +174,36 @@ class HalfLoop(Loop):
         self.optimizer = make_optimizer(optimizer, groups)
 
     def backward(self, batches: list, parts: int) -> float:
+        self.gradients = {}
+        self.multiplier = 1 / (self.scale * parts)
+        num_micro_batches = len(batches) // parts
+        groups = {
+            "none": [batches],
+            "parts": [batches[part::parts] for part in range(parts)],
+            "all": [[b] for b in batches],
+        }
         total = 0.0
-        self.model.zero_grad()
-        self.multiplier = 1 / (self.SCALE * parts)
-        for batch in batches:
-            loss = self.entry.loss(HalfInputs(self.model), batch)
-            (loss / (len(batches) // parts) * self.SCALE).backward()
-            total += float(loss.detach()) / len(batches)
+        for group in groups[self.fp32_sums]:
+            total += sum(self._backward(batch, num_micro_batches) for batch in group) / len(batches)
+            self._collect()
         return total
+
+    def _backward(self, batch: dict, num_micro_batches: int) -> float:
+        loss = self.entry.loss(HalfInputs(self.model, self.dtype), batch)
+        (loss / num_micro_batches * self.scale).backward()
+        return float(loss.detach())
+
+    def _collect(self) -> None:
+        """Adds what autograd left to the sums, in fp32."""
+        for working in self.working:
+            if working.grad is not None:
+                self.gradients[working] = self.gradients.get(working, 0.0) + working.grad.float()
+        self.model.zero_grad()
 
     def clip_and_step(self, max_norm: float) -> float:
         for working, master in zip(self.working, self.masters, strict=True):
-            master.grad = None if working.grad is None else working.grad.float() * self.multiplier
+            gradient = self.gradients.get(working)
+            master.grad = None if gradient is None else gradient * self.multiplier
         norm = nn.utils.clip_grad_norm_([m for m in self.masters if m.requires_grad], max_norm)
         self.optimizer.step()
         for working, master in zip(self.working, self.masters, strict=True):
@@ -166,15 +212,15 @@ class HalfLoop(Loop):
 
 
 class HalfInputs(nn.Module):
-    """Feeds a half model floating inputs in half and hands its outputs on in fp32."""
+    """Feeds a model in low precision floating inputs in its format, and hands its outputs on in fp32."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.dtype = model, dtype
 
     def forward(self, *args, **kwargs):
         def half(tensor):
-            return tensor.half() if tensor.is_floating_point() else tensor
+            return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
         def single(tensor):
             return tensor.float() if tensor.is_floating_point() else tensor

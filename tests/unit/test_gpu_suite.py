@@ -54,6 +54,7 @@ def test_every_required_case_is_there_once(suite):
     names = [case.name for case in suite.gpu_cases.CASES]
     assert len(names) == len(set(names))
     required = {"fp32", "bf16", "fp16", "fp16_naive", "fp16_apex O1", "fp16_apex O2", "fp8", "torch_ddp bf16"}
+    required |= {"low_level_zero 1 fp32", "low_level_zero 1 bf16", "low_level_zero 2 bf16", "low_level_zero 2 fp16"}
     assert required <= set(names)
     assert suite.gpu_cases.case_named("fp8").name == "fp8"
 

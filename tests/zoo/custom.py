@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zoo.entry import Batch, ZooEntry
+from zoo.samples import class_loss, vectors
 
 
 class OddMLP(nn.Module):
@@ -90,10 +91,6 @@ class MultiOutput(nn.Module):
         }
 
 
-def _class_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
 def _multi_output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     outputs = model(batch["ids"])
     value, (_, squares) = outputs["nested"]
@@ -113,17 +110,9 @@ def _multi_output_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _vectors(num_features: int, num_classes: int) -> Any:
-    def sample(num_samples: int, generator: torch.Generator) -> Batch:
-        x = torch.randn(num_samples, num_features, generator=generator)
-        return {"x": x, "y": torch.randint(num_classes, (num_samples,), generator=generator)}
-
-    return sample
-
-
 def _sorted_vectors(num_samples: int, generator: torch.Generator) -> Batch:
     """Puts the samples that use the conditional branch first: the last ranks have none of them."""
-    batch = _vectors(6, 4)(num_samples, generator)
+    batch = vectors(6, num_classes=4)(num_samples, generator)
     num_positive = max(1, num_samples // 3)
     sign = torch.where(torch.arange(num_samples) < num_positive, 1.0, -1.0)
     batch["x"][:, 0] = batch["x"][:, 0].abs().clamp_min(1e-3) * sign
@@ -144,14 +133,15 @@ def _short_ids(num_samples: int, generator: torch.Generator) -> Batch:
 
 
 CUSTOM_MODELS = (
-    ZooEntry(name="mlp_odd", construct=OddMLP, sample=_vectors(7, 5), loss=_class_loss),
-    ZooEntry(name="convnet_batchnorm", construct=ConvNet, sample=_images, loss=_class_loss, mixes_samples=True),
+    ZooEntry(name="mlp_odd", construct=OddMLP, sample=vectors(7, num_classes=5), loss=class_loss),
+    ZooEntry(name="convnet_batchnorm", construct=ConvNet, sample=_images, loss=class_loss, mixes_samples=True),
     ZooEntry(
         name="frozen_unused_conditional",
         construct=FrozenUnusedConditional,
         sample=_sorted_vectors,
-        loss=_class_loss,
+        loss=class_loss,
         uses_unused_parameters=True,
+        never_used=("frozen.weight", "frozen.bias", "unused.weight", "unused.bias"),
     ),
     ZooEntry(
         name="multi_output_groups",

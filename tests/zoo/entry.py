@@ -34,6 +34,7 @@ class ZooEntry:
             is the loss of the whole (unless `mixes_samples`).
         param_groups: parameter groups for an optimizer, with their own settings where the model is about that.
         uses_unused_parameters: a step may leave parameters without gradient: DDP needs find_unused_parameters.
+        never_used: names of the parameters that no batch gives a gradient.
         mixes_samples: a sample's output depends on the other samples of the batch (BatchNorm).
         tied: groups of names that are the same parameter.
         slow: building or a step takes clearly longer than for the others.
@@ -45,6 +46,7 @@ class ZooEntry:
     loss: Loss
     param_groups: ParamGroups = field(default=one_group)
     uses_unused_parameters: bool = False
+    never_used: tuple[str, ...] = ()
     mixes_samples: bool = False
     tied: tuple[tuple[str, ...], ...] = ()
     slow: bool = False

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from zoo.attention import ATTENTION_MODELS
 from zoo.custom import CUSTOM_MODELS
+from zoo.discrete import DISCRETE_MODELS
 from zoo.entry import ZooEntry
 from zoo.language import LANGUAGE_MODELS
+from zoo.recommendation import RECOMMENDATION_MODELS
 from zoo.transformers_models import TRANSFORMERS_MODELS
 
-_MODELS = {entry.name: entry for entry in (*CUSTOM_MODELS, *LANGUAGE_MODELS, *TRANSFORMERS_MODELS)}
+_MODELS = {
+    entry.name: entry
+    for entry in (
+        *CUSTOM_MODELS,
+        *LANGUAGE_MODELS,
+        *ATTENTION_MODELS,
+        *DISCRETE_MODELS,
+        *RECOMMENDATION_MODELS,
+        *TRANSFORMERS_MODELS,
+    )
+}
 
 
 def get_model(name: str) -> ZooEntry:

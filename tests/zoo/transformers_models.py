@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from zoo.entry import Batch, ZooEntry
+from zoo.entry import Batch, Loss, ZooEntry
 
 # For harness.preload: what the builders import, which takes seconds the first time.
 TRANSFORMERS_MODULES = (
@@ -38,6 +39,30 @@ _DECODER = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_GPT2 = {
+    "vocab_size": _VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "use_cache": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_BERT = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_ALBERT = {**_BERT, "embedding_size": 12, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}
 _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}),
@@ -46,23 +71,8 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MixtralForCausalLM",
         {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
     ),
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {
-            "vocab_size": _VOCABULARY,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 32,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "use_cache": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
+    "gpt2_double_heads": ("GPT2Config", "GPT2DoubleHeadsModel", {**_GPT2, "summary_first_dropout": 0.0}),
     "opt": (
         "OPTConfig",
         "OPTForCausalLM",
@@ -80,20 +90,11 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_cache": False,
         },
     ),
-    "bert": (
-        "BertConfig",
-        "BertForMaskedLM",
-        {
-            "vocab_size": _VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 56,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 32,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        },
-    ),
+    "bert": ("BertConfig", "BertForMaskedLM", _BERT),
+    "bert_unpooled": ("BertConfig", "BertModel", _BERT),
+    "bert_pretraining": ("BertConfig", "BertForPreTraining", _BERT),
+    "albert_unpooled": ("AlbertConfig", "AlbertModel", _ALBERT),
+    "albert_pretraining": ("AlbertConfig", "AlbertForPreTraining", _ALBERT),
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
@@ -145,6 +146,18 @@ def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
+def _both_heads_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    outputs = model(**batch)
+    return outputs.loss + outputs.mc_loss
+
+
+def _hidden_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Regression on the mean of the hidden states: the pooler gets no gradient."""
+    inputs = {name: value for name, value in batch.items() if name != "target"}
+    hidden = model(**inputs).last_hidden_state
+    return F.mse_loss(hidden.float().mean(dim=1), batch["target"])
+
+
 def _ids(num_samples: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(4, _VOCABULARY, (num_samples, _LENGTH), generator=generator)  # above the special tokens
 
@@ -166,6 +179,34 @@ def _masked(num_samples: int, generator: torch.Generator) -> Batch:
     }
 
 
+def _masked_with(label: str) -> Callable[[int, torch.Generator], Batch]:
+    """Adds one of two classes per sample under that name, and the ids of two sentences."""
+
+    def sample(num_samples: int, generator: torch.Generator) -> Batch:
+        batch = _masked(num_samples, generator)
+        batch["token_type_ids"] = (torch.arange(_LENGTH) >= _LENGTH // 2).long().expand(num_samples, -1).contiguous()
+        return {**batch, label: torch.randint(2, (num_samples,), generator=generator)}
+
+    return sample
+
+
+def _regression(num_samples: int, generator: torch.Generator) -> Batch:
+    ids = _ids(num_samples, generator)
+    target = torch.randn(num_samples, _BERT["hidden_size"], generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "target": target}
+
+
+def _choices(num_samples: int, generator: torch.Generator) -> Batch:
+    """Two continuations per sample, of which one is right."""
+    ids = _ids(2 * num_samples, generator).view(num_samples, 2, _LENGTH)
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "mc_token_ids": torch.randint(_LENGTH // 2, _LENGTH, (num_samples, 2), generator=generator),
+        "mc_labels": torch.randint(2, (num_samples,), generator=generator),
+    }
+
+
 def _translation(num_samples: int, generator: torch.Generator) -> Batch:
     ids = _ids(num_samples, generator)
     labels = _ids(num_samples, generator)[:, :7].contiguous()
@@ -177,13 +218,19 @@ def _pictures(num_samples: int, generator: torch.Generator) -> Batch:
     return {"pixel_values": pixels, "labels": torch.randint(5, (num_samples,), generator=generator)}
 
 
-def _entry(name: str, sample: Callable[[int, torch.Generator], Batch] = _causal, **settings: Any) -> ZooEntry:
-    return ZooEntry(name=name, construct=_constructor(name), sample=sample, loss=_own_loss, **settings)
+def _entry(
+    name: str, sample: Callable[[int, torch.Generator], Batch] = _causal, loss: Loss = _own_loss, **settings: Any
+) -> ZooEntry:
+    return ZooEntry(name=name, construct=_constructor(name), sample=sample, loss=loss, **settings)
 
 
 _BERT_TIES = (
     ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
     ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+_ALBERT_TIES = (
+    ("albert.embeddings.word_embeddings.weight", "predictions.decoder.weight"),
+    ("predictions.bias", "predictions.decoder.bias"),
 )
 _T5_TIES = (("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),)
 
@@ -191,6 +238,23 @@ TRANSFORMERS_MODELS = (
     _entry("llama"),
     _entry("gpt2", tied=(("transformer.wte.weight", "lm_head.weight"),)),
     _entry("bert", _masked, tied=_BERT_TIES),
+    _entry("gpt2_double_heads", _choices, _both_heads_loss, tied=(("transformer.wte.weight", "lm_head.weight"),)),
+    _entry("bert_pretraining", _masked_with("next_sentence_label"), tied=_BERT_TIES),
+    _entry(
+        "bert_unpooled",
+        _regression,
+        _hidden_loss,
+        uses_unused_parameters=True,
+        never_used=("pooler.dense.weight", "pooler.dense.bias"),
+    ),
+    _entry("albert_pretraining", _masked_with("sentence_order_label"), tied=_ALBERT_TIES),
+    _entry(
+        "albert_unpooled",
+        _regression,
+        _hidden_loss,
+        uses_unused_parameters=True,
+        never_used=("pooler.weight", "pooler.bias"),
+    ),
     _entry("opt", tied=(("model.decoder.embed_tokens.weight", "lm_head.weight"),)),
     _entry("t5", _translation, tied=_T5_TIES),
     _entry("vit", _pictures),

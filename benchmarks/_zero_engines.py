@@ -1,0 +1,168 @@
+"""The training loops that benchmarks/zero.py compares: replicated, sharded by torch and DeepSpeed, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _gpt import GPT, SIZES, batches, make_gpt, next_token_loss
+from _pair import Engine, Step
+from _zero_deepspeed import build_deepspeed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["BASELINE", "FLOOR", "REDUNDANCY", "STAGES", "deepspeed_name", "engines_of", "our_name", "probe"]
+
+BASELINE = "torch DDP"
+FLOOR = "no communication"
+REDUNDANCY = "ZeroRedundancyOptimizer"
+STAGES = (1, 2)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MAX_NORM = 1.0
+
+
+def our_name(stage: int) -> str:
+    """Returns the name of our engine of a stage."""
+    return f"LowLevelZero {stage}"
+
+
+def deepspeed_name(stage: int) -> str:
+    """Returns the name of DeepSpeed's engine of a stage."""
+    return f"DeepSpeed {stage}"
+
+
+def engines_of(size: str, precision: str) -> list[Engine]:
+    """Returns the engines of one comparison, torch's DistributedDataParallel first.
+
+    Args:
+        size: Name of the model.
+        precision: "fp32", or "bf16": weights in bf16 with fp32 masters; DDP keeps fp32 weights and runs by autocast.
+    """
+    torch_engines = [
+        Engine(name=BASELINE, build=partial(_build_ddp, size, precision)),
+        Engine(name=FLOOR, build=partial(_build_alone, size, precision)),
+        Engine(name="FSDP2", build=partial(_build_fsdp, size, precision)),
+    ]
+    if precision == "fp32":  # it has no masters: there is no bf16 training with it
+        torch_engines.append(Engine(name=REDUNDANCY, build=partial(_build_redundancy, size)))
+    return [
+        *torch_engines,
+        *(_deepspeed_engine(size, precision, stage) for stage in STAGES),
+        *(_our_engine(size, precision, stage) for stage in STAGES),
+    ]
+
+
+def probe(size: str, precision: str) -> Engine:
+    """Returns forward and backward without an optimizer; its gradients stay, so that the rest is activations."""
+    return Engine(name="forward and backward", build=partial(_build_probe, size, precision))
+
+
+def _deepspeed_engine(size: str, precision: str, stage: int) -> Engine:
+    build = partial(build_deepspeed, size, precision, stage, _adamw, _MAX_NORM)
+    return Engine(name=deepspeed_name(stage), build=build, requires=("deepspeed",), is_optional=True)
+
+
+def _our_engine(size: str, precision: str, stage: int) -> Engine:
+    return Engine(name=our_name(stage), build=partial(_build_ours, size, precision, stage), requires=("booster",))
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def _task(size: str) -> tuple[GPT, Callable[[int], tuple[torch.Tensor, torch.Tensor]]]:
+    shape = SIZES[size]
+    return make_gpt(shape), batches(shape, dist.get_rank(), dist.get_world_size())
+
+
+def _plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Callable[[int], Sequence[torch.Tensor]], autocasts: bool
+) -> Step:
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            loss = next_token_loss(model(tokens), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _build_ddp(size: str, precision: str) -> Step:
+    model, batch = _task(size)
+    replicated = DistributedDataParallel(model)
+    return _plain_step(replicated, _adamw(model.parameters()), batch, precision == "bf16")
+
+
+def _build_alone(size: str, precision: str) -> Step:
+    """The floor: the baseline's work on each rank's own data, with nothing sent. Its losses go their own way."""
+    model, batch = _task(size)
+    return _plain_step(model, _adamw(model.parameters()), batch, precision == "bf16")
+
+
+def _build_redundancy(size: str) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, batch = _task(size)
+    # As its documentation has it: the gradients stay in the buckets that DDP has in any case.
+    replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        replicated.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, weight_decay=0.01, fused=True
+    )
+    return _plain_step(replicated, optimizer, batch, False)
+
+
+def _build_fsdp(size: str, precision: str) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, batch = _task(size)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    return _plain_step(model, _adamw(model.parameters()), batch, False)
+
+
+def _build_ours(size: str, precision: str, stage: int) -> Step:
+    from booster import Booster
+    from booster.plugins import LowLevelZeroPlugin
+
+    model, batch = _task(size)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision))
+    model, optimizer, criterion, _, _ = booster.boost(model, _adamw(model.parameters()), next_token_loss)
+
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        loss = criterion(model(tokens), targets)
+        booster.backward(loss, optimizer)
+        booster.clip_grad_norm_(optimizer, _MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _build_probe(size: str, precision: str) -> Step:
+    model, batch = _task(size)
+    model.to(_DTYPES[precision])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        loss = next_token_loss(model(tokens), targets)
+        loss.backward()
+        return loss.detach()
+
+    return step

@@ -1,0 +1,199 @@
+"""Reduce-scatter and all-gather of flat buffers, straight from and into them, several at a time.
+
+On the CPU they are messages between each two ranks: gloo's own reduce-scatter is an all-reduce of which a slice is
+kept, which sends twice the bytes and rounds more often, and its all-gather copies through buffers of its own. Elsewhere
+they are the backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.comm.collectives import group_rank, group_size
+from booster.comm.operation import Operation, begin
+
+__all__ = ["AllGather", "ReduceScatter", "start_all_gather", "start_reduce_scatter"]
+
+# Note [Pieces]
+# A flat buffer over P ranks is P equal pieces; rank r of the group owns piece r. Rank r sends its copy of piece j to
+# rank j, and so receives P - 1 copies of its own piece: (P-1)/P of the buffer each way, what theory asks for. The
+# copies are summed here, in fp32 where they are lower, in an order that depends on the rank alone: its own first, then
+# those of rank r + 1, r + 2, ... (mod P). The same numbers give the same bits, however the messages arrive.
+# Every operation has tags of its own, counted alike on all ranks, so that no message lands in another operation: gloo
+# ends the process where a message is longer than the buffer that takes it.
+
+# Elements summed at a time: what is converted to fp32 stays in the cache. Less costs more calls than it saves misses.
+_BLOCK_NUMEL = 2**18
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+# torch 2.13 renamed both and warns at each call of the old names.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ReduceScatter:
+    """A sum over the ranks that is under way; made by `start_reduce_scatter`."""
+
+    def __init__(self, operation: Operation, own: torch.Tensor, received: Sequence[torch.Tensor], works: Any) -> None:
+        self._operation = operation
+        self._own = own
+        self._received = received
+        self._works = works
+
+    def finish(self, output: torch.Tensor, *, accumulate: bool) -> None:
+        """Waits, then sets `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
+
+        Args:
+            output: As many elements as a piece, of the payload's dtype or fp32. It may be this rank's own piece of the
+                payload.
+            accumulate: Whether to add to what `output` holds.
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+
+        To be called once, in the order of the starts.
+        """
+        for work in self._works:
+            self._operation.wait(work)
+        _sum_into(output, self._own, self._received, accumulate)
+
+
+class AllGather:
+    """A gathering that is under way; made by `start_all_gather`."""
+
+    def __init__(self, operation: Operation, works: Any) -> None:
+        self._operation = operation
+        self._works = works
+
+    def wait(self) -> None:
+        """Returns when all pieces are in the buffer, and its own may be changed.
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+        """
+        for work in self._works:
+            self._operation.wait(work)
+        self._works = ()
+
+
+def start_reduce_scatter(
+    payload: torch.Tensor, group: dist.ProcessGroup | None = None, received: torch.Tensor | None = None
+) -> ReduceScatter:
+    """Starts to sum a flat buffer over the group, of which each rank gets its own piece: see Note [Pieces].
+
+    Args:
+        payload: 1-D and contiguous, one equal piece for each rank. It must not be changed until the end; on other
+            devices than the CPU the own piece is overwritten.
+        group: The ranks that sum; None: the world.
+        received: Room for what arrives, (P-1) times a piece, of the payload's dtype; None: allocated. Not needed on
+            other devices than the CPU.
+
+    Collective: every rank of the group must call it, with as many elements of the same dtype.
+    """
+    size, rank = group_size(group), group_rank(group)
+    pieces = _pieces(payload, size)
+    volume = payload.nbytes - pieces[rank].nbytes
+    operation = begin("reduce_scatter", group, sent=volume, received=volume)
+    own = pieces[rank]
+    if size == 1:
+        return ReduceScatter(operation, own, (), ())
+    if payload.device.type != "cpu":
+        work = _reduce_scatter_single(own, payload, group=group, async_op=True)
+        return ReduceScatter(operation, own, (), (work,))
+    if received is None:
+        received = payload.new_empty((size - 1) * own.numel())
+    copies = received.detach()[: (size - 1) * own.numel()].chunk(size - 1) if own.numel() else ()
+    incoming = dict(zip(_others(rank, size), copies, strict=False))
+    works = _exchange(operation, pieces, incoming)
+    return ReduceScatter(operation, own, tuple(copies), works)
+
+
+def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllGather:
+    """Starts to fill a flat buffer with the pieces that the ranks of the group own: see Note [Pieces].
+
+    Args:
+        buffer: 1-D and contiguous, one equal piece for each rank, of which this rank's own is filled. Neither that nor
+            the others, which are overwritten, may be touched until the end.
+        group: The ranks that gather; None: the world.
+
+    Collective: every rank of the group must call it, with as many elements of the same dtype.
+    """
+    size, rank = group_size(group), group_rank(group)
+    pieces = _pieces(buffer, size)
+    volume = buffer.nbytes - pieces[rank].nbytes
+    operation = begin("all_gather", group, sent=volume, received=volume)
+    if size == 1:
+        return AllGather(operation, ())
+    if buffer.device.type != "cpu":
+        return AllGather(operation, (_all_gather_single(buffer.detach(), pieces[rank], group=group, async_op=True),))
+    others = _others(rank, size)
+    outgoing = [pieces[rank]] * size
+    return AllGather(operation, _exchange(operation, outgoing, {other: pieces[other] for other in others}))
+
+
+def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
+    numel, rest = divmod(buffer.numel(), size)
+    if buffer.dim() != 1 or rest or not buffer.is_contiguous():
+        raise AssertionError(
+            f"a buffer of shape {tuple(buffer.shape)} and stride {buffer.stride()} is not {size} equal flat pieces"
+        )
+    return [buffer.detach()[index * numel : (index + 1) * numel] for index in range(size)]
+
+
+def _others(rank: int, size: int) -> list[int]:
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def _exchange(
+    operation: Operation, outgoing: Sequence[torch.Tensor], incoming: Mapping[int, torch.Tensor]
+) -> list[dist.Work]:
+    """Starts a message to and from each other rank; those that arrive come first in what is returned."""
+    receives = [operation.receive_from(piece, other, operation.tag) for other, piece in incoming.items()]
+    # Against the order of the receives: what rank r sends first goes to r - 1, which waits for r first.
+    sends = [operation.send_to(outgoing[other], other, operation.tag) for other in reversed(list(incoming))]
+    return receives + sends
+
+
+def _sum_into(output: torch.Tensor, own: torch.Tensor, received: Sequence[torch.Tensor], accumulate: bool) -> None:
+    output = output.detach()
+    if output.numel() != own.numel() or output.dtype not in (own.dtype, torch.float32):
+        raise AssertionError(f"a sum of {own.numel()} {own.dtype} can't go into {output.numel()} {output.dtype}")
+    blocks = zip(output.split(_BLOCK_NUMEL), _terms(own, received), strict=False)
+    is_direct = own.dtype == output.dtype and own.dtype not in _LOW_PRECISION and not accumulate
+    if is_direct:
+        for target, terms in blocks:
+            _sum_directly(target, terms)
+        return
+    dtype = torch.float32 if own.dtype in _LOW_PRECISION else own.dtype
+    total, term = own.new_empty((2, min(own.numel(), _BLOCK_NUMEL)), dtype=dtype)
+    for target, terms in blocks:
+        if accumulate:
+            terms = (*terms, target)
+        length = target.numel()
+        target.copy_(_sum_widened(terms, total[:length], term[:length]))
+
+
+def _terms(own: torch.Tensor, received: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(part.split(_BLOCK_NUMEL) for part in (own, *received)), strict=True)
+
+
+def _sum_directly(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    first, *rest = terms
+    if not rest:
+        target.copy_(first)
+        return
+    torch.add(first, rest[0], out=target)
+    for term in rest[1:]:
+        target.add_(term)
+
+
+def _sum_widened(terms: Sequence[torch.Tensor], total: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Returns the sum in `total`. A conversion by copy_ is fast; torch's add of two dtypes allocates to convert."""
+    total.copy_(terms[0])
+    for term in terms[1:]:
+        total.add_(term if term.dtype == total.dtype else scratch.copy_(term))
+    return total

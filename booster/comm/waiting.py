@@ -1,0 +1,140 @@
+"""Torch's error about a lost connection becomes one that names the ranks that are missing, and where the others are."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
+
+from booster.errors import RankFailedError
+
+__all__ = ["REPORT_SECONDS", "Place", "failures_named"]
+
+# Note [Missing ranks]
+# A connection that breaks doesn't tell whose fault it was: one rank waits in vain for another, gives up, and thereby
+# breaks its connections to all others. So each rank that fails writes into the store, which isn't part of the group,
+# where it stands, and waits for the others to do so. Who writes nothing in REPORT_SECONDS is missing: it has ended, it
+# hangs, or it is busy elsewhere. The first that has counted writes the verdict (by compare_set, so once) and all obey
+# it, also a rank that was late and finds its connections closed: it reads that it was waited for. Of a message between
+# two ranks the verdict is about those two.
+# The keys belong to the group and stay: gloo never mends a group, and what is called on it later fails the same way.
+# Nobody waits inside of the store: see Note [Error barrier].
+
+REPORT_SECONDS = 4.0
+_PAUSE_SECONDS = 0.02
+_MAX_TEXT = 300
+_MAX_LISTED = 10  # ranks in a message
+
+# What gloo, nccl and torch's debug mode write when a rank is lost or late. Other errors are about the call itself.
+_LOST = re.compile(
+    r"timed? ?out|connection|closed|reset by peer|broken pipe|socket|monitoredBarrier|remote (process|error)|abort",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: in which operation, the how manieth of its kind, and with which world rank (None: all)."""
+
+    operation: str
+    number: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.operation} number {self.number}"
+        if self.peer is None:
+            return text
+        return f"{text} {'to' if self.operation == 'send' else 'from'} rank {self.peer}"
+
+
+@contextmanager
+def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turns torch's error about a lost or late rank into `RankFailedError`; every blocking wait goes through it.
+
+    Raises:
+        RankFailedError: With the operation, the ranks that are missing and torch's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _LOST.search(str(error)):
+            raise
+        raise RankFailedError(_explanation(place, group or _get_default_group(), error)) from error
+
+
+def _explanation(place: Place, group: dist.ProcessGroup, error: RuntimeError) -> str:
+    head, tail = f"rank {dist.get_rank()} could not finish {place}", f"torch says: {_first_line(error)}"
+    try:
+        finding = _Inquiry(place, group).finding()
+    except dist.DistError as failure:
+        return (
+            f"{head}, and the store of torch.distributed is gone too ({_first_line(failure)}): the process that serves"
+            f" it (rank 0 or torchrun) has ended, see its log; {tail}"
+        )
+    return f"{head}: {finding}; {tail}"
+
+
+class _Inquiry:
+    """Finds out who is missing; see Note [Missing ranks]."""
+
+    def __init__(self, place: Place, group: dist.ProcessGroup) -> None:
+        # torch's stubs give its values as str; they are bytes.
+        self._store: Any = PrefixStore(f"booster.failure/{group.group_name}", _get_default_store())
+        self._place, self._rank = place, dist.get_rank()
+        pair = None if place.peer is None else sorted((self._rank, place.peer))
+        self._ranks = dist.get_process_group_ranks(group) if pair is None else pair
+        self._verdict_key = "missing" if pair is None else f"missing/{pair[0]}-{pair[1]}"
+
+    def finding(self) -> str:
+        """Returns a sentence about the missing ranks, who are the same for all that are there."""
+        self._store.set(_report_key(self._rank), json.dumps(asdict(self._place)))
+        self._wait_for_reports()
+        self._store.compare_set(self._verdict_key, "", json.dumps(self._silent()))
+        missing: list[int] = json.loads(self._store.get(self._verdict_key))
+        if self._rank in missing:
+            return f"the others had given this rank up before it came; {self._whereabouts()}"
+        if missing:
+            return f"{_listed(missing)} gave no sign: see the log there, whether it ended, hangs or is busy elsewhere"
+        return f"no rank is missing; {self._whereabouts()}: all must make the same calls in the same order"
+
+    def _wait_for_reports(self) -> None:
+        keys = [_report_key(rank) for rank in self._ranks]
+        deadline = time.monotonic() + REPORT_SECONDS
+        while time.monotonic() < deadline:
+            if self._store.check(keys) or self._store.check([self._verdict_key]):
+                return
+            time.sleep(_PAUSE_SECONDS)
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in self._ranks if not self._store.check([_report_key(rank)])]
+
+    def _whereabouts(self) -> str:
+        """Returns where each rank stands that has written it."""
+        silent = self._silent()
+        present = [rank for rank in self._ranks if rank not in silent]
+        places = [Place(**json.loads(self._store.get(_report_key(rank)))) for rank in present[:_MAX_LISTED]]
+        listed = ", ".join(f"rank {rank} is at {place}" for rank, place in zip(present, places, strict=False))
+        return listed + _and_more(present)
+
+
+def _report_key(rank: int) -> str:
+    return f"at/{rank}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MAX_LISTED])) + _and_more(ranks)
+
+
+def _and_more(ranks: Sequence[int]) -> str:
+    return f" and {len(ranks) - _MAX_LISTED} more" if len(ranks) > _MAX_LISTED else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:_MAX_TEXT] if str(error).strip() else type(error).__name__

@@ -1,0 +1,154 @@
+"""Gradients that wait for their step: every rank's own ones, and the sums over ranks that ranks hold parts of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from booster.checkpoint_io.layout import GRADIENTS
+from booster.checkpoint_io.loading.loader import Loader
+from booster.checkpoint_io.loading.range_reader import read_slices
+from booster.checkpoint_io.loading.reader import Checkpoint
+from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.training.rank_tensors import rank_component, whole_tensor
+from booster.errors import CheckpointError
+from booster.interface import OptimizerWrapper, PendingGradients, ReducedGradients, TensorSlice, WindowCounts
+
+__all__ = ["GradientsLoad", "gradients_component"]
+
+# Note [Names of stored gradients]: `rank<r>.<parameter>` is rank r's own gradient; `reduced<r>.<parameter>` the sum of
+# what the ranks that share shards, of which r is the first, had reduced already. What either means for the step, and
+# for other ranks than those that saved: see Note [Gradients of other ranks].
+_NAME = re.compile(r"(rank|reduced)(\d+)\.(.+)", re.DOTALL)
+
+
+def gradients_component(pending: PendingGradients, rank: int, *, folder: str, max_shard_bytes: int) -> Component:
+    """Returns what this rank holds of an optimizer's gradients as a component.
+
+    Raises:
+        ConfigError: They were unscaled, averaged or clipped already.
+        CheckpointError: One of them is sparse.
+    """
+    pending.check()
+    component = rank_component(GRADIENTS, pending.tensors(), rank, folder=folder, max_shard_bytes=max_shard_bytes)
+    prefix = f"reduced{pending.first_rank}"
+    sums = [replace(part, name=f"{prefix}.{part.name}") for part in pending.reduced()]
+    return replace(component, slices=[*component.slices, *sums])
+
+
+class GradientsLoad:
+    """Fills gradients that waited for their step; see Note [Gradients of other ranks].
+
+    Args:
+        loader: Opens the files.
+        optimizer: The boosted optimizer, whose state is loaded before.
+        directory: Where the gradients are.
+        counts: What every stored rank's window counted, as `WindowCounts.to_plain` gave it.
+    """
+
+    def __init__(self, loader: Loader, optimizer: OptimizerWrapper, directory: Path, counts: Sequence[object]) -> None:
+        self._loader = loader
+        self._optimizer = optimizer
+        self._directory = directory
+        self._plain_counts = counts
+
+    def check(self) -> None:
+        """Opens, compares and verifies. Collective.
+
+        Raises:
+            CheckpointError: Gradients of other parameters or shapes; damage.
+        """
+        self._stored = stored = self._loader.open(self._directory, GRADIENTS)
+        self._loader.ranks.agree(self._compare, self._doing)
+        self._first_ranks = self._loader.names_of_all_ranks({self._first_rank})
+        self._loader.verify(stored)
+
+    def fill(self) -> None:
+        """Replaces this rank's gradients. Collective."""
+
+        def fill() -> None:
+            reduced = ReducedGradients(names=list(self._sums), read=self._read_sum)
+            self._pending.fill(self._own_gradients(), self._own_counts(), reduced)
+
+        self._loader.ranks.agree(fill, self._doing)
+
+    def _compare(self) -> None:
+        self._counts = [WindowCounts.from_plain(plain) for plain in self._plain_counts]
+        self._pending: PendingGradients = self._optimizer.pending_gradients()
+        parameters = self._pending.parameters()
+        self._owns: dict[str, list[str]] = {}  # names of the stored tensors, by parameter
+        self._sums: dict[str, dict[str, str]] = {}  # the same, by parameter and first rank
+        for full_name, spec in self._stored.specs.items():
+            match = _NAME.fullmatch(full_name)
+            if match is None:
+                raise CheckpointError(
+                    f"{self._directory} holds a tensor {full_name!r:.200} among its gradients, which is none: take"
+                    " another copy of the checkpoint"
+                )
+            kind, rank, name = match.groups()
+            if name not in parameters or tuple(parameters[name].shape) != spec.shape:
+                raise CheckpointError(
+                    f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, and this optimizer has no"
+                    " such parameter, nothing was loaded: build it over the same model as the one that was saved"
+                )
+            if kind == "reduced":
+                self._sums.setdefault(name, {})[rank] = full_name
+            elif not self._is_same_world or rank == str(self._loader.ranks.rank):
+                self._owns.setdefault(name, []).append(full_name)
+
+    @property
+    def _is_same_world(self) -> bool:
+        return len(self._plain_counts) == self._loader.ranks.size
+
+    def _own_counts(self) -> WindowCounts:
+        return WindowCounts.of_rank(self._counts, self._loader.ranks.rank, self._loader.ranks.size)
+
+    def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, stored_names in self._owns.items():
+            parts = (whole_tensor(self._stored, stored_name) for stored_name in stored_names)
+            yield name, next(parts) if self._is_same_world else self._mean(parts)
+
+    def _mean(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Returns this rank's share of the ranks' gradients; those that had none count as zero."""
+        total = next(parts).double()  # in fp64: scaled fp16 gradients of several ranks may overflow their own format
+        for part in parts:
+            total += part
+        return total / (self._loader.ranks.size if self._has_items else len(self._counts))
+
+    def _read_sum(self, part: TensorSlice) -> torch.Tensor:
+        """Returns a slice of the sum that this rank's group goes on with; a group that had none counts as zero."""
+        stored = self._sums[part.name]
+        if self._is_same_grouping and self._first_rank in stored:
+            return _read_slice(self._stored, stored[self._first_rank], part)
+        total = torch.zeros(part.tensor.numel(), dtype=torch.float64)
+        for stored_name in () if self._is_same_grouping else stored.values():
+            total += _read_slice(self._stored, stored_name, part)
+        num_stored, num_ranks = len(self._counts), self._loader.ranks.size
+        return total * ((1.0 if self._has_items else num_ranks / num_stored) / len(self._first_ranks))
+
+    @property
+    def _is_same_grouping(self) -> bool:
+        groups = {first_rank for stored in self._sums.values() for first_rank in stored}
+        return self._is_same_world and self._first_ranks == groups
+
+    @property
+    def _first_rank(self) -> str:
+        return str(self._pending.first_rank)
+
+    @property
+    def _has_items(self) -> bool:
+        return self._counts[0].num_items is not None
+
+    @property
+    def _doing(self) -> str:
+        return f"loading the gradients from {self._directory}"
+
+
+def _read_slice(stored: Checkpoint, name: str, part: TensorSlice) -> torch.Tensor:
+    tensor = torch.empty(part.tensor.numel(), dtype=stored.specs[name].dtype)
+    read_slices(stored, [(name, replace(part, tensor=tensor))])
+    return tensor

@@ -1,0 +1,67 @@
+"""Which optimizers may run on parts of parameters."""
+
+from __future__ import annotations
+
+from torch import optim
+
+from booster.errors import ConfigError
+from booster.interface import ShardAware
+from booster.plugins.low_level_zero.probe import find_obstacle
+from booster.plugins.low_level_zero.shard_states import shard_state
+
+__all__ = ["require_elementwise", "shard_state"]
+
+# torch's own, whose formulas were read and that tests compare on parts and on wholes.
+_ELEMENTWISE = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+_REFUSED = {
+    optim.Adafactor: "it needs means over the rows and columns of whole matrices",
+    optim.LBFGS: "it needs dot products over all parameters",
+    optim.Muon: "it makes the update of a whole matrix orthogonal",
+    optim.SparseAdam: "it takes sparse gradients, which are not summed over the ranks here",
+}
+
+
+def require_elementwise(optimizer: optim.Optimizer) -> None:
+    """Returns if the optimizer may update parts of parameters in place of whole ones.
+
+    It may if it is one of torch's elementwise classes, if it is `ShardAware`, or if it did the same on parts as on
+    wholes when copies of it were tried out on small tensors. The optimizer itself and the process's state stay as they
+    are; it is not stepped.
+
+    Args:
+        optimizer: The user's optimizer, before its parameters are cut.
+
+    Raises:
+        ConfigError: It may not; the message says what was seen.
+    """
+    if isinstance(optimizer, ShardAware):
+        return
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            "differentiable=True asks for gradients through the step, and the weights that it makes are copied between"
+            " ranks: make the optimizer without it"
+        )
+    if type(optimizer) in _ELEMENTWISE:
+        return
+    obstacle = next((why for cls, why in _REFUSED.items() if isinstance(optimizer, cls)), None)
+    obstacle = find_obstacle(optimizer) if obstacle is None else obstacle
+    if obstacle is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} can't update parts of parameters: {obstacle}. Use an optimizer that updates"
+            " every element by itself, such as torch.optim.AdamW, or the torch_ddp plugin; or give the class a method"
+            " use_shards(), see booster.interface.ShardAware (an empty one declares that it is elementwise after all)"
+        )

@@ -1,0 +1,112 @@
+"""The model side: buffers equal on all ranks, and nobody reads a weight that is still on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import broadcast
+from booster.interface import ModelWrapper, TensorSlice
+from booster.plugins.low_level_zero.gathering import WaitingForWeights
+
+if TYPE_CHECKING:
+    from booster.plugins.low_level_zero.gathering import WeightGathering
+
+__all__ = ["ZeroModel"]
+
+
+class ZeroModel(ModelWrapper):
+    """The boosted model; every rank holds all weights.
+
+    With `overlap_allgather` the weights of other ranks may still be on their way after a step: the forward, the
+    methods here, and `unwrap()` wait for them. References to parameters from before boost() do not.
+
+    Args:
+        module: The user's model.
+        group: The ranks that hold replicas; None: the world.
+        is_primary: True on the rank that writes what all ranks hold alike.
+        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup | None, *, is_primary: bool, broadcasts_buffers: bool
+    ) -> None:
+        super().__init__(module, is_primary=is_primary)
+        self._group = group
+        self._broadcasts_buffers = broadcasts_buffers
+        self._gathering: WeightGathering | None = None
+        self._clear_gradients: Callable[[], None] | None = None
+
+    def connect(self, gathering: WeightGathering, clear_gradients: Callable[[], None]) -> None:
+        """Tells what brings the weights after a step, and what clears the gradients."""
+        self._gathering = gathering
+        self._clear_gradients = clear_gradients
+
+    def wait_for_weights(self) -> None:
+        """Waits until all weights of the last step are here."""
+        if self._gathering is not None:
+            self._gathering.wait()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's forward; arguments and result are those of the user's model.
+
+        Collective in training, if the model has buffers.
+        """
+        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+            _broadcast_joined(list(self.module.buffers()), self._group)
+        with self._waiting():
+            outputs = super().forward(*args, **kwargs)
+        self.wait_for_weights()
+        return outputs
+
+    def _waiting(self) -> AbstractContextManager[Any]:
+        if self._gathering is None or not self._gathering.is_pending:
+            return nullcontext()
+        if any(hasattr(module, "_orig_mod") for module in self.module.modules()):
+            self._gathering.wait()  # a compiled module reads its weights where no operator of torch is seen
+            return nullcontext()
+        return WaitingForWeights(self._gathering)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the model and of its optimizer."""
+        super().zero_grad(set_to_none)
+        if self._clear_gradients is not None:
+            self._clear_gradients()
+
+    def unwrap(self) -> nn.Module:
+        self.wait_for_weights()
+        return super().unwrap()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        self.wait_for_weights()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.wait_for_weights()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        self.wait_for_weights()
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def tensor_slices(self) -> list[TensorSlice]:
+        self.wait_for_weights()
+        return super().tensor_slices()
+
+
+@torch.no_grad()
+def _broadcast_joined(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gives all ranks the first rank's tensors, with one message per number format."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [tensor for tensor in tensors if tensor.dtype == dtype]
+        joined = torch.cat([tensor.reshape(-1) for tensor in members])
+        broadcast([joined], group)
+        for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

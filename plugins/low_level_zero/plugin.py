@@ -1,0 +1,296 @@
+"""The strategy: every rank holds all weights, and updates its share of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.comm import group_rank, group_size, is_initialized, raise_on_all_ranks, require_same_on_all_ranks
+from booster.data import shard_dataloader
+from booster.device import current_device
+from booster.errors import ConfigError
+from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.mixed_precision.fp16_naive import log_on_master
+from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.placement import make_replicas_equal, move_to_device
+from booster.plugins.low_level_zero.elementwise import require_elementwise
+from booster.plugins.low_level_zero.model import ZeroModel
+from booster.plugins.low_level_zero.optimizer import ZeroOptimizer, ZeroSettings
+from booster.plugins.low_level_zero.precision import DTYPES, WeightPrecision
+from booster.plugins.low_level_zero.settings import ZeroArguments
+from booster.plugins.low_level_zero.weights import Sharding
+from booster.plugins.sync_batch_norm import convert_batch_norm
+
+if TYPE_CHECKING:
+    from booster.checkpoint_io import CheckpointIO
+
+__all__ = ["LowLevelZeroPlugin"]
+
+
+class LowLevelZeroPlugin(Plugin):
+    """ZeRO stages 1 and 2: every rank holds all weights, and updates its share of them.
+
+    Memory per rank of P, N parameters with Adam: fp32 4N weights + 4N (stage 1) or 4N/P (stage 2) gradients + 8N/P
+    states; fp16 and bf16 with fp32 masters 2N + 2N or 4N/P + 12N/P; and the buckets under way. Sent and received per
+    step: 2(P-1)/P of the weights' bytes, as by DistributedDataParallel. Rajbhandari et al., "ZeRO: Memory Optimizations
+    Toward Training Trillion Parameter Models", SC 2020.
+
+    The user's optimizer must be elementwise, as torch's own but LBFGS, Adafactor, Muon and SparseAdam are, or declare
+    how it runs on shards; see `booster.interface.ShardAware`.
+
+    Args:
+        stage: 1: optimizer states (and masters) are divided among the ranks; local gradients are kept whole, so that
+            `no_sync` saves communication. 2: gradients too; every backward reduces them.
+        precision: "fp16" (with loss scaling), "bf16" or "fp32": number format of weights, gradients and computation;
+            fp32 leaves the weights as they are.
+        initial_scale: fp16's loss scale to begin with.
+        min_scale: The scale never falls below.
+        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
+        backoff_factor: Multiplies the scale when overflows lower it.
+        growth_interval: Steps without overflow before the scale grows.
+        hysteresis: How many overflows it takes before the scale is lowered.
+        max_scale: The scale never grows above.
+        max_norm: Clip gradients to this norm at every step; 0: don't.
+        norm_type: Order of that norm.
+        reduce_bucket_size_in_m: 2**20 elements of buffers for buckets under way; a bucket has at most a quarter of it.
+        communication_dtype: Number format in which gradients travel; None: their own. On the CPU they are summed in
+            fp32 in any case.
+        overlap_communication: Reduce gradients while backward goes on; False: stage 1 reduces once before the step.
+        overlap_allgather: Let the weights travel while the next forward goes on, each operator waiting for those that
+            it reads; read weights through the boosted model then, which waits for them.
+        cpu_offload: Keep masters and optimizer states in host memory. On the CPU there is nothing to move.
+        master_weights: Keep fp32 masters of fp16 and bf16 weights; False: the optimizer updates the rounded weights.
+        cast_inputs: Cast floating inputs of the model to its format.
+        extra_dp_size: Shard within groups of world size / extra_dp_size ranks, and replicate over the groups: less
+            traffic between groups for more memory.
+        verbose: Log skipped steps and changes of the loss scale on rank 0.
+        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
+        broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
+
+    Raises:
+        ConfigError: Before `launch`, or an argument that can't be.
+    """
+
+    def __init__(
+        self,
+        stage: int = 1,
+        precision: str = "fp16",
+        initial_scale: float = 2**32,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        reduce_bucket_size_in_m: float = 12,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        overlap_allgather: bool = False,
+        cpu_offload: bool = False,
+        master_weights: bool = True,
+        cast_inputs: bool = True,
+        extra_dp_size: int = 1,
+        verbose: bool = False,
+        *,
+        sync_batch_norm: bool = True,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        if not is_initialized():
+            raise ConfigError(
+                "LowLevelZeroPlugin was made before the processes know each other: call booster.launch_from_torch() and"
+                " start the script with `booster run`"
+            )
+        self._arguments = ZeroArguments(
+            stage=stage,
+            precision=precision,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            reduce_bucket_size_in_m=reduce_bucket_size_in_m,
+            communication_dtype=communication_dtype,
+            overlap_communication=overlap_communication,
+            overlap_allgather=overlap_allgather,
+            cpu_offload=cpu_offload,
+            master_weights=master_weights,
+            cast_inputs=cast_inputs,
+            extra_dp_size=extra_dp_size,
+            sync_batch_norm=sync_batch_norm,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self._arguments.check(group_size())
+        self._new_loss_scaler = functools.partial(
+            DynamicLossScaler,
+            initial_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            min_scale,
+            max_scale,
+            report=log_on_master if verbose else None,
+        )
+        self._new_loss_scaler()  # checks the numbers now
+        self._device = current_device()
+        # Ranks next to each other share the shards: they are likelier to be on one machine.
+        self._mesh = init_device_mesh(
+            self._device.type, (extra_dp_size, group_size() // extra_dp_size), mesh_dim_names=("replica", "shard")
+        )
+        if cpu_offload and self._device.type == "cpu":
+            log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", self._device.type]
+
+    def supported_precisions(self) -> list[str]:
+        return list(DTYPES)
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_device(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dp_size(self) -> int:
+        return group_size()
+
+    @property
+    def dp_rank(self) -> int:
+        return group_rank()
+
+    def axis_sizes(self) -> dict[str, int]:
+        return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
+
+    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
+        return self._arguments.communication_dtype or parameter_dtype
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        raise_on_all_ranks(_error_of(lambda: self._check(model, optimizer)))
+        move_to_device(model, optimizer, self._device)
+        make_replicas_equal(model)
+        if self._arguments.sync_batch_norm and self.dp_size > 1:
+            convert_batch_norm(model, self._device)
+
+    def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            return
+        require_elementwise(optimizer)
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        _check_memory_is_apart(model, trained)
+        if self._arguments.communication_dtype is not None and any(
+            one.dtype.itemsize > 4 for one in trained if self._arguments.dtype is None
+        ):
+            raise ConfigError(
+                f"communication_dtype={self._arguments.communication_dtype} would shorten the gradients of parameters"
+                " that have more than 32 bits: leave it out"
+            )
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        arguments, is_primary = self._arguments, self.dp_rank == 0
+        broadcasts = arguments.broadcast_buffers and self.dp_size > 1
+        boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
+        wrapped = None
+        if optimizer is not None:
+            require_same_on_all_ranks("the optimizer's param groups", _facts(model, optimizer))
+            scaler = self._new_loss_scaler() if arguments.precision == "fp16" else None
+            wrapped = ZeroOptimizer(optimizer, boosted, self._settings(), loss_scaler=scaler, is_primary=is_primary)
+        if arguments.dtype is not None:
+            precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
+            precision.cast(model)  # what is left: frozen parameters and buffers
+            boosted.precision = precision
+        if dataloader is not None:
+            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _settings(self) -> ZeroSettings:
+        arguments = self._arguments
+        has_replicas = arguments.extra_dp_size > 1
+        offloads = arguments.cpu_offload and self._device.type != "cpu"
+        return ZeroSettings(
+            stage=arguments.stage,
+            sharding=Sharding(
+                num_shards=self._mesh.size(1),
+                rank=self._mesh.get_local_rank("shard"),
+                is_primary=self._mesh.get_local_rank("replica") == 0,
+                max_bucket_numel=arguments.max_bucket_numel,
+                keeps_masters=arguments.master_weights,
+                master_device=torch.device("cpu") if offloads else None,
+            ),
+            dtype=arguments.dtype,
+            shard_group=self._mesh.get_group("shard") if has_replicas else None,
+            replica_group=self._mesh.get_group("replica") if has_replicas else None,
+            communication_dtype=arguments.communication_dtype,
+            overlaps=arguments.overlap_communication,
+            overlaps_gathering=arguments.overlap_allgather,
+            max_norm=float(arguments.max_norm),
+            norm_type=float(arguments.norm_type),
+        )
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise ConfigError(
+                "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"
+                " booster.no_sync(model, optimizer)"
+            )
+        return optimizer.no_sync()
+
+    def control_checkpoint_io(self) -> bool:
+        return False
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        from booster.checkpoint_io import GeneralCheckpointIO
+
+        return GeneralCheckpointIO()
+
+
+def _error_of(check: Callable[[], None]) -> ConfigError | None:
+    try:
+        check()
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: dict[int, str] = {}
+    for parameter in trained:
+        if parameter.numel() == 0 or parameter.is_meta:
+            continue
+        other = seen.setdefault(parameter.data_ptr(), names[id(parameter)])
+        if other != names[id(parameter)]:
+            raise ConfigError(
+                f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
+                " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
+            )
+
+
+def _facts(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        f"group {index}: {', '.join(names[id(parameter)] for parameter in group['params'])}"
+        for index, group in enumerate(optimizer.param_groups)
+    ]

@@ -1,0 +1,45 @@
+"""The whole model in one number format, inputs cast on the way in and outputs on the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.interface import MixedPrecision
+from booster.mixed_precision.half_weights import cast_floats, low_precision_to_fp32
+
+__all__ = ["DTYPES", "WeightPrecision"]
+
+# What a precision's name makes of weights; None: they stay as they are.
+DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class WeightPrecision(MixedPrecision):
+    """Computes in the weights' format.
+
+    Args:
+        dtype: Number format of weights, buffers and computation.
+        cast_inputs: Give the model floating inputs in that format.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, cast_inputs: bool) -> None:
+        self._dtype = dtype
+        self._cast_inputs = cast_inputs
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return self._dtype
+
+    def cast(self, model: nn.Module) -> None:
+        """Casts every floating parameter and buffer that is not in the format yet; Parameter objects stay the same."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point() and tensor.dtype != self._dtype:
+                tensor.data = tensor.data.to(self._dtype)
+
+    def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return cast_floats(self._dtype, (args, kwargs)) if self._cast_inputs else (args, kwargs)
+
+    def convert_outputs(self, outputs: Any) -> Any:
+        return low_precision_to_fp32(outputs)

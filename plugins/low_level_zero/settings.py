@@ -1,0 +1,108 @@
+"""The plugin's arguments, checked one by one before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from booster.errors import ConfigError
+from booster.plugins.low_level_zero.precision import DTYPES
+
+__all__ = ["ZeroArguments"]
+
+_MEBI = 2**20
+_BUCKET_BUFFERS = 4  # of a bucket's size at most: two that are sent, and what is received for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroArguments:
+    """See `LowLevelZeroPlugin`."""
+
+    stage: int
+    precision: str
+    max_norm: float
+    norm_type: float
+    reduce_bucket_size_in_m: float
+    communication_dtype: torch.dtype | None
+    overlap_communication: bool
+    overlap_allgather: bool
+    cpu_offload: bool
+    master_weights: bool
+    cast_inputs: bool
+    extra_dp_size: int
+    sync_batch_norm: bool
+    broadcast_buffers: bool
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Number format of the weights; None: their own."""
+        return DTYPES[self.precision]
+
+    @property
+    def max_bucket_numel(self) -> int:
+        """Elements of a bucket, so that all buckets under way fit into `reduce_bucket_size_in_m`."""
+        return max(1, int(self.reduce_bucket_size_in_m * _MEBI) // _BUCKET_BUFFERS)
+
+    def check(self, world_size: int) -> None:
+        """Raises for what can't be.
+
+        Raises:
+            ConfigError: Such an argument.
+        """
+        if self.stage not in (1, 2) or isinstance(self.stage, bool):
+            raise ConfigError(
+                f"stage={self.stage!r} is not a stage of this plugin: 1 divides optimizer states among the ranks, 2"
+                " gradients too; for 3, parameters too, take GeminiPlugin or TorchFSDPPlugin"
+            )
+        if self.precision not in DTYPES:
+            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
+        self._check_numbers()
+        self._check_communication_dtype()
+        self._check_extra_dp_size(world_size)
+        for name in ("overlap_communication", "overlap_allgather", "cpu_offload", "master_weights", "cast_inputs"):
+            _check_flag(name, getattr(self, name))
+        for name in ("sync_batch_norm", "broadcast_buffers"):
+            _check_flag(name, getattr(self, name))
+
+    def _check_numbers(self) -> None:
+        if not _is_number(self.max_norm) or self.max_norm < 0:
+            raise ConfigError(
+                f"max_norm={self.max_norm!r} is no norm that gradients could be clipped to: give a positive number, or"
+                " 0 for no clipping"
+            )
+        if not _is_number(self.norm_type) or self.norm_type <= 0:
+            raise ConfigError(
+                f"norm_type={self.norm_type!r} is no order of a norm: give a positive number, or float('inf')"
+            )
+        if not _is_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
+            raise ConfigError(
+                f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
+                " elements above 0, such as 12"
+            )
+
+    def _check_communication_dtype(self) -> None:
+        allowed = (None, torch.float32, torch.bfloat16, torch.float16)
+        if self.communication_dtype not in allowed:
+            raise ConfigError(
+                f"communication_dtype={self.communication_dtype!r} is no format that gradients travel in: give"
+                " torch.float32, torch.bfloat16, torch.float16, or None for the gradients' own"
+            )
+
+    def _check_extra_dp_size(self, world_size: int) -> None:
+        size = self.extra_dp_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or world_size % size:
+            raise ConfigError(
+                f"extra_dp_size={size!r} does not divide the {world_size} ranks into equal groups that each hold all"
+                " shards: give a divisor of the world size, or 1"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False")

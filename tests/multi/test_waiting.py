@@ -1,0 +1,225 @@
+"""A rank that dies, hangs, raises or comes late is named on all the others, within seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RanksFailed, distributed, run_ranks
+
+from booster.comm import (
+    Fault,
+    InjectedFault,
+    all_gather_equal,
+    all_reduce_numbers,
+    all_reduce_sum,
+    barrier,
+    broadcast,
+    inject_faults,
+    receive,
+    receive_tensor,
+    send_tensor,
+    start_all_gather,
+    start_reduce_scatter,
+    waiting,
+)
+from booster.errors import RankFailedError
+
+GROUP_SECONDS = 2
+SOON_SECONDS = 20  # all of it on a busy machine: the group's timeout, the wait for reports, and slack
+
+
+def _impatient_group():
+    waiting.REPORT_SECONDS = 1.0  # these processes are the test's own and end with it
+    return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=GROUP_SECONDS))
+
+
+def _reduce_scatter(group):
+    start_reduce_scatter(torch.ones(300), group).finish(torch.empty(100), accumulate=False)
+
+
+CALLS = {
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": lambda group: start_all_gather(torch.ones(300), group).wait(),
+    "all_gather_equal": lambda group: all_gather_equal(torch.ones(3), group),
+    "all_reduce": lambda group: all_reduce_numbers([1.0], group),
+    "broadcast": lambda group: broadcast([torch.ones(2**22)], group, source=2),
+    "barrier": barrier,
+}
+
+
+OPERATIONS = {"all_gather_equal": "all_gather", "barrier": "all_reduce"}  # of the others the name is the operation's
+
+
+def _call_twice(call, *faults):
+    """Returns this rank's error at the second call, and how long that took."""
+    group = _impatient_group()
+    CALLS[call](group)
+    start = time.monotonic()
+    try:
+        with inject_faults(*faults):
+            CALLS[call](group)
+    except (RankFailedError, InjectedFault) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def _expect_named(results, call):
+    operation = OPERATIONS.get(call, call)
+    for rank in (0, 1):
+        text, seconds = results[rank]
+        assert text.startswith(
+            f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 gave no sign"
+        )
+        assert "; torch says: " in text
+        assert seconds < SOON_SECONDS
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_died_is_named(call):
+    fault = Fault(rank=2, operation=OPERATIONS.get(call, call), action="exit")
+    with pytest.raises(RanksFailed, match="rank 2 of 3 died: left with exit code 86") as caught:
+        run_ranks(_call_twice, 3, call, fault, fresh=True)
+    _expect_named(caught.value.results, call)
+
+
+@pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "all_reduce", "broadcast"])
+def test_a_rank_that_hangs_is_named_and_learns_it(call):
+    delay = GROUP_SECONDS + 4.0
+    fault = Fault(rank=2, operation=call, action="delay", seconds=delay)
+    results = run_ranks(_call_twice, 3, call, fault, fresh=True)
+    _expect_named(results, call)
+    late, _ = results[2]
+    assert late.startswith(
+        f"RankFailedError: rank 2 could not finish {call} number 2: the others had given this rank up"
+    )
+    assert f"rank 0 is at {call} number 2" in late
+
+
+def test_a_rank_that_raises_is_named():
+    fault = Fault(rank=2, operation="reduce_scatter", action="raise")
+    results = run_ranks(_call_twice, 3, "reduce_scatter", fault, fresh=True)
+    _expect_named(results, "reduce_scatter")
+    assert results[2][0].startswith("InjectedFault: Fault(rank=2, operation='reduce_scatter', call=1, action='raise'")
+
+
+def _make_different_calls():
+    group = _impatient_group()
+    with pytest.raises(RankFailedError) as caught:
+        if dist.get_rank() == 0:
+            _reduce_scatter_of_two(group)
+        else:
+            start_all_gather(torch.ones(200), group).wait()
+    return str(caught.value)
+
+
+def _reduce_scatter_of_two(group):
+    start_reduce_scatter(torch.ones(200), group).finish(torch.empty(100), accumulate=False)
+
+
+def test_ranks_in_different_operations_learn_where_each_is():
+    """Without tags the messages would match, and the wrong numbers would be taken for the right ones."""
+    for text in run_ranks(_make_different_calls, 2, fresh=True):
+        assert (
+            "no rank is missing; rank 0 is at reduce_scatter number 1, rank 1 is at all_gather number 1: all must make"
+            " the same calls in the same order"
+        ) in text
+
+
+def _wait_for_a_message(uses_header):
+    group = _impatient_group()
+    rank = dist.get_rank()
+    if rank == 2:  # takes no part: it must not be named
+        return "nothing"
+    if rank == 1:
+        return "silent"
+    with pytest.raises(RankFailedError) as caught:
+        if uses_header:
+            receive_tensor(1, group)
+        else:
+            receive(torch.empty(3), 1, group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("uses_header", [False, True])
+def test_a_message_that_never_comes_names_its_sender(uses_header):
+    text = run_ranks(_wait_for_a_message, 3, uses_header, fresh=True)[0]
+    assert text.startswith("rank 0 could not finish receive number 1 from rank 1: rank 1 gave no sign")
+
+
+def _wait_in_a_subgroup():
+    waiting.REPORT_SECONDS = 1.0
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=GROUP_SECONDS))
+    if dist.get_rank() != 3:
+        return "not in it"
+    with pytest.raises(RankFailedError) as caught:
+        send_tensor(torch.ones(3), 0, group)
+    with pytest.raises(RankFailedError) as again:
+        start_all_gather(torch.ones(4), group).wait()
+    return str(caught.value), str(again.value)
+
+
+def test_ranks_of_a_subgroup_are_named_as_in_the_world():
+    first, second = run_ranks(_wait_in_a_subgroup, 4, fresh=True)[3]
+    assert first.startswith("rank 3 could not finish send number 1 to rank 1: rank 1 gave no sign")
+    assert second.startswith("rank 3 could not finish all_gather number 1: rank 1 gave no sign")
+
+
+@distributed(2)
+def test_an_error_about_the_call_itself_stays_what_it_is():
+    with pytest.raises(RuntimeError) as caught:
+        all_reduce_sum(torch.ones(3).to(torch.float8_e5m2))
+    assert not isinstance(caught.value, RankFailedError)
+
+
+SERVED_BY_RANK_0 = """\
+import os, sys
+from booster.comm import barrier, waiting
+from booster.errors import RankFailedError
+from booster.launch import launch_from_torch
+
+waiting.REPORT_SECONDS = 1.0
+launch_from_torch(verbose=False, timeout_seconds=5)
+barrier()
+if os.environ["RANK"] == "0":
+    os._exit(3)
+try:
+    barrier()
+except RankFailedError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_lost_store_is_said_to_be_lost(tmp_path):
+    """Rank 0 serves it where no elastic launcher does."""
+    (tmp_path / "script.py").write_text(SERVED_BY_RANK_0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        text, _ = processes[1].communicate(timeout=60)
+        processes[0].communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+    assert "rank 1 could not finish all_reduce number 2, and the store of torch.distributed is gone too" in text
+    assert [process.returncode for process in processes] == [3, 0]
