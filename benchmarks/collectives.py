@@ -64,10 +64,12 @@ class Case:
 
     def engines(self) -> list[Engine]:
         """Returns torch's own call and ours."""
-        builds = _BUILDS[self.operation]
-        names = ("torch", "booster.comm")
+        torch_build, our_build = _BUILDS[self.operation]
         return with_control(
-            [Engine(name=name, build=partial(build, self)) for name, build in zip(names, builds, strict=True)]
+            [
+                Engine(name="torch", build=partial(torch_build, self)),
+                Engine(name="booster.comm", build=partial(our_build, self)),
+            ]
         )
 
     def schedule(self, is_quick: bool) -> Schedule:

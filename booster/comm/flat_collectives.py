@@ -8,7 +8,6 @@ they are the backend's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +37,10 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class ReduceScatter:
     """A sum over the ranks that is under way; made by `start_reduce_scatter`."""
 
-    def __init__(self, operation: Operation, own: torch.Tensor, received: Sequence[torch.Tensor], works: Any) -> None:
-        self._operation = operation
+    def __init__(self, own: torch.Tensor, received: Sequence[torch.Tensor], messages: Messages) -> None:
         self._own = own
         self._received = received
-        self._works = works
+        self._messages = messages
 
     def finish(self, output: torch.Tensor, *, accumulate: bool) -> None:
         """Waits, then sets `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
@@ -55,19 +53,18 @@ class ReduceScatter:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
 
-        To be called once, in the order of the starts.
+        To be called once.
         """
-        for work in self._works:
-            self._operation.wait(work)
-        _sum_into(output, self._own, self._received, accumulate)
+        _require_room(output, self._own)
+        self._messages.wait()
+        _sum_into(output.detach(), self._own, self._received, accumulate)
 
 
 class AllGather:
     """A gathering that is under way; made by `start_all_gather`."""
 
-    def __init__(self, operation: Operation, works: Any) -> None:
-        self._operation = operation
-        self._works = works
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
 
     def wait(self) -> None:
         """Returns when all pieces are in the buffer, and its own may be changed.
@@ -75,8 +72,21 @@ class AllGather:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
-        for work in self._works:
-            self._operation.wait(work)
+        self._messages.wait()
+
+
+class Messages:
+    """What is under way for an operation; nothing in a group of one rank."""
+
+    def __init__(self, operation: Operation | None = None, works: Sequence[dist.Work] = ()) -> None:
+        self._operation = operation
+        self._works = works
+
+    def wait(self) -> None:
+        """Returns when all have arrived."""
+        if self._operation is not None:
+            for work in self._works:
+                self._operation.wait(work)
         self._works = ()
 
 
@@ -96,20 +106,18 @@ def start_reduce_scatter(
     """
     size, rank = group_size(group), group_rank(group)
     pieces = _pieces(payload, size)
-    volume = payload.nbytes - pieces[rank].nbytes
-    operation = begin("reduce_scatter", group, sent=volume, received=volume)
     own = pieces[rank]
     if size == 1:
-        return ReduceScatter(operation, own, (), ())
-    if payload.device.type != "cpu":
-        work = _reduce_scatter_single(own, payload, group=group, async_op=True)
-        return ReduceScatter(operation, own, (), (work,))
-    if received is None:
-        received = payload.new_empty((size - 1) * own.numel())
-    copies = received.detach()[: (size - 1) * own.numel()].chunk(size - 1) if own.numel() else ()
-    incoming = dict(zip(_others(rank, size), copies, strict=False))
-    works = _exchange(operation, pieces, incoming)
-    return ReduceScatter(operation, own, tuple(copies), works)
+        return ReduceScatter(own, (), Messages())
+    copies = _room(received, own, size - 1) if _goes_by_messages(payload) else []
+    volume = (size - 1) * own.nbytes
+    operation = begin("reduce_scatter", group, sent=volume, received=volume)
+    if not copies:
+        with operation.failures_named():
+            work = _reduce_scatter_single(own, payload.detach(), group=group, async_op=True)
+        return ReduceScatter(own, copies, Messages(operation, (work,)))
+    incoming = dict(zip(_others(rank, size), copies, strict=True))
+    return ReduceScatter(own, copies, _exchange(operation, pieces, incoming))
 
 
 def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllGather:
@@ -124,15 +132,21 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     """
     size, rank = group_size(group), group_rank(group)
     pieces = _pieces(buffer, size)
-    volume = buffer.nbytes - pieces[rank].nbytes
-    operation = begin("all_gather", group, sent=volume, received=volume)
+    own = pieces[rank]
     if size == 1:
-        return AllGather(operation, ())
-    if buffer.device.type != "cpu":
-        return AllGather(operation, (_all_gather_single(buffer.detach(), pieces[rank], group=group, async_op=True),))
-    others = _others(rank, size)
-    outgoing = [pieces[rank]] * size
-    return AllGather(operation, _exchange(operation, outgoing, {other: pieces[other] for other in others}))
+        return AllGather(Messages())
+    volume = (size - 1) * own.nbytes
+    operation = begin("all_gather", group, sent=volume, received=volume)
+    if not _goes_by_messages(buffer):
+        with operation.failures_named():
+            work = _all_gather_single(buffer.detach(), own, group=group, async_op=True)
+        return AllGather(Messages(operation, (work,)))
+    incoming = {other: pieces[other] for other in _others(rank, size)}
+    return AllGather(_exchange(operation, [own] * size, incoming))
+
+
+def _goes_by_messages(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -144,37 +158,47 @@ def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [buffer.detach()[index * numel : (index + 1) * numel] for index in range(size)]
 
 
+def _room(received: torch.Tensor | None, own: torch.Tensor, num_copies: int) -> list[torch.Tensor]:
+    if received is None:
+        received = own.new_empty(num_copies * own.numel())
+    if received.numel() != num_copies * own.numel() or received.dtype != own.dtype:
+        raise AssertionError(
+            f"{received.numel()} {received.dtype} are no room for {num_copies} copies of {own.numel()} {own.dtype}"
+        )
+    return _pieces(received, num_copies)
+
+
 def _others(rank: int, size: int) -> list[int]:
     return [(rank + distance) % size for distance in range(1, size)]
 
 
-def _exchange(
-    operation: Operation, outgoing: Sequence[torch.Tensor], incoming: Mapping[int, torch.Tensor]
-) -> list[dist.Work]:
-    """Starts a message to and from each other rank; those that arrive come first in what is returned."""
+def _exchange(operation: Operation, outgoing: Sequence[torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Messages:
+    """Starts a message to and from each other rank; those that arrive are waited for first."""
     receives = [operation.receive_from(piece, other, operation.tag) for other, piece in incoming.items()]
     # Against the order of the receives: what rank r sends first goes to r - 1, which waits for r first.
     sends = [operation.send_to(outgoing[other], other, operation.tag) for other in reversed(list(incoming))]
-    return receives + sends
+    return Messages(operation, receives + sends)
+
+
+def _require_room(output: torch.Tensor, own: torch.Tensor) -> None:
+    if output.numel() != own.numel() or output.dtype not in (own.dtype, torch.float32):
+        raise AssertionError(f"a sum of {own.numel()} {own.dtype} can't go into {output.numel()} {output.dtype}")
 
 
 def _sum_into(output: torch.Tensor, own: torch.Tensor, received: Sequence[torch.Tensor], accumulate: bool) -> None:
-    output = output.detach()
-    if output.numel() != own.numel() or output.dtype not in (own.dtype, torch.float32):
-        raise AssertionError(f"a sum of {own.numel()} {own.dtype} can't go into {output.numel()} {output.dtype}")
-    blocks = zip(output.split(_BLOCK_NUMEL), _terms(own, received), strict=False)
-    is_direct = own.dtype == output.dtype and own.dtype not in _LOW_PRECISION and not accumulate
-    if is_direct:
+    if own.device.type != "cpu":  # no cache to stay in, and own is the sum already
+        _ = output.add_(own) if accumulate else output.copy_(own)
+        return
+    blocks = zip(output.split(_BLOCK_NUMEL), _terms(own, received), strict=True)
+    if own.dtype == output.dtype and own.dtype not in _LOW_PRECISION and not accumulate:
         for target, terms in blocks:
             _sum_directly(target, terms)
         return
     dtype = torch.float32 if own.dtype in _LOW_PRECISION else own.dtype
     total, term = own.new_empty((2, min(own.numel(), _BLOCK_NUMEL)), dtype=dtype)
     for target, terms in blocks:
-        if accumulate:
-            terms = (*terms, target)
-        length = target.numel()
-        target.copy_(_sum_widened(terms, total[:length], term[:length]))
+        all_terms = (*terms, target) if accumulate else terms
+        target.copy_(_sum_widened(all_terms, total[: target.numel()], term[: target.numel()]))
 
 
 def _terms(own: torch.Tensor, received: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

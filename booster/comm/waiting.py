@@ -6,10 +6,12 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
 
@@ -19,16 +21,21 @@ __all__ = ["REPORT_SECONDS", "Place", "failures_named"]
 
 # Note [Missing ranks]
 # A connection that breaks doesn't tell whose fault it was: one rank waits in vain for another, gives up, and thereby
-# breaks its connections to all others. So each rank that fails writes into the store, which isn't part of the group,
-# where it stands, and waits for the others to do so. Who writes nothing in REPORT_SECONDS is missing: it has ended, it
-# hangs, or it is busy elsewhere. The first that has counted writes the verdict (by compare_set, so once) and all obey
-# it, also a rank that was late and finds its connections closed: it reads that it was waited for. Of a message between
-# two ranks the verdict is about those two.
+# breaks its connections to all others. And in a ring only the neighbours of a dead rank see it at all. So each rank
+# that fails writes into the store, which isn't part of the group, where it stands; closes its own connections of the
+# group, which wakes those who wait for it; and waits until the others have written, too. Who writes nothing in
+# REPORT_SECONDS is missing: it has ended, it hangs, or it is busy elsewhere. The first that has counted writes the
+# verdict (by compare_set, so once) and all obey it, also a rank that was late and finds its connections closed: it
+# reads that it was given up. Of a message between two ranks the verdict is about those two.
 # The keys belong to the group and stay: gloo never mends a group, and what is called on it later fails the same way.
 # Nobody waits inside of the store: see Note [Error barrier].
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL a barrier of torch's own goes ahead of each collective, over connections that stay
+# open: there a rank that waits in it may count as missing.
 
-REPORT_SECONDS = 4.0
+REPORT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.02
+_NEVER_SENT = 2**24 - 1  # a tag
+_AT_ONCE = timedelta(milliseconds=1)
 _MAX_TEXT = 300
 _MAX_LISTED = 10  # ranks in a message
 
@@ -87,7 +94,7 @@ class _Inquiry:
     def __init__(self, place: Place, group: dist.ProcessGroup) -> None:
         # torch's stubs give its values as str; they are bytes.
         self._store: Any = PrefixStore(f"booster.failure/{group.group_name}", _get_default_store())
-        self._place, self._rank = place, dist.get_rank()
+        self._place, self._rank, self._group = place, dist.get_rank(), group
         pair = None if place.peer is None else sorted((self._rank, place.peer))
         self._ranks = dist.get_process_group_ranks(group) if pair is None else pair
         self._verdict_key = "missing" if pair is None else f"missing/{pair[0]}-{pair[1]}"
@@ -95,6 +102,7 @@ class _Inquiry:
     def finding(self) -> str:
         """Returns a sentence about the missing ranks, who are the same for all that are there."""
         self._store.set(_report_key(self._rank), json.dumps(asdict(self._place)))
+        _hang_up(self._group)
         self._wait_for_reports()
         self._store.compare_set(self._verdict_key, "", json.dumps(self._silent()))
         missing: list[int] = json.loads(self._store.get(self._verdict_key))
@@ -122,6 +130,18 @@ class _Inquiry:
         places = [Place(**json.loads(self._store.get(_report_key(rank)))) for rank in present[:_MAX_LISTED]]
         listed = ", ".join(f"rank {rank} is at {place}" for rank, place in zip(present, places, strict=False))
         return listed + _and_more(present)
+
+
+def _hang_up(group: dist.ProcessGroup) -> None:
+    """Closes this rank's connections of a gloo group: what gloo does where a message does not come in time."""
+    if "gloo" not in str(dist.get_backend(group)):
+        return
+    for other in dist.get_process_group_ranks(group):
+        if other != dist.get_rank():
+            with suppress(RuntimeError):  # the timeout that is wanted, or a connection that is closed already
+                work = dist.irecv(torch.empty(1), src=other, group=group, tag=_NEVER_SENT)
+                if work is not None:
+                    work.wait(_AT_ONCE)
 
 
 def _report_key(rank: int) -> str:

@@ -8,7 +8,7 @@ parameters. `ShardAware` is how such an optimizer says that it puts these togeth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -39,8 +39,8 @@ class Shard:
     name: str
     global_shape: tuple[int, ...]
     span: tuple[int, int]
-    parameter: nn.Parameter
-    working: nn.Parameter
+    parameter: nn.Parameter = field(repr=False)
+    working: nn.Parameter = field(repr=False)
     group_index: int
     has_master: bool
     is_primary: bool
@@ -155,6 +155,9 @@ class ShardAware(Protocol):
     - A state tensor of the shard's own shape holds one value per element, and is stored and re-cut with the elements.
       Every other state must be equal on all ranks that hold shards of the parameter.
     - State belongs to the shard in `param_groups`; `Shard.working` is not to be changed.
+
+    An optimizer that is elementwise, but draws random numbers or can't be tried out on small tensors, says so by a
+    `use_shards` that does nothing.
     """
 
     def use_shards(self, shards: Shards) -> None:

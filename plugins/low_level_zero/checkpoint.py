@@ -22,7 +22,7 @@ __all__ = ["ZeroOptimizerState", "ZeroPendingGradients"]
 # Note [States of shards]
 # A state of the shard's own shape holds one value per element and is a span of the logical state. Every other state
 # ("step", and what `ShardAware` optimizers know of a whole parameter) each shard has in full, the same on all ranks,
-# and the shard with the parameter's first element writes it. "step" is such a one whatever its shape.
+# and the shard with the parameter's first element writes it.
 # A stored state is cut if it has its parameter's shape. For a parameter without dimensions that says nothing: what is a
 # single number for another parameter is one here too, else the names of torch's own optimizers decide.
 _NUMBER_STATES = frozenset({"step", "eta", "mu", "mu_product"})
@@ -59,7 +59,7 @@ class ZeroOptimizerState(OptimizerState):
             yield from super()._state_slices(name, parameter)
         for shard in self._shards.get(name, ()):
             for key, tensor in self._state_tensors(shard.parameter):
-                if tensor.shape == shard.parameter.shape and key != "step":
+                if tensor.shape == shard.parameter.shape:
                     yield _slice(shard, f"{name}.{key}", tensor)
                 else:
                     yield TensorSlice.whole(f"{name}.{key}", tensor, primary=shard.is_primary and shard.span[0] == 0)
@@ -93,7 +93,7 @@ class ZeroOptimizerState(OptimizerState):
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
         shard = self.optimizer.shards.of(parameter)
-        is_cut = shard is not None and key != "step" and spec.shape == tuple(shard.global_shape)
+        is_cut = shard is not None and spec.shape == tuple(shard.global_shape)
         if is_cut and (spec.shape or key not in self._number_states):
             spec = replace(spec, shape=tuple(parameter.shape))
         return super()._new_state_tensor(parameter, key, spec)

@@ -72,23 +72,10 @@ class GradientStore(Protocol):
         ...
 
 
-class _Sums:
-    """fp32 memory for a rank's pieces of all buckets, made when it is first needed."""
-
-    def __init__(self, group: FlatGroup) -> None:
-        self._group = group
-        self._memory: torch.Tensor | None = None
-
-    def piece(self, bucket: GradientBucket) -> torch.Tensor:
-        if self._memory is None:
-            numel = self._group.layout.shard_numel
-            self._memory = torch.zeros(numel, dtype=bucket.sum_dtype, device=self._group.device)
-        start = bucket.bucket.shard_start
-        return self._memory[start : start + bucket.bucket.piece_numel]
-
-
 class PackedGradients:
     """Stage 2: gradients stay in `.grad` until their bucket is issued; only the sums of the own pieces are kept.
+
+    The sums live from backward to the end of the window: the next forward's activations may take their memory.
 
     Args:
         group: Whose gradients.
@@ -96,7 +83,7 @@ class PackedGradients:
     """
 
     def __init__(self, group: FlatGroup, scratch: Scratch) -> None:
-        self._sums = _Sums(group)
+        self._device = group.device
         self._scratch = scratch
 
     def receive(self, slot: Slot) -> None:
@@ -127,15 +114,16 @@ class PackedGradients:
         return buffer
 
     def collect(self, bucket: GradientBucket, flight: ReduceScatter) -> None:
-        piece = self._sums.piece(bucket)
-        flight.finish(piece, accumulate=bucket.sums is not None)
-        bucket.sums = piece
+        accumulates = bucket.sums is not None
+        if bucket.sums is None:
+            bucket.sums = torch.empty(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._device)
+        flight.finish(bucket.sums, accumulate=accumulates)
 
     def make_room(self, bucket: GradientBucket) -> None:
         """Does nothing: sums and local gradients never share memory."""
 
     def zero_sums(self, bucket: GradientBucket) -> None:
-        bucket.sums = self._sums.piece(bucket).zero_()
+        bucket.sums = torch.zeros(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._device)
 
     def local(self, slot: Slot) -> torch.Tensor | None:
         return slot.parameter.grad if slot.is_local else None
@@ -162,7 +150,6 @@ class FullGradients:
         self._flat = torch.zeros(group.layout.numel, dtype=group.dtype, device=group.device)
         self._rank = group.sharding.rank
         self._views: dict[int, torch.Tensor] = {}
-        self._apart = _Sums(group)
         self._scratch = scratch
 
     def receive(self, slot: Slot) -> None:
@@ -205,12 +192,11 @@ class FullGradients:
         bucket.sums.copy_(sums)
 
     def make_room(self, bucket: GradientBucket) -> None:
-        if bucket.sums is not None:
-            apart = self._apart.piece(bucket)
-            bucket.sums = bucket.sums if bucket.sums.data_ptr() == apart.data_ptr() else apart.copy_(bucket.sums)
+        if bucket.sums is not None and bucket.sums.data_ptr() == self._in_place(bucket).data_ptr():
+            bucket.sums = bucket.sums.clone()
 
     def zero_sums(self, bucket: GradientBucket) -> None:
-        bucket.sums = self._apart.piece(bucket).zero_()
+        bucket.sums = torch.zeros(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._flat.device)
 
     def local(self, slot: Slot) -> torch.Tensor | None:
         return slot.parameter.grad if slot.is_local else None

@@ -118,7 +118,9 @@ class FlatLayout:
     def places_in(self, bucket: Bucket) -> list[int]:
         """Returns the indices of the parameters that have elements in a bucket."""
         return [
-            index for index, place in enumerate(self.places) if place.start < bucket.stop and bucket.start < place.stop
+            index
+            for index, place in enumerate(self.places)
+            if max(place.start, bucket.start) < min(place.stop, bucket.stop)
         ]
 
     def parts(self, rank: int) -> list[Part]:

@@ -40,9 +40,9 @@ class ZeroModel(ModelWrapper):
         self._group = group
         self._broadcasts_buffers = broadcasts_buffers
         self._gathering: WeightGathering | None = None
-        self._clear_gradients: Callable[[], None] | None = None
+        self._clear_gradients: Callable[[bool], None] | None = None
 
-    def connect(self, gathering: WeightGathering, clear_gradients: Callable[[], None]) -> None:
+    def connect(self, gathering: WeightGathering, clear_gradients: Callable[[bool], None]) -> None:
         """Tells what brings the weights after a step, and what clears the gradients."""
         self._gathering = gathering
         self._clear_gradients = clear_gradients
@@ -76,7 +76,7 @@ class ZeroModel(ModelWrapper):
         """Clears the gradients of the model and of its optimizer."""
         super().zero_grad(set_to_none)
         if self._clear_gradients is not None:
-            self._clear_gradients()
+            self._clear_gradients(set_to_none)
 
     def unwrap(self) -> nn.Module:
         self.wait_for_weights()

@@ -327,6 +327,7 @@ class ZeroOptimizer(OptimizerWrapper):
             window.norm = self._last_norm = norm_of_user
 
     def _update_parameters(self) -> None:
+        self.gathering.wait()  # no forward came since the last step: own pieces may still be on their way
         self.optim.step()
         if self._window.num_backwards == 0:
             return
@@ -384,7 +385,8 @@ class ZeroOptimizer(OptimizerWrapper):
         Args:
             allocate: Forget all gradients, and make zeros of these parameters, to be filled; None: as it is.
 
-        Collective over the data-parallel ranks, with the same names.
+        Without `allocate` collective over the data-parallel ranks; with it no communication, and every rank gives the
+        same names.
         """
         if allocate is None:
             self._reducer.agree_on_use()

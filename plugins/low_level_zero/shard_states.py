@@ -30,7 +30,7 @@ def shard_state(optimizer: Optimizer, parameter: nn.Parameter, shards: Sequence[
         shards: What this rank updates of it; none: its state is dropped.
     """
     whole = optimizer.state.pop(parameter, None)
-    if not whole:
+    if whole is None or (isinstance(whole, Mapping) and not whole):
         return
     for shard in shards:
         optimizer.state[shard.parameter] = _part_of(whole, parameter, shard)

@@ -1,17 +1,207 @@
-import torch, torch.distributed as dist, pytest
+"""Reduce-scatter and all-gather of flat buffers give what a sum in one process gives, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
 from harness import distributed
-from booster.comm import *
-@distributed([1,2,3,4])
-@pytest.mark.parametrize("dtype",[torch.float32,torch.bfloat16,torch.float16])
-def test_it(world_size,dtype):
-    r=dist.get_rank(); n=300001
-    pays=[torch.randn(world_size*n,generator=torch.Generator().manual_seed(q)).to(dtype) for q in range(world_size)]
-    mine=pays[r].clone()
-    exp=sum(pays[(r+d)%world_size][r*n:(r+1)*n].float() for d in range(world_size))
-    out=torch.empty(n,dtype=dtype); o32=torch.ones(n)
-    a=start_reduce_scatter(mine); b=start_reduce_scatter(mine)
-    buf=torch.full((world_size*10,),-1.,dtype=dtype); buf[r*10:r*10+10]=r
-    g=start_all_gather(buf)
-    a.finish(out,accumulate=False); b.finish(o32,accumulate=True); g.wait()
-    assert torch.equal(out,exp.to(dtype)); assert torch.equal(o32,exp+1)
-    assert torch.equal(buf, torch.arange(world_size).repeat_interleave(10).to(dtype))
+
+from booster.comm import all_reduce_max, flat_collectives, start_all_gather, start_reduce_scatter
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INTO_FP32 = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+BLOCK = flat_collectives._BLOCK_NUMEL
+
+
+def _payload(rank, numel, dtype, draw=0):
+    generator = torch.Generator().manual_seed(1000 * draw + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def _sum_of_piece(rank, size, numel, dtype, draw=0):
+    """Returns the piece summed in fp32: the own one first, then those of rank + 1, rank + 2, ..."""
+    start, stop = rank * numel, (rank + 1) * numel
+    total = torch.zeros(numel)
+    for distance in range(size):
+        other = (rank + distance) % size
+        total += _payload(other, size * numel, dtype, draw)[start:stop].float()
+    return total
+
+
+@distributed([1, 2, 3, 4])
+@pytest.mark.parametrize(("dtype", "output_dtype"), [*zip(DTYPES, DTYPES, strict=True), *INTO_FP32])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_reduce_scatter_is_a_sum_in_fp32(world_size, dtype, output_dtype, accumulate):
+    rank = dist.get_rank()
+    for numel in (0, 1, 1000, BLOCK, 2 * BLOCK + 3):
+        payload = _payload(rank, world_size * numel, dtype)
+        output = _payload(rank, numel, output_dtype, draw=1)
+        expected = _sum_of_piece(rank, world_size, numel, dtype)
+        if accumulate:
+            expected += output.float()
+        start_reduce_scatter(payload).finish(output, accumulate=accumulate)
+        assert torch.equal(output, expected.to(output_dtype))
+        assert torch.equal(payload, _payload(rank, world_size * numel, dtype))
+
+
+@distributed([1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_may_go_into_the_payload(world_size, dtype):
+    rank, numel = dist.get_rank(), BLOCK + 5
+    payload = _payload(rank, world_size * numel, dtype)
+    own = payload[rank * numel : (rank + 1) * numel]
+    received = torch.empty((world_size - 1) * numel, dtype=dtype)
+    start_reduce_scatter(payload, received=received).finish(own, accumulate=False)
+    expected = _payload(rank, world_size * numel, dtype)
+    expected[rank * numel : (rank + 1) * numel] = _sum_of_piece(rank, world_size, numel, dtype).to(dtype)
+    assert torch.equal(payload, expected)
+
+
+@distributed([1, 2, 3, 4])
+def test_fp64_and_integers_keep_their_precision(world_size):
+    rank, numel = dist.get_rank(), 50
+    for dtype in (torch.float64, torch.int64):
+        payload = torch.arange(world_size * numel).to(dtype) + 2**40 + rank
+        output = torch.ones(numel, dtype=dtype)
+        expected = world_size * (torch.arange(rank * numel, (rank + 1) * numel) + 2**40) + sum(range(world_size)) + 1
+        start_reduce_scatter(payload).finish(output, accumulate=True)
+        assert torch.equal(output, expected.to(dtype))
+
+
+@distributed([1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_all_gather_brings_every_piece(world_size, dtype):
+    rank = dist.get_rank()
+    for numel in (0, 1, 1000, 100_003):
+        whole = _payload(9, world_size * numel, torch.float32).mul(100).to(dtype)
+        buffer = torch.zeros_like(whole)
+        own = slice(rank * numel, (rank + 1) * numel)
+        buffer[own] = whole[own]
+        start_all_gather(buffer).wait()
+        assert torch.equal(buffer, whole)
+
+
+@distributed([2, 3, 4])
+def test_several_under_way_find_their_own_messages(world_size):
+    """Pieces of different lengths, finished in another order than started, beside all-gathers and an all-reduce."""
+    rank = dist.get_rank()
+    lengths = [70_000, 3, 20_000, 1]
+    payloads = [_payload(rank, world_size * numel, torch.float32, draw) for draw, numel in enumerate(lengths)]
+    buffers = [torch.full((world_size * numel,), float(rank)) for numel in lengths]
+    sums, gatherings = [], []
+    for payload, buffer in zip(payloads, buffers, strict=True):
+        sums.append(start_reduce_scatter(payload))
+        gatherings.append(start_all_gather(buffer))
+    total = torch.ones(10)
+    dist.all_reduce(total)
+    assert torch.equal(total, torch.full((10,), float(world_size)))
+    for draw, numel in reversed(list(enumerate(lengths))):
+        output = torch.empty(numel)
+        sums[draw].finish(output, accumulate=False)
+        gatherings[draw].wait()
+        assert torch.equal(output, _sum_of_piece(rank, world_size, numel, torch.float32, draw))
+        assert torch.equal(buffers[draw], torch.arange(float(world_size)).repeat_interleave(numel))
+
+
+@distributed([2, 3])
+def test_other_messages_of_the_group_do_not_mix_in(world_size):
+    """A user's own message without a tag, posted before and of another length, waits for its own partner."""
+    rank = dist.get_rank()
+    receiver, sender = (rank + 1) % world_size, (rank - 1) % world_size
+    received = torch.empty(7)
+    theirs = dist.irecv(received, src=sender)
+    output = torch.empty(5)
+    start_reduce_scatter(torch.ones(5 * world_size)).finish(output, accumulate=False)
+    dist.isend(torch.full((7,), float(rank)), dst=receiver).wait()
+    theirs.wait()
+    assert torch.equal(output, torch.full((5,), float(world_size)))
+    assert torch.equal(received, torch.full((7,), float(sender)))
+
+
+@distributed(4)
+def test_subgroups_sum_among_themselves():
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]  # the second out of order: its ranks are sorted by torch
+    group = groups[rank % 2]
+    place = dist.get_rank(group)
+    output = torch.empty(3)
+    start_reduce_scatter(torch.arange(6.0) + 10 * rank, group).finish(output, accumulate=False)
+    members = dist.get_process_group_ranks(group)
+    assert torch.equal(output, 2 * torch.arange(3.0) + 6 * place + 10 * sum(members))
+    buffer = torch.zeros(8)
+    buffer[4 * place : 4 * place + 4] = rank
+    start_all_gather(buffer, group).wait()
+    assert torch.equal(buffer, torch.tensor([float(members[0])] * 4 + [float(members[1])] * 4))
+    # Numbers are counted by group: the world's are still equal on all ranks.
+    if rank % 2:
+        start_all_gather(buffer, group).wait()
+    world = torch.empty(1)
+    start_reduce_scatter(torch.ones(4)).finish(world, accumulate=False)
+    assert world.item() == 4
+
+
+@distributed([2, 4])
+def test_parameters_and_their_gradients_may_be_given(world_size):
+    weights = torch.nn.Parameter(torch.ones(world_size * 4))
+    output = torch.nn.Parameter(torch.zeros(4))
+    start_reduce_scatter(weights).finish(output, accumulate=True)
+    start_all_gather(weights).wait()
+    assert torch.equal(output.detach(), torch.full((4,), float(world_size)))
+
+
+@distributed([2, 4])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_backend_s_own_calls_serve_where_messages_do_not(world_size, accumulate):
+    """As on other devices than the CPU; here gloo stands in for the backend."""
+    rank, numel = dist.get_rank(), 1000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_collectives, "_goes_by_messages", lambda tensor: False)
+        payload = torch.arange(float(world_size * numel)) + rank
+        output = torch.ones(numel)
+        start_reduce_scatter(payload).finish(output, accumulate=accumulate)
+        buffer = torch.full((world_size * numel,), float(rank))
+        start_all_gather(buffer).wait()
+    total = world_size * torch.arange(rank * numel, (rank + 1) * numel) + sum(range(world_size))
+    assert torch.equal(output, total + float(accumulate))
+    assert torch.equal(buffer, torch.arange(float(world_size)).repeat_interleave(numel))
+
+
+@distributed([1, 3])
+def test_all_reduce_max(world_size):
+    mask = torch.zeros(world_size + 1, dtype=torch.uint8)
+    mask[dist.get_rank()] = 1
+    assert all_reduce_max(mask) is mask
+    assert mask.tolist() == [1] * world_size + [0]
+
+
+@distributed([2])
+@pytest.mark.parametrize(
+    "payload", [torch.ones(3), torch.ones(2, 2), torch.ones(8)[::2]], ids=["uneven", "matrix", "strided"]
+)
+def test_what_is_no_flat_buffer_is_refused_before_it_is_sent(payload):
+    with pytest.raises(AssertionError, match="is not 2 equal flat pieces"):
+        start_reduce_scatter(payload)
+    with pytest.raises(AssertionError, match="is not 2 equal flat pieces"):
+        start_all_gather(payload)
+
+
+@distributed([2])
+def test_a_wrong_output_is_refused():
+    started = start_reduce_scatter(torch.ones(8, dtype=torch.bfloat16))
+    with pytest.raises(AssertionError, match=r"a sum of 4 torch.bfloat16 can't go into 4 torch.float16"):
+        started.finish(torch.empty(4, dtype=torch.float16), accumulate=False)
+    output = torch.empty(4)
+    started.finish(output, accumulate=False)
+    assert output.tolist() == [2.0] * 4
+
+
+@distributed([3])
+def test_a_wrong_scratch_is_refused_before_anything_is_sent(world_size):
+    payload = torch.ones(12)
+    for received in (torch.empty(9), torch.empty(8, dtype=torch.float64)):
+        with pytest.raises(AssertionError, match=r"are no room for 2 copies of 4 torch\.float32"):
+            start_reduce_scatter(payload, received=received)
+    output = torch.empty(4)
+    start_reduce_scatter(payload, received=torch.empty(8)).finish(output, accumulate=False)
+    assert output.tolist() == [3.0] * 4

@@ -26,11 +26,13 @@ SMALL = [
     "deepfm",
 ]
 PRECISIONS = ["bf16", "fp16"]
-TINY_BUCKETS = 0.001  # 262 elements: parameters reach over many buckets
+SMALL_BUCKETS = 0.001  # 262 elements: parameters reach over several buckets
+LARGER_BUCKETS = 0.02  # 5242 elements, for models of up to 100 000
 
 
 def assert_equals_serial(model, *, stage, precision=None, **settings):
-    arguments = {"stage": stage, "reduce_bucket_size_in_m": TINY_BUCKETS, **settings.pop("arguments", {})}
+    buckets = SMALL_BUCKETS if model in SMALL else LARGER_BUCKETS
+    arguments = {"stage": stage, "reduce_bucket_size_in_m": buckets, **settings.pop("arguments", {})}
     # SGD in low precision: its update is linear in the gradient, so that an error is the gradient's own.
     settings.setdefault("optimizer", "adamw" if precision is None else "sgd")
     assert_parallel_equals_serial("low_level_zero", model, precision=precision, plugin_arguments=arguments, **settings)
@@ -187,17 +189,31 @@ def test_whole_grid_in_low_precision_equals_serial(model, world_size, stage, pre
     )
 
 
+def _lay_out_flat(groups):
+    """Puts the weights of each group one after another, as the plugin does.
+
+    Matrix products round in another way where a matrix begins at another alignment (Intel MKL, "Getting Reproducible
+    Results": 64 bytes), which is no business of this test.
+    """
+    for group in groups:
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in group["params"]])
+        parts = flat.split([parameter.numel() for parameter in group["params"]])
+        for parameter, part in zip(group["params"], parts, strict=True):
+            parameter.data = part.view(parameter.shape)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("model", ["mlp_odd", "byte_gpt", "routed_experts", "frozen_unused_conditional"])
+@pytest.mark.parametrize("model", SMALL)
 @distributed(world_size=2)
 def test_two_ranks_and_ddp_have_the_same_bits(model, stage):
     # (a + b) / 2 and a / 2 + b / 2 are the same number, and SGD's arithmetic is per element.
     entry = get_model(model)
-    zero = LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=TINY_BUCKETS)
+    zero = LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=SMALL_BUCKETS)
     ddp = TorchDDPPlugin(find_unused_parameters=entry.uses_unused_parameters)
     weights = []
     for plugin in (zero, ddp):
         booster, module = Booster(plugin=plugin), entry.build()
+        _lay_out_flat(entry.param_groups(module))
         boosted, optimizer, *_ = booster.boost(module, make_optimizer("sgd", entry.param_groups(module)))
         for step in range(4):
             batch = split_batch(entry.make_batch(step, 4), plugin.dp_rank, 2)
@@ -239,7 +255,7 @@ def test_max_norm_is_clipping_by_hand(stage, precision):
 @distributed(world_size=[2, 3])
 def test_norms_of_any_order_equal_one_process(norm_type, world_size):
     entry = get_model("mlp_odd")
-    plugin = LowLevelZeroPlugin(precision="fp32", reduce_bucket_size_in_m=TINY_BUCKETS)
+    plugin = LowLevelZeroPlugin(precision="fp32", reduce_bucket_size_in_m=SMALL_BUCKETS)
     booster, module, plain = Booster(plugin=plugin), entry.build(), entry.build()
     model, optimizer, *_ = booster.boost(module, make_optimizer("sgd", entry.param_groups(module)))
     batch = entry.make_batch(0, 2 * world_size)

@@ -210,8 +210,16 @@ def test_hyperparameters_of_groups_are_live(stage):
     twins.assert_equal()
 
 
+def _step_lr(optimizer):
+    return StepLR(optimizer, 2, 0.3)
+
+
+def _one_cycle(optimizer):
+    return OneCycleLR(optimizer, [0.1, 0.05, 0.2], 6)  # moves the betas too
+
+
 @pytest.mark.parametrize("on_boosted", [True, False])
-@pytest.mark.parametrize("make", [lambda o: StepLR(o, 2, 0.3), lambda o: OneCycleLR(o, [0.1, 0.05, 0.2], 6)])
+@pytest.mark.parametrize("make", [_step_lr, _one_cycle])
 @STAGES
 @distributed(world_size=2)
 def test_schedulers_made_before_and_after_boost(stage, make, on_boosted):

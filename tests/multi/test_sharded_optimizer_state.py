@@ -326,6 +326,18 @@ def test_masters_keep_their_digits(tmp_path, saved, loaded, dtype, seed):
 
 @distributed(world_size=3)
 @pytest.mark.parametrize("seed", range(2))
+def test_a_rank_without_a_part_of_a_master_leaves_the_weights_alone(tmp_path, seed):
+    io = GeneralCheckpointIO()
+    io.save_optimizer(with_masters("sharded", seed), tmp_path / "o", shard=True)
+    wrapped = make("sharded", "adamw", seed + 5, is_fresh=True, dtype=torch.bfloat16, has_masters=True)
+    io.load_optimizer(wrapped, tmp_path / "o")
+    # "scalar" and "single" are on one rank each.
+    for name, parameter in wrapped.model.named_parameters():
+        assert not parameter.any(), name
+
+
+@distributed(world_size=3)
+@pytest.mark.parametrize("seed", range(2))
 def test_masters_that_are_not_stored_follow_the_weights(tmp_path, seed):
     plain = make("sharded", "momentum", seed, is_fresh=False, dtype=torch.bfloat16)
     io = GeneralCheckpointIO()

@@ -37,17 +37,20 @@ SOON_SECONDS = 20  # all of it on a busy machine: the group's timeout, the wait 
 
 
 def _impatient_group():
-    waiting.REPORT_SECONDS = 1.0  # these processes are the test's own and end with it
+    waiting.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
+    # As in a user's run. With DETAIL a barrier of torch's own goes ahead of every collective, and waits by other rules.
+    dist.set_debug_level(dist.DebugLevel.OFF)
     return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=GROUP_SECONDS))
 
 
 def _reduce_scatter(group):
-    start_reduce_scatter(torch.ones(300), group).finish(torch.empty(100), accumulate=False)
+    numel = 100 * dist.get_world_size()
+    start_reduce_scatter(torch.ones(numel), group).finish(torch.empty(100), accumulate=False)
 
 
 CALLS = {
     "reduce_scatter": _reduce_scatter,
-    "all_gather": lambda group: start_all_gather(torch.ones(300), group).wait(),
+    "all_gather": lambda group: start_all_gather(torch.ones(600), group).wait(),
     "all_gather_equal": lambda group: all_gather_equal(torch.ones(3), group),
     "all_reduce": lambda group: all_reduce_numbers([1.0], group),
     "broadcast": lambda group: broadcast([torch.ones(2**22)], group, source=2),
@@ -55,6 +58,9 @@ CALLS = {
 }
 
 
+SLOW_CASES = [
+    pytest.param(call, marks=pytest.mark.slow) for call in ("all_gather", "all_gather_equal", "all_reduce", "broadcast")
+]
 OPERATIONS = {"all_gather_equal": "all_gather", "barrier": "all_reduce"}  # of the others the name is the operation's
 
 
@@ -73,8 +79,7 @@ def _call_twice(call, *faults):
 
 def _expect_named(results, call):
     operation = OPERATIONS.get(call, call)
-    for rank in (0, 1):
-        text, seconds = results[rank]
+    for rank, (text, seconds) in results.items():
         assert text.startswith(
             f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 gave no sign"
         )
@@ -82,20 +87,23 @@ def _expect_named(results, call):
         assert seconds < SOON_SECONDS
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["reduce_scatter", "barrier", *SLOW_CASES])
 def test_a_rank_that_died_is_named(call):
+    """By four ranks: in a ring rank 0 is no neighbour of rank 2, and learns of its end from the others."""
     fault = Fault(rank=2, operation=OPERATIONS.get(call, call), action="exit")
-    with pytest.raises(RanksFailed, match="rank 2 of 3 died: left with exit code 86") as caught:
-        run_ranks(_call_twice, 3, call, fault, fresh=True)
+    with pytest.raises(RanksFailed, match="rank 2 of 4 died: left with exit code 86") as caught:
+        run_ranks(_call_twice, 4, call, fault, fresh=True)
+    assert caught.value.results.keys() == {0, 1, 3}
     _expect_named(caught.value.results, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "all_reduce", "broadcast"])
 def test_a_rank_that_hangs_is_named_and_learns_it(call):
     delay = GROUP_SECONDS + 4.0
     fault = Fault(rank=2, operation=call, action="delay", seconds=delay)
     results = run_ranks(_call_twice, 3, call, fault, fresh=True)
-    _expect_named(results, call)
+    _expect_named(dict(enumerate(results[:2])), call)
     late, _ = results[2]
     assert late.startswith(
         f"RankFailedError: rank 2 could not finish {call} number 2: the others had given this rank up"
@@ -106,22 +114,16 @@ def test_a_rank_that_hangs_is_named_and_learns_it(call):
 def test_a_rank_that_raises_is_named():
     fault = Fault(rank=2, operation="reduce_scatter", action="raise")
     results = run_ranks(_call_twice, 3, "reduce_scatter", fault, fresh=True)
-    _expect_named(results, "reduce_scatter")
+    _expect_named(dict(enumerate(results[:2])), "reduce_scatter")
     assert results[2][0].startswith("InjectedFault: Fault(rank=2, operation='reduce_scatter', call=1, action='raise'")
 
 
 def _make_different_calls():
     group = _impatient_group()
+    call = _reduce_scatter if dist.get_rank() == 0 else CALLS["all_gather"]
     with pytest.raises(RankFailedError) as caught:
-        if dist.get_rank() == 0:
-            _reduce_scatter_of_two(group)
-        else:
-            start_all_gather(torch.ones(200), group).wait()
+        call(group)
     return str(caught.value)
-
-
-def _reduce_scatter_of_two(group):
-    start_reduce_scatter(torch.ones(200), group).finish(torch.empty(100), accumulate=False)
 
 
 def test_ranks_in_different_operations_learn_where_each_is():
@@ -141,21 +143,18 @@ def _wait_for_a_message(uses_header):
     if rank == 1:
         return "silent"
     with pytest.raises(RankFailedError) as caught:
-        if uses_header:
-            receive_tensor(1, group)
-        else:
-            receive(torch.empty(3), 1, group)
+        receive_tensor(1, group) if uses_header else receive(torch.empty(3), 1, group)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("uses_header", [False, True])
+@pytest.mark.parametrize("uses_header", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_message_that_never_comes_names_its_sender(uses_header):
     text = run_ranks(_wait_for_a_message, 3, uses_header, fresh=True)[0]
     assert text.startswith("rank 0 could not finish receive number 1 from rank 1: rank 1 gave no sign")
 
 
 def _wait_in_a_subgroup():
-    waiting.REPORT_SECONDS = 1.0
+    waiting.REPORT_SECONDS = 2.0
     group = dist.new_group([1, 3], timeout=timedelta(seconds=GROUP_SECONDS))
     if dist.get_rank() != 3:
         return "not in it"
@@ -166,6 +165,7 @@ def _wait_in_a_subgroup():
     return str(caught.value), str(again.value)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_subgroup_are_named_as_in_the_world():
     first, second = run_ranks(_wait_in_a_subgroup, 4, fresh=True)[3]
     assert first.startswith("rank 3 could not finish send number 1 to rank 1: rank 1 gave no sign")
@@ -198,6 +198,7 @@ except RankFailedError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_lost_store_is_said_to_be_lost(tmp_path):
     """Rank 0 serves it where no elastic launcher does."""
     (tmp_path / "script.py").write_text(SERVED_BY_RANK_0)

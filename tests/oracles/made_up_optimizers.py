@@ -107,6 +107,15 @@ class PastGradients(Simple):
         return torch.stack(list(past)).mean(0)
 
 
+class TensorAsState(Simple):
+    """Its state is no table."""
+
+    def update(self, parameter, gradient, group):
+        before = self.state.get(parameter)
+        self.state[parameter] = gradient.clone() if before is None else before.lerp(gradient, 0.5)
+        return self.state[parameter]
+
+
 class Lookahead(Optimizer):
     """Zhang et al. 2019, around any optimizer, whose groups and state it shares."""
 

@@ -49,6 +49,7 @@ ELEMENTWISE = {
     "GlobalCount": made_up.GlobalCount,
     "StateFromTheStart": made_up.StateFromTheStart,
     "PastGradients": made_up.PastGradients,
+    "TensorAsState": made_up.TensorAsState,
     "Lookahead": lambda parameters: made_up.Lookahead(optim.Adam(parameters)),
 }
 REFUSED = {

@@ -33,6 +33,11 @@ def test_shards_are_compared_by_identity_and_hashable():
     assert len({first, second}) == 2
 
 
+def test_a_shard_is_shown_without_its_elements():
+    assert "tensor" not in repr(make_shard())
+    assert "span=(2, 7)" in repr(make_shard())
+
+
 def test_every_name_gets_a_sum_in_the_order_of_the_names():
     shards = Shards([make_shard("b")], ["c", "b", "a"], None)
     sums = shards.sum_over_ranks({"b": torch.tensor([1.0, 2.0])}, lengths=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -38,7 +40,10 @@ def nothing_changed(optimizer: Optimizer) -> Iterator[None]:
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Sets aside what `register_optimizer_step_pre_hook` and its like have put on all optimizers of the process."""
-    tables = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    tables: list[dict[int, Any]] = [
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    ]
     kept = [dict(table) for table in tables]
     for table in tables:
         table.clear()
@@ -52,20 +57,22 @@ def _without_global_hooks() -> Iterator[None]:
 @contextmanager
 def _class_attributes_kept(cls: type) -> Iterator[None]:
     """Puts back numbers, texts and containers that are attributes of the user's classes, such as a count of calls."""
-    simple = (bool, int, float, str, list, dict, set)
-    before = [
-        (owner, name, value, value.copy() if isinstance(value, (list, dict, set)) else value)
+    kinds = (bool, int, float, str, list, dict, set)
+    before: list[tuple[type, str, Any, Any]] = [
+        (owner, name, value, copy.copy(value))
         for owner in cls.__mro__
         if owner.__module__.split(".")[0] not in ("torch", "builtins")
         for name, value in vars(owner).items()
-        if isinstance(value, simple) and not name.startswith("__")
+        if isinstance(value, kinds) and not name.startswith("__")
     ]
     try:
         yield
     finally:
         for owner, name, value, content in before:
-            if value != content:
+            if isinstance(value, list):
+                value[:] = content
+            elif isinstance(value, (dict, set)):
                 value.clear()
-                (value.extend if isinstance(value, list) else value.update)(content)
+                value.update(content)
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)

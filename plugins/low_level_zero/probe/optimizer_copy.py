@@ -127,11 +127,15 @@ def _copy_states(
         if not isinstance(key, torch.Tensor):
             target.state[key] = _copied(f"state {key!r}", value, memo, budget)
     for group, replacements in zip(source.param_groups, parameters, strict=True):
-        stateful = next((one for one in group["params"] if source.state.get(one)), None)
+        stateful = next((one for one in group["params"] if _has_state(source.state.get(one))), None)
         if stateful is None or not _fits_other_shapes(source.state[stateful], stateful):
             continue  # it starts without a state, as the original did
         for replacement in replacements:
             target.state[replacement] = _state_for(replacement, source.state[stateful], stateful)
+
+
+def _has_state(state: Any) -> bool:
+    return state is not None and not (isinstance(state, Mapping) and not state)
 
 
 def _fits_other_shapes(state: Any, parameter: torch.Tensor) -> bool:
