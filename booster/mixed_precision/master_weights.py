@@ -79,9 +79,7 @@ class Fp32MasterWeights:
     def slices(self, model: ModelWrapper) -> list[TensorSlice]:
         """Returns the masters by the names of their parameters in the model."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return [
-            TensorSlice.whole(names[id(pair.working)], pair.master.detach(), primary=False) for pair in self._pairs
-        ]
+        return [TensorSlice.whole(names[id(pair.working)], pair.master.detach(), primary=False) for pair in self._pairs]
 
     def _adopt(self, parameter: nn.Parameter, originals: Mapping[int, torch.Tensor]) -> nn.Parameter:
         if parameter.dtype not in LOW_PRECISION:
