@@ -20,7 +20,7 @@ from booster.kernels.float8 import (
     scaled_matmul,
     scaled_matmul_reference,
 )
-from booster.plugins import TorchDDPPlugin
+from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
 
 HAS_GPU = device_type() == "cuda"
 
@@ -124,6 +124,18 @@ def test_ddp_over_nccl_is_plain_torch() -> None:
     assert dist.get_backend() == "nccl"
     assert losses == expected
     assert_same_weights(model, reference)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_sharded_optimizer_is_near_plain_torch(stage: int, precision: str, cpu_offload: bool) -> None:
+    plugin = LowLevelZeroPlugin(stage, precision, initial_scale=LOSS_SCALE, cpu_offload=cpu_offload)
+    losses, model = train_boosted(Booster(plugin=plugin), 5)
+    expected, _ = train_plain(5)
+    assert all(parameter.device.type == "cuda" for parameter in model.parameters())
+    assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.01)
 
 
 @pytest.mark.parametrize("name", sorted(PRECISIONS))
