@@ -333,6 +333,8 @@ class ZeroOptimizer(OptimizerWrapper):
             return
         for flat in self._flat_groups:
             flat.write_weights()
+            # Autograd sees no write through the flat buffer, and would go on with a graph from before the step.
+            torch.autograd.graph.increment_version(flat.parameters)
         self.gathering.start()
         if not self._settings.overlaps_gathering:
             self.gathering.wait()
