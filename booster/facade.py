@@ -109,7 +109,14 @@ class Booster(CheckpointMethods):
 
     # Training.
 
-    def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper, num_items: float | None = None) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        optimizer: OptimizerWrapper,
+        num_items: float | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Computes gradients of a scalar loss; use it in place of `loss.backward()`.
 
         Args:
@@ -118,13 +125,14 @@ class Booster(CheckpointMethods):
             num_items: How many tokens or samples this rank's loss *sums* over. The gradient of the step then is the sum
                 over all ranks and micro-steps divided by the global count, however unevenly the items are spread.
                 None: the mean over ranks.
+            retain_graph: Keep the graph, for another backward() over a part of it.
 
         Collective: every data-parallel rank must call it.
 
         Raises:
             ConfigError: An optimizer that was not boosted, or a loss that is no scalar or needs no gradient.
         """
-        require_boosted_optimizer(optimizer, "backward").backward(loss, num_items=num_items)
+        require_boosted_optimizer(optimizer, "backward").backward(loss, retain_graph=retain_graph, num_items=num_items)
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None

@@ -85,14 +85,16 @@ class CheckpointMethods:
                 failed on some rank. What was on disk is as it was.
         """
         _check_path(path, "save")
+        parts = self._parts("save", model, optimizer, lr_scheduler, dataloader)
+        precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
         self._checkpoint_io.save_training_state(
             path,
-            self._parts("save", model, optimizer, lr_scheduler, dataloader),
+            parts,
             extra=extra,
             facts={
                 "plugin": type(self.plugin).__name__,
                 "dp_size": self.plugin.dp_size,
-                "precision": "fp32" if self.mixed_precision is None else type(self.mixed_precision).__name__,
+                "precision": "fp32" if precision is None else precision.describe(),
             },
             options=SaveOptions(
                 step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors

@@ -16,7 +16,7 @@ _HEAD = ("group", "parameters", "parameter", "compute", "reduction", "master", "
 def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
     """Returns the table as text. No communication."""
     axes = ", ".join(f"{axis}={size}" for axis, size in plugin.axis_sizes().items())
-    precision = "fp32" if model.precision is None else type(model.precision).__name__
+    precision = "fp32" if model.precision is None else model.precision.describe()
     lines = [
         f"plugin: {type(plugin).__name__}   ranks: {axes}   device: {plugin.device}   mixed precision: {precision}",
         f"model: {type(model.unwrap()).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",

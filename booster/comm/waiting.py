@@ -110,7 +110,10 @@ class _Inquiry:
             return f"the others had given this rank up before it came; {self._whereabouts()}"
         if missing:
             return f"{_listed(missing)} gave no sign: see the log there, whether it ended, hangs or is busy elsewhere"
-        return f"no rank is missing; {self._whereabouts()}: all must make the same calls in the same order"
+        return (
+            f"no rank is missing; {self._whereabouts()}: all must make the same calls in the same order. The usual"
+            " cause is another number of batches or steps on some rank"
+        )
 
     def _wait_for_reports(self) -> None:
         keys = [_report_key(rank) for rank in self._ranks]

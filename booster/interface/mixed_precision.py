@@ -89,6 +89,10 @@ class MixedPrecision(ABC):
         model.precision = self
         return model, optimizer, criterion
 
+    def describe(self) -> str:
+        """Returns a name for summaries and checkpoints."""
+        return type(self).__name__
+
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Returns the context that the model's forward runs in."""
         return nullcontext()

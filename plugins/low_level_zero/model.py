@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import broadcast
+from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.plugins.low_level_zero.gathering import WaitingForWeights
 
@@ -77,6 +79,23 @@ class ZeroModel(ModelWrapper):
         super().zero_grad(set_to_none)
         if self._clear_gradients is not None:
             self._clear_gradients(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+        """Returns a copy of the model alone, as averages of weights want it: it has no optimizer."""
+        self.wait_for_weights()
+        copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
+        copied.precision = self.precision
+        return copied.train(self.training)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroModel:
+        for parameter in self.module.parameters():
+            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
+            if probe.dtype != parameter.dtype or probe.device != parameter.device:
+                raise ConfigError(
+                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
+                    f" and is {parameter.dtype} on {parameter.device}, where its optimizer has it: do it before boost()"
+                )
+        return super()._apply(fn, recurse)
 
     def unwrap(self) -> nn.Module:
         self.wait_for_weights()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import group_size, raise_on_all_ranks
+from booster.comm import all_reduce_numbers, group_size, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.interface import OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.interface.mixed_precision import LossScaler
@@ -91,6 +93,8 @@ class ZeroOptimizer(OptimizerWrapper):
         self._settings = settings
         self._synchronizes = True
         self._known_norm: torch.Tensor | None = None
+        self._is_stepping = False
+        optim.register_step_pre_hook(partial(_refuse_step_of_its_own, weakref.ref(self)))
         self._flat_groups: list[FlatGroup] = []
         self._working_of: dict[int, nn.Parameter] = {}
         self._names = {id(parameter): name for name, parameter in reversed(list(model.unwrap().named_parameters()))}
@@ -258,16 +262,25 @@ class ZeroOptimizer(OptimizerWrapper):
         return 1.0 / group_size(self.data_parallel_group)
 
     def _finalize_gradients(self) -> None:
+        window = self._window
+        may_have_others = not window.is_final and window.num_backwards == 0 and self.loss_scaler is None
+        if may_have_others and self._any_rank_has_gradients():
+            # Of a plain loss.backward(), or of another boosted model's backward that reaches into this one.
+            window.count_backward(None)
         super()._finalize_gradients()
         if self._window.is_final:
             self._window.was_multiplied = True  # the local gradients are gone
+
+    def _any_rank_has_gradients(self) -> bool:
+        return all_reduce_numbers([float(self._reducer.has_gradients)], self.data_parallel_group)[0] > 0
 
     def _check_nothing_bypassed(self) -> None:
         error = None
         if self._reducer.has_gradients:
             error = ConfigError(
-                "some gradients did not come from booster.backward(loss, optimizer), and were not averaged over the"
-                " ranks: replace loss.backward() by booster.backward(loss, optimizer)"
+                "some gradients did not come from booster.backward(loss, optimizer) with this optimizer, and lack its"
+                " loss scale: replace loss.backward() by booster.backward(loss, optimizer). A loss that goes through"
+                " two boosted models takes one of them in half precision with a loss scale of its own: use bf16 or fp32"
             )
         raise_on_all_ranks(error, self.data_parallel_group)
 
@@ -328,13 +341,21 @@ class ZeroOptimizer(OptimizerWrapper):
 
     def _update_parameters(self) -> None:
         self.gathering.wait()  # no forward came since the last step: own pieces may still be on their way
-        self.optim.step()
+        for flat in self._flat_groups:
+            if flat.changed_outside():  # by unwrap_model(model).apply(...) or the like
+                flat.refresh_masters()
+        self._is_stepping = True
+        try:
+            self.optim.step()
+        finally:
+            self._is_stepping = False
         if self._window.num_backwards == 0:
             return
         for flat in self._flat_groups:
             flat.write_weights()
             # Autograd sees no write through the flat buffer, and would go on with a graph from before the step.
             torch.autograd.graph.increment_version(flat.parameters)
+            flat.note_versions()
         self.gathering.start()
         if not self._settings.overlaps_gathering:
             self.gathering.wait()
@@ -415,6 +436,15 @@ class ZeroOptimizer(OptimizerWrapper):
                 slot.is_used = True
             if used:
                 self._reducer.zero_sums(bucket)
+
+
+def _refuse_step_of_its_own(wrapper: weakref.ref[ZeroOptimizer], *_: Any) -> None:
+    alive = wrapper()
+    if alive is not None and not alive._is_stepping:
+        raise ConfigError(
+            f"step() was called on the {type(alive.optim).__name__} that went into boost(), which knows nothing of the"
+            " other ranks' gradients: call step() and zero_grad() on the optimizer that boost() returned"
+        )
 
 
 def _gradient_of(bucket: GradientBucket, slot: Slot, owned: OwnedPart) -> torch.Tensor | None:

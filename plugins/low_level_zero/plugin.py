@@ -137,7 +137,7 @@ class LowLevelZeroPlugin(Plugin):
             hysteresis,
             min_scale,
             max_scale,
-            report=log_on_master if verbose else None,
+            report=log_on_master if verbose else _report_first_skip(),
         )
         self._new_loss_scaler()  # checks the numbers now
         self._device = current_device()
@@ -176,14 +176,22 @@ class LowLevelZeroPlugin(Plugin):
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
 
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
+        if self._device.type == "cpu" and parameter_dtype.itemsize < 4:
+            return torch.float32
         return self._arguments.communication_dtype or parameter_dtype
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         raise_on_all_ranks(_error_of(lambda: self._check(model, optimizer)))
+        require_same_on_all_ranks("the plugin's arguments or the optimizer's param groups", self._facts(model, optimizer))
         move_to_device(model, optimizer, self._device)
         make_replicas_equal(model)
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
+
+    def _facts(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+        """Returns what must be the same on all ranks, each of which updates its own part by it."""
+        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
+        return facts + ([] if optimizer is None else _optimizer_facts(model, optimizer))
 
     def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is None:
@@ -212,7 +220,6 @@ class LowLevelZeroPlugin(Plugin):
         boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
         wrapped = None
         if optimizer is not None:
-            require_same_on_all_ranks("the optimizer's param groups", _facts(model, optimizer))
             scaler = self._new_loss_scaler() if arguments.precision == "fp16" else None
             wrapped = ZeroOptimizer(optimizer, boosted, self._settings(), loss_scaler=scaler, is_primary=is_primary)
         if arguments.dtype is not None:
@@ -266,6 +273,21 @@ class LowLevelZeroPlugin(Plugin):
         return GeneralCheckpointIO()
 
 
+def _report_first_skip() -> Callable[[str], None]:
+    """Returns a report that logs the first skipped step: the first ones of a run are usually skipped."""
+    reported: list[str] = []
+
+    def report(text: str) -> None:
+        if "skipped" in text and not reported:
+            reported.append(text)
+            log_on_master(
+                f"{text}. More may follow while the scale falls to where gradients fit: start lower with"
+                " initial_scale=2**16, see them all with verbose=True, ask optimizer.step_was_skipped"
+            )
+
+    return report
+
+
 def _error_of(check: Callable[[], None]) -> ConfigError | None:
     try:
         check()
@@ -288,9 +310,11 @@ def _check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> Non
             )
 
 
-def _facts(model: nn.Module, optimizer: Optimizer) -> list[str]:
+def _optimizer_facts(model: nn.Module, optimizer: Optimizer) -> list[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        f"group {index}: {', '.join(names[id(parameter)] for parameter in group['params'])}"
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    facts = [f"optimizer {type(optimizer).__name__}"]
+    for index, group in enumerate(optimizer.param_groups):
+        facts.append(f"group {index}: {', '.join(names[id(parameter)] for parameter in group['params'])}")
+        plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        facts += [f"group {index}: {key}={value!r}" for key, value in sorted(plain.items())]
+    return facts

@@ -32,6 +32,9 @@ class WeightPrecision(MixedPrecision):
     def compute_dtype(self) -> torch.dtype | None:
         return self._dtype
 
+    def describe(self) -> str:
+        return f"{str(self._dtype).removeprefix('torch.')} weights"
+
     def cast(self, model: nn.Module) -> None:
         """Casts every floating parameter and buffer that is not in the format yet; Parameter objects stay the same."""
         for tensor in [*model.parameters(), *model.buffers()]:

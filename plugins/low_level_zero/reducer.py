@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import ReduceScatter, all_reduce_max, all_reduce_sum, collective_device, start_reduce_scatter
+from booster.errors import ConfigError
 from booster.plugins.low_level_zero.gradients import FullGradients, GradientStore, PackedGradients, Scratch
 from booster.plugins.low_level_zero.slots import GradientBucket, Slot, make_slots
 from booster.plugins.low_level_zero.weights import FlatGroup
@@ -190,12 +191,19 @@ class GradientReducer:
 
     def _agree(self) -> list[GradientBucket]:
         """Returns the buckets in which some rank has something to reduce, and spreads which parameters were used."""
-        local = [any(slot.is_local for slot in bucket.slots) for bucket in self._buckets]
-        facts = [slot.is_used for slot in self.slots] + local
-        if not facts:
+        if not self.slots:
             return []
+        local = [any(slot.is_local for slot in bucket.slots) for bucket in self._buckets]
+        foreign = [slot.name for slot in self.slots if slot.parameter.grad is not None and not slot.is_local]
+        facts = [slot.is_used for slot in self.slots] + local + [bool(foreign)]
         mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(self._data_parallel_group))
         agreed = all_reduce_max(mask, self._data_parallel_group).tolist()
+        if agreed.pop():
+            raise ConfigError(
+                f"the .grad of {foreign[0] if foreign else 'a parameter on another rank'!r} was set by hand, which the"
+                " optimizer would not see: gradients come from backward(), and optimizer.register_gradient_hook() gives"
+                " the true ones to be changed in place"
+            )
         for slot, is_used in zip(self.slots, agreed, strict=False):
             slot.is_used = bool(is_used)
         return [one for one, is_local in zip(self._buckets, agreed[len(self.slots) :], strict=True) if is_local]

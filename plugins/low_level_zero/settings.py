@@ -54,7 +54,7 @@ class ZeroArguments:
         if self.stage not in (1, 2) or isinstance(self.stage, bool):
             raise ConfigError(
                 f"stage={self.stage!r} is not a stage of this plugin: 1 divides optimizer states among the ranks, 2"
-                " gradients too; for 3, parameters too, take GeminiPlugin or TorchFSDPPlugin"
+                " gradients too (3 would divide parameters too, which this plugin does not)"
             )
         if self.precision not in DTYPES:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")

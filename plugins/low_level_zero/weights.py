@@ -73,6 +73,7 @@ class FlatGroup:
         self.weights = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         self.masters = self._new_masters(device)
         self.owned = self._own(self.layout.parts(sharding.rank))
+        self.note_versions()
 
     @property
     def device(self) -> torch.device:
@@ -102,6 +103,14 @@ class FlatGroup:
             weight = self.weights[owned.part.in_buffer].to(master.device)
             is_same = master.to(self.dtype) == weight
             master.copy_(torch.where(is_same, master, weight.to(master.dtype)))
+
+    def note_versions(self) -> None:
+        """Remembers the weights as they are now; see `changed_outside`."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def changed_outside(self) -> bool:
+        """Returns whether a weight was written in place since `note_versions`, other than through `.data`."""
+        return self._versions != [parameter._version for parameter in self.parameters]
 
     def moved_parameter(self) -> str | None:
         """Returns the name of a parameter whose memory is no longer in the flat buffer; None: all are."""
