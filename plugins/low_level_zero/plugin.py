@@ -182,7 +182,8 @@ class LowLevelZeroPlugin(Plugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         raise_on_all_ranks(_error_of(lambda: self._check(model, optimizer)))
-        require_same_on_all_ranks("the plugin's arguments or the optimizer's param groups", self._facts(model, optimizer))
+        facts = self._facts(model, optimizer)
+        require_same_on_all_ranks("the plugin's arguments or the optimizer's param groups", facts)
         move_to_device(model, optimizer, self._device)
         make_replicas_equal(model)
         if self._arguments.sync_batch_norm and self.dp_size > 1:
