@@ -53,6 +53,11 @@ def engines_of(size: str, precision: str) -> list[Engine]:
         *torch_engines,
         *(_deepspeed_engine(size, precision, stage) for stage in STAGES),
         *(_our_engine(size, precision, stage) for stage in STAGES),
+        Engine(
+            name=f"{our_name(1)}, weights during forward",
+            build=partial(_build_ours, size, precision, 1, overlap_allgather=True),
+            requires=("booster",),
+        ),
     ]
 
 
@@ -133,12 +138,12 @@ def _build_fsdp(size: str, precision: str) -> Step:
     return _plain_step(model, _adamw(model.parameters()), batch, False)
 
 
-def _build_ours(size: str, precision: str, stage: int) -> Step:
+def _build_ours(size: str, precision: str, stage: int, **arguments: bool) -> Step:
     from booster import Booster
     from booster.plugins import LowLevelZeroPlugin
 
     model, batch = _task(size)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision))
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision, **arguments))
     model, optimizer, criterion, _, _ = booster.boost(model, _adamw(model.parameters()), next_token_loss)
 
     def step(index: int) -> torch.Tensor:

@@ -95,7 +95,8 @@ class ZeroModel(ModelWrapper):
                     f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
                     f" and is {parameter.dtype} on {parameter.device}, where its optimizer has it: do it before boost()"
                 )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        return self
 
     def unwrap(self) -> nn.Module:
         self.wait_for_weights()
