@@ -39,6 +39,7 @@ class ZeroSettings:
         sharding: How the weights are cut.
         dtype: Number format that weights are cast to; None: they stay.
         data_parallel_group: All ranks among which data are divided; None: the world.
+        agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
         shard_group: The ranks among them that share the shards; None: the world.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
         communication_dtype: Format in which gradients travel; None: their own.
@@ -52,6 +53,7 @@ class ZeroSettings:
     sharding: Sharding
     dtype: torch.dtype | None
     data_parallel_group: dist.ProcessGroup | None = None
+    agreement_group: dist.ProcessGroup | None = None
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     communication_dtype: torch.dtype | None = None
@@ -141,7 +143,7 @@ class ZeroOptimizer(OptimizerWrapper):
             self._model_order(),
             stage=settings.stage,
             overlaps=settings.overlaps,
-            data_parallel_group=settings.data_parallel_group,
+            agreement_group=settings.agreement_group or settings.data_parallel_group,
             shard_group=settings.shard_group,
             replica_group=settings.replica_group,
             communication_dtype=settings.communication_dtype,

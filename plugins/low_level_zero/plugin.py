@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import group_rank, group_size, is_initialized, raise_on_all_ranks, require_same_on_all_ranks
+from booster.comm import (
+    group_rank,
+    group_size,
+    is_initialized,
+    new_cpu_group,
+    raise_on_all_ranks,
+    require_same_on_all_ranks,
+)
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
@@ -145,6 +152,7 @@ class LowLevelZeroPlugin(Plugin):
         self._mesh = init_device_mesh(
             self._device.type, (extra_dp_size, group_size() // extra_dp_size), mesh_dim_names=("replica", "shard")
         )
+        self._agreement_group = None if self._device.type == "cpu" else new_cpu_group()
         if cpu_offload and self._device.type == "cpu":
             log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
 
@@ -246,6 +254,7 @@ class LowLevelZeroPlugin(Plugin):
                 master_device=torch.device("cpu") if offloads else None,
             ),
             dtype=arguments.dtype,
+            agreement_group=self._agreement_group,
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,
             communication_dtype=arguments.communication_dtype,

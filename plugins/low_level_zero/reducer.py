@@ -40,7 +40,8 @@ class GradientReducer:
         model_order: The model's parameters in the order in which it registers them.
         stage: 1: local gradients are kept until they are reduced. 2: they are reduced in every backward.
         overlaps: Buckets are reduced while backward goes on.
-        data_parallel_group: All ranks among which data are divided.
+        agreement_group: All ranks among which data are divided, to agree on what there is to reduce; on an accelerator
+            a group of the CPU's, so that nobody waits for the device to finish.
         shard_group: The ranks among them that share the shards.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
         communication_dtype: Format in which gradients travel; None: their own.
@@ -53,14 +54,14 @@ class GradientReducer:
         *,
         stage: int,
         overlaps: bool,
-        data_parallel_group: dist.ProcessGroup | None,
+        agreement_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         communication_dtype: torch.dtype | None,
     ) -> None:
         self._stage = stage
         self._overlaps = overlaps or stage == 2
-        self._data_parallel_group = data_parallel_group
+        self._agreement_group = agreement_group
         self._shard_group = shard_group
         self._replica_group = replica_group
         self._communication_dtype = communication_dtype
@@ -196,8 +197,8 @@ class GradientReducer:
         local = [any(slot.is_local for slot in bucket.slots) for bucket in self._buckets]
         foreign = [slot.name for slot in self.slots if slot.parameter.grad is not None and not slot.is_local]
         facts = [slot.is_used for slot in self.slots] + local + [bool(foreign)]
-        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(self._data_parallel_group))
-        agreed = all_reduce_max(mask, self._data_parallel_group).tolist()
+        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(self._agreement_group))
+        agreed = all_reduce_max(mask, self._agreement_group).tolist()
         if agreed.pop():
             raise ConfigError(
                 f"the .grad of {foreign[0] if foreign else 'a parameter on another rank'!r} was set by hand, which the"
