@@ -13,11 +13,12 @@ from torch import nn
 from booster.comm import gather_distinct, global_rank_of, raise_on_all_ranks
 from booster.errors import CheckpointError
 from booster.interface import OptimizerState, PendingGradients, ReducedGradients, Shard, TensorSlice, TensorSpec
+from booster.plugins.low_level_zero.weights import follow_weights
 
 if TYPE_CHECKING:
     from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 
-__all__ = ["ZeroOptimizerState", "ZeroPendingGradients"]
+__all__ = ["ZeroOptimizerState", "ZeroPendingGradients", "shard_slice"]
 
 # Note [States of shards]
 # A state of the shard's own shape holds one value per element and is a span of the logical state. Every other state
@@ -60,7 +61,7 @@ class ZeroOptimizerState(OptimizerState):
         for shard in self._shards.get(name, ()):
             for key, tensor in self._state_tensors(shard.parameter):
                 if tensor.shape == shard.parameter.shape:
-                    yield _slice(shard, f"{name}.{key}", tensor)
+                    yield shard_slice(shard, f"{name}.{key}", tensor)
                 else:
                     yield TensorSlice.whole(f"{name}.{key}", tensor, primary=shard.is_primary and shard.span[0] == 0)
 
@@ -69,7 +70,7 @@ class ZeroOptimizerState(OptimizerState):
             yield from super()._master_slices(name, parameter)
         for shard in self._shards.get(name, ()):
             if shard.has_master:
-                yield _slice(shard, f"{name}.master", shard.parameter.detach())
+                yield shard_slice(shard, f"{name}.master", shard.parameter.detach())
 
     def _all_numbers(self) -> dict[str, dict[str, Any]]:
         own: dict[str, dict[str, Any]] = {}
@@ -103,7 +104,7 @@ class ZeroOptimizerState(OptimizerState):
         for name, shards in self._shards.items():
             for shard in shards if f"{name}.master" not in stored else ():
                 if shard.has_master:
-                    _follow_weights(shard)
+                    follow_weights(shard)
 
 
 class ZeroPendingGradients(PendingGradients):
@@ -129,7 +130,7 @@ class ZeroPendingGradients(PendingGradients):
         held = {(shard.name, shard.span) for shard, _ in found}
         missing = [one for one in shards.parts if one.name in dtypes and (one.name, one.span) not in held]
         found += [(one, torch.zeros_like(one.parameter, dtype=dtypes[one.name])) for one in missing]
-        self._reduced = [replace(_slice(shard, shard.name, sums), primary=True) for shard, sums in found]
+        self._reduced = [replace(shard_slice(shard, shard.name, sums), primary=True) for shard, sums in found]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         names = set(self.optimizer.shards.names)
@@ -156,7 +157,7 @@ class ZeroPendingGradients(PendingGradients):
         if reduced.names:  # first, as it forgets all gradients
             for shard, sums in self.optimizer.reduced_gradients(allocate=reduced.names):
                 if shard.name in reduced.names:
-                    sums.copy_(rescaled(reduced.read(_slice(shard, shard.name, sums))))
+                    sums.copy_(rescaled(reduced.read(shard_slice(shard, shard.name, sums))))
         for name, raw in gradients:
             self.optimizer.set_local_gradient(name, rescaled(raw))
 
@@ -169,7 +170,8 @@ def _shards_by_name(optimizer: ZeroOptimizer) -> dict[str, list[Shard]]:
     return {name: sorted(shards, key=lambda shard: shard.span) for name, shards in found.items()}
 
 
-def _slice(shard: Shard, name: str, tensor: torch.Tensor) -> TensorSlice:
+def shard_slice(shard: Shard, name: str, tensor: torch.Tensor) -> TensorSlice:
+    """Returns a tensor with one value per element of a shard as a slice of the logical tensor `name`."""
     return TensorSlice(
         name=name,
         dtype=tensor.dtype,
@@ -190,11 +192,3 @@ def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collect
         if shapes[name]:
             (others if spec.shape else numbers).add(key)
     return frozenset(numbers | (_NUMBER_STATES - others))
-
-
-def _follow_weights(shard: Shard) -> None:
-    """Takes the model's weights over; an element that still rounds to its weight keeps its extra digits."""
-    master = shard.parameter.detach()
-    weights = shard.working.detach().reshape(-1)[slice(*shard.span)].to(master.device)
-    is_same = master.to(weights.dtype) == weights
-    master.copy_(torch.where(is_same, master, weights.to(master.dtype)))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,49 +16,17 @@ from booster.comm import all_reduce_numbers, group_size, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.interface import OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.interface.mixed_precision import LossScaler
-from booster.plugins.low_level_zero.checkpoint import ZeroOptimizerState, ZeroPendingGradients
+from booster.plugins.low_level_zero.checkpoint import ZeroOptimizerState, ZeroPendingGradients, shard_slice
 from booster.plugins.low_level_zero.elementwise import shard_state
 from booster.plugins.low_level_zero.gathering import WeightGathering
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.low_level_zero.norms import norm_over_ranks
 from booster.plugins.low_level_zero.reducer import GradientReducer
+from booster.plugins.low_level_zero.settings import ZeroSettings
 from booster.plugins.low_level_zero.slots import GradientBucket, Slot
-from booster.plugins.low_level_zero.weights import FlatGroup, OwnedPart, Sharding
+from booster.plugins.low_level_zero.weights import FlatGroup, OwnedPart
 
-__all__ = ["ZeroOptimizer", "ZeroSettings"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroSettings:
-    """How an optimizer is sharded.
-
-    Attributes:
-        stage: 1: optimizer states are sharded; 2: gradients too.
-        sharding: How the weights are cut.
-        dtype: Number format that weights are cast to; None: they stay.
-        data_parallel_group: All ranks among which data are divided; None: the world.
-        agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
-        shard_group: The ranks among them that share the shards; None: the world.
-        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
-        communication_dtype: Format in which gradients travel; None: their own.
-        overlaps: Gradients are reduced while backward goes on.
-        overlaps_gathering: Weights travel while the next forward goes on.
-        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
-        norm_type: Order of that norm.
-    """
-
-    stage: int
-    sharding: Sharding
-    dtype: torch.dtype | None
-    data_parallel_group: dist.ProcessGroup | None = None
-    agreement_group: dist.ProcessGroup | None = None
-    shard_group: dist.ProcessGroup | None = None
-    replica_group: dist.ProcessGroup | None = None
-    communication_dtype: torch.dtype | None = None
-    overlaps: bool = True
-    overlaps_gathering: bool = False
-    max_norm: float = 0.0
-    norm_type: float = 2.0
+__all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(OptimizerWrapper):
@@ -172,19 +138,8 @@ class ZeroOptimizer(OptimizerWrapper):
             flat.refresh_masters()
 
     def _master_slices(self) -> list[TensorSlice]:
-        return [
-            TensorSlice(
-                name=shard.name,
-                dtype=shard.parameter.dtype,
-                global_shape=shard.global_shape,
-                box=tuple((0, size) for size in shard.global_shape),
-                span=shard.span,
-                tensor=shard.parameter.detach(),
-                primary=False,
-            )
-            for shard in self.shards.parts
-            if shard.has_master
-        ]
+        masters = (shard for shard in self.shards.parts if shard.has_master)
+        return [shard_slice(shard, shard.name, shard.parameter.detach()) for shard in masters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the user's optimizer and shards it.

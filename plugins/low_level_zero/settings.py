@@ -1,4 +1,4 @@
-"""The plugin's arguments, checked one by one before anything is allocated."""
+"""The plugin's arguments, checked one by one before anything is allocated, and what they mean for an optimizer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from booster.errors import ConfigError
 from booster.plugins.low_level_zero.precision import DTYPES
+from booster.plugins.low_level_zero.weights import Sharding
 
-__all__ = ["ZeroArguments"]
+__all__ = ["ZeroArguments", "ZeroSettings"]
 
 _MEBI = 2**20
 _BUCKET_BUFFERS = 4  # of a bucket's size at most: two that are sent, and what is received for them
@@ -97,6 +99,39 @@ class ZeroArguments:
                 f"extra_dp_size={size!r} does not divide the {world_size} ranks into equal groups that each hold all"
                 " shards: give a divisor of the world size, or 1"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSettings:
+    """How an optimizer is sharded.
+
+    Attributes:
+        stage: 1: optimizer states are sharded; 2: gradients too.
+        sharding: How the weights are cut.
+        dtype: Number format that weights are cast to; None: they stay.
+        data_parallel_group: All ranks among which data are divided; None: the world.
+        agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
+        shard_group: The ranks among them that share the shards; None: the world.
+        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
+        communication_dtype: Format in which gradients travel; None: their own.
+        overlaps: Gradients are reduced while backward goes on.
+        overlaps_gathering: Weights travel while the next forward goes on.
+        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
+        norm_type: Order of that norm.
+    """
+
+    stage: int
+    sharding: Sharding
+    dtype: torch.dtype | None
+    data_parallel_group: dist.ProcessGroup | None = None
+    agreement_group: dist.ProcessGroup | None = None
+    shard_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    communication_dtype: torch.dtype | None = None
+    overlaps: bool = True
+    overlaps_gathering: bool = False
+    max_norm: float = 0.0
+    norm_type: float = 2.0
 
 
 def _is_number(value: Any) -> bool:

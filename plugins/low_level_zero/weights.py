@@ -11,7 +11,7 @@ from torch import nn
 from booster.interface import Shard
 from booster.plugins.low_level_zero.layout import FlatLayout, Part
 
-__all__ = ["FlatGroup", "OwnedPart", "Sharding"]
+__all__ = ["FlatGroup", "OwnedPart", "Sharding", "follow_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +91,10 @@ class FlatGroup:
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Takes over weights that were changed from outside.
-
-        An element that still rounds to its weight keeps its extra digits, so the order of loading weights and masters
-        does not matter.
-        """
-        if self.masters is None:
-            return
-        for owned in self.owned:
-            master = owned.shard.parameter.detach()
-            weight = self.weights[owned.part.in_buffer].to(master.device)
-            is_same = master.to(self.dtype) == weight
-            master.copy_(torch.where(is_same, master, weight.to(master.dtype)))
+        """Takes over weights that were changed from outside; see `follow_weights`."""
+        if self.masters is not None:
+            for owned in self.owned:
+                follow_weights(owned.shard)
 
     def note_versions(self) -> None:
         """Remembers the weights as they are now; see `changed_outside`."""
@@ -163,3 +155,16 @@ class FlatGroup:
             has_master=self.masters is not None and self.masters.dtype != self.dtype,
             is_primary=self.sharding.is_primary,
         )
+
+
+@torch.no_grad()
+def follow_weights(shard: Shard) -> None:
+    """Takes the model's weights over into a shard that is a copy of them.
+
+    An element that still rounds to its weight keeps its extra digits, so the order of loading weights and masters does
+    not matter.
+    """
+    master = shard.parameter.detach()
+    weights = shard.working.detach().reshape(-1)[slice(*shard.span)].to(master.device)
+    is_same = master.to(weights.dtype) == weights
+    master.copy_(torch.where(is_same, master, weights.to(master.dtype)))
