@@ -289,7 +289,10 @@ class ZeroOptimizer(OptimizerWrapper):
 
     def _clip_to_max_norm(self) -> None:
         window = self._window
-        if self._settings.max_norm <= 0 or window.num_backwards == 0 or window.has_stepped:
+        if self._settings.max_norm <= 0 or window.has_stepped:
+            return
+        self._finalize_gradients()  # which finds the gradients of a plain loss.backward()
+        if window.num_backwards == 0:
             return
         norm_of_user = window.norm
         self.clip_grad_by_norm(self._settings.max_norm, self._settings.norm_type)

@@ -34,6 +34,18 @@ def test_a_plain_backward_is_averaged_where_nothing_is_scaled(stage, ranks):
 
 @STAGES
 @distributed(world_size=2)
+def test_a_plain_backward_is_clipped_by_the_plugin_too(stage):
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="fp32", max_norm=1e-3))
+    model, optimizer, *_ = booster.boost(model := nn.Linear(3, 2), torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.state_dict()["bias"].clone()
+    model(torch.ones(2, 3)).sum().backward()
+    norm = 2 * (2 + 6) ** 0.5  # every weight and bias has a gradient of 2
+    optimizer.step()
+    torch.testing.assert_close(before - model.state_dict()["bias"], torch.full((2,), 2e-3 / norm), rtol=1e-3, atol=1e-6)
+
+
+@STAGES
+@distributed(world_size=2)
 def test_a_loss_through_two_models_trains_both(stage):
     booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="fp32"))
     torch.manual_seed(0)
