@@ -1,4 +1,4 @@
-"""Which kernels there are, and whether each runs natively or as its reference in plain torch."""
+"""The list of kernels, and whether each runs compiled or as its reference in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from booster.kernels.building import find_toolchain, obstacle
 from booster.kernels.float8 import GRADIENT_DTYPE, native_problem
+from booster.kernels.loader import MODE_VARIABLE, find_built, kernel_mode
+from booster.kernels.sources import KERNELS, KernelSource
 
 __all__ = ["KernelStatus", "kernel_status", "register_probe"]
 
@@ -17,12 +20,13 @@ class KernelStatus:
 
     Attributes:
         name: The kernel's name.
-        status: "native" where the compiled kernel runs, "reference" where plain torch stands in for it.
-        reason: Why: what it was built with, or what is missing.
+        status: "native" where the compiled kernel is there, "buildable" where its first use will compile it, and
+            "reference" where plain torch stands in for it.
+        reason: Why: where it is, what it would be built with, or what is missing.
     """
 
     name: str
-    status: Literal["native", "reference"]
+    status: Literal["native", "buildable", "reference"]
     reason: str
 
 
@@ -35,12 +39,27 @@ def register_probe(probe: _Probe) -> None:
 
 
 def kernel_status(device_type: str = "cpu") -> list[KernelStatus]:
-    """Returns the state of every registered kernel, in the order of registration.
+    """Returns the state of every kernel, those with sources of their own first. Builds nothing.
 
     Args:
         device_type: The kind of device that they would run on: "cpu", "cuda", ...
+
+    Raises:
+        ConfigError: `BOOSTER_KERNELS` has no known value.
     """
-    return [probe(device_type) for probe in _probes]
+    return [_compiled(source) for source in KERNELS.values()] + [probe(device_type) for probe in _probes]
+
+
+def _compiled(source: KernelSource) -> KernelStatus:
+    if kernel_mode() == "reference":
+        return KernelStatus(name=source.name, status="reference", reason=f"{MODE_VARIABLE}=reference asks for it")
+    path = find_built(source)
+    if path is not None:
+        return KernelStatus(name=source.name, status="native", reason=str(path))
+    reason = obstacle(source)
+    if reason is not None:
+        return KernelStatus(name=source.name, status="reference", reason=reason)
+    return KernelStatus(name=source.name, status="buildable", reason=f"at its first use, by {find_toolchain().version}")
 
 
 def _float8_matmul(device_type: str) -> KernelStatus:
