@@ -73,4 +73,5 @@ class PlatformDistribution(Distribution):
         return builds_kernels()
 
 
-setup(cmdclass={"build_py": BuildPython}, distclass=PlatformDistribution)
+if __name__ == "__main__":  # walking over the package in a checkout comes by here
+    setup(cmdclass={"build_py": BuildPython}, distclass=PlatformDistribution)

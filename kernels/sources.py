@@ -75,9 +75,7 @@ COMPILE_FLAGS = (
 _X86 = (
     InstructionSet("baseline", ()),
     InstructionSet("avx2", ("-mavx2", "-mfma", "-mf16c")),
-    InstructionSet(
-        "avx512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")
-    ),
+    InstructionSet("avx512", ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")),
 )
 _ARM = (InstructionSet("neon", ()),)
 _OTHER = (InstructionSet("baseline", ()),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from booster.checkpoint_io.loading.stored_elements import ElementReader
 from booster.checkpoint_io.planning.byte_runs import whole_box
 from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.errors import CheckpointError
+from booster.kernels.checksum import crc32
 
 __all__ = ["verify_ranges"]
 
@@ -77,13 +77,13 @@ class _Verifier(threading.local):
         spec = self._stored.specs[record.name]
         box = whole_box(spec.shape) if record.box is None else record.box
         itemsize = spec.dtype.itemsize
-        step, crc32 = BUFFER_BYTES // itemsize, 0
+        step, checksum = BUFFER_BYTES // itemsize, 0
         for start in range(*record.span, step):
             stop = min(start + step, record.span[1])
             piece = self._buffer[: (stop - start) * itemsize]
             self._reader.read(record.name, box, (start, stop), piece)
-            crc32 = zlib.crc32(piece.data, crc32)
-        return crc32
+            checksum = crc32(piece.data, checksum)
+        return checksum
 
 
 def _share_of(stored: Checkpoint, share: int, num_shares: int) -> Iterator[_Recorded]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from booster.checkpoint_io.saving.staging import STAGING
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.interface import TensorSlice
+from booster.kernels.checksum import crc32
 
 __all__ = ["read_range", "write_one", "write_ranges"]
 
@@ -26,6 +26,10 @@ __all__ = ["read_range", "write_one", "write_ranges"]
 # A job is a stretch of a file of about one block, cut where the plan cuts ranges: on a page, where the file allows it.
 # A thread takes a job, copies its elements through a buffer of its own, sums them on the way, and writes; while the
 # disk works for one thread, the others copy. All the heavy parts let go of the interpreter's lock.
+
+# Note [Checksums]
+# The kernel's crc32 is the number that zlib gives, so the manifest's format does not know of it: a machine that has to
+# do without verifies the same files. Bytes are summed while they are in the cache, and short heads by zlib itself.
 
 # Shorter runs are written one by one through the page cache, straight from the tensor where it can be; longer ones are
 # worth whole pages. A file that this rank writes less of than that is not opened for whole pages.
@@ -129,7 +133,7 @@ def write_one(storage: Storage, file: OpenFile, image: FileImage, part: WriteRan
     spec = image.specs[part.name]
     for logical, local, length in _runs(spec.shape, part, part.span, spec.dtype.itemsize):
         storage.write_at(file, view[local : local + length], image.offsets[part.name] + logical)
-    return zlib.crc32(view)
+    return crc32(view)
 
 
 def _jobs(
@@ -193,7 +197,7 @@ def _write_run(window: Window, offset: int, held: TensorSlice, span: tuple[int, 
         room = window.reserve(offset, (stop - start) * itemsize)
         count = room.numel() // itemsize
         copy_elements(held.tensor, start - held.span[0], start + count - held.span[0], room, held.dtype)
-        checksum = zlib.crc32(bytes_of(room), checksum)
+        checksum = crc32(bytes_of(room), checksum)
         start, offset = start + count, offset + count * itemsize
     return checksum
 
@@ -214,7 +218,7 @@ def _write_short_runs(output: OutputFile, window: Window, base: int, piece: _Pie
             out = scratch[: (stop - start) * itemsize]
             copy_elements(held.tensor, first, last, out, held.dtype)
             view = bytes_of(out)
-        checksum = zlib.crc32(view, checksum)
+        checksum = crc32(view, checksum)
         for logical, local, num_bytes in _runs(held.global_shape, part, (start, stop), itemsize):
             output.write(view[local : local + num_bytes], base + logical)
     return checksum

@@ -1,0 +1,210 @@
+// Collectives of processes on one host through memory that they share: the module that Python sees.
+//
+// One Collectives object is one rank's end of a group's memory. Every call releases the GIL while it works and waits, and
+// returns None, or (reason, rank) where it could not be finished; see Failure. Addresses, lengths and types are checked
+// in kernels/shared_memory.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "instruction_sets.h"
+#include "shm_operations.h"
+#include "shm_pipeline.h"
+#include "shm_segment.h"
+#include "shm_vector.h"
+#include "shm_waiting.h"
+
+namespace py = pybind11;
+
+namespace booster {
+namespace {
+
+constexpr uint64_t ELEMENT_BYTES[NUM_ELEMENT_TYPES] = {4, 2, 2, 8, 1, 4, 8};
+
+// From here on a result does not fit the caches beside what else is in use, and goes past them.
+constexpr uint64_t PAST_CACHES_BYTES = 8u << 20;
+// Up to here one meeting costs less than that every rank reduces all terms.
+constexpr uint64_t SHORT_ALL_REDUCE_BYTES = 128u << 10;
+
+enum OperationCode : int64_t { ALL_REDUCE = 0, REDUCE_SCATTER = 1, ALL_GATHER = 2, ALL_TO_ALL = 3, BROADCAST = 4 };
+
+struct Functions {
+    ReduceFunction reduce;
+    CopyFunction copy_past_caches;
+};
+
+Functions functions_of(const std::string& instruction_set) {
+    const std::string name = chosen_instruction_set(instruction_set);
+#if defined(BOOSTER_HAS_AVX512)
+    if (name == "avx512") return {avx512::reduce, avx512::copy_past_caches};
+#endif
+#if defined(BOOSTER_HAS_AVX2)
+    if (name == "avx2") return {avx2::reduce, avx2::copy_past_caches};
+#endif
+#if defined(BOOSTER_HAS_NEON)
+    return {neon::reduce, neon::copy_past_caches};
+#else
+    return {baseline::reduce, baseline::copy_past_caches};
+#endif
+}
+
+void copy_through_caches(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
+
+// Runs what Python's signal handlers have to do; true if one of them raised.
+bool has_interrupt() {
+    py::gil_scoped_acquire holds_gil;
+    return PyErr_CheckSignals() != 0;
+}
+
+char* address(uint64_t number) { return reinterpret_cast<char*>(static_cast<uintptr_t>(number)); }
+
+class Collectives {
+  public:
+    Collectives(Segment segment, int rank, double timeout_seconds, const std::string& instruction_set)
+        : process_id_(getpid()), rank_(rank), segment_(std::move(segment)),
+          waiter_(segment_, rank, static_cast<int64_t>(timeout_seconds * 1e9), has_interrupt),
+          pipeline_(segment_, rank, waiter_), functions_(functions_of(instruction_set)) {
+        Card& card = segment_.card(rank);
+        card.process_id = process_id_;
+        CPU_ZERO(&card.processors);
+        sched_getaffinity(0, sizeof card.processors, &card.processors);
+    }
+
+    // Called when every rank has made its end.
+    void begin() {
+        segment_.close_file();
+        waiter_.meet_peers();
+    }
+
+    int file_number() const { return segment_.file(); }
+
+    py::object all_reduce(int64_t number, uint64_t data, uint64_t count, int type, int reduction_operator) {
+        const Reduction reduction = {type, type, reduction_operator, false};
+        const uint64_t bytes = count * ELEMENT_BYTES[type];
+        const Surroundings around = surroundings(bytes);
+        const Facts facts = {ALL_REDUCE, number, static_cast<int64_t>(count), type, reduction_operator};
+        if (bytes <= SHORT_ALL_REDUCE_BYTES) {
+            return run(ShortAllReduce(around, reduction, ELEMENT_BYTES[type], address(data), count), facts);
+        }
+        return run(LongAllReduce(around, reduction, ELEMENT_BYTES[type], address(data), count), facts);
+    }
+
+    py::object reduce_scatter(int64_t number, uint64_t payload, uint64_t output, uint64_t piece_count, int type,
+                              int output_type, bool accumulates) {
+        const Reduction reduction = {type, output_type, SUM, accumulates};
+        const Surroundings around = surroundings(piece_count * ELEMENT_BYTES[output_type]);
+        // Where each rank's sum goes is its own affair.
+        const Facts facts = {REDUCE_SCATTER, number, total(piece_count), type, 0};
+        return run(ReduceScatter(around, reduction, ELEMENT_BYTES[type], ELEMENT_BYTES[output_type], address(payload),
+                                 address(output), piece_count),
+                   facts);
+    }
+
+    py::object all_gather(int64_t number, uint64_t buffer, uint64_t own, uint64_t piece_bytes) {
+        const Surroundings around = surroundings(piece_bytes * segment_.num_ranks());
+        const Facts facts = {ALL_GATHER, number, total(piece_bytes), 0, 0};
+        return run(AllGather(around, address(buffer), address(own), piece_bytes), facts);
+    }
+
+    py::object all_to_all(int64_t number, uint64_t output, uint64_t input, uint64_t piece_bytes) {
+        const Surroundings around = surroundings(piece_bytes * segment_.num_ranks());
+        const Facts facts = {ALL_TO_ALL, number, total(piece_bytes), 0, 0};
+        return run(AllToAll(around, address(output), address(input), piece_bytes), facts);
+    }
+
+    py::object broadcast(int64_t number, uint64_t data, uint64_t bytes, int source) {
+        const Surroundings around = surroundings(bytes);
+        const Facts facts = {BROADCAST, number, static_cast<int64_t>(bytes), 0, source};
+        return run(Broadcast(around, address(data), bytes, source), facts);
+    }
+
+    // Makes all calls fail, here and on the other ranks. Needs no lock: another thread may be within a call.
+    void abort() const { if (is_usable()) waiter_.abort(HUNG_UP, rank_); }
+
+    // What each rank had written at the step where they were found to differ: (operation, number, length, type, detail).
+    std::vector<std::vector<int64_t>> facts_of_ranks() const {
+        std::vector<std::vector<int64_t>> all;
+        const uint64_t step = segment_.header().abortion_step.load();
+        for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
+            const Facts& facts = segment_.card(rank).at[step % NUM_PARITIES].facts;
+            all.push_back({facts.operation, facts.number, facts.length, facts.type, facts.detail});
+        }
+        return all;
+    }
+
+  private:
+    // A forked child has the memory, too, but is no rank.
+    bool is_usable() const { return getpid() == process_id_; }
+
+    int64_t total(uint64_t of_piece) const {
+        return static_cast<int64_t>(of_piece * static_cast<uint64_t>(segment_.num_ranks()));
+    }
+
+    Surroundings surroundings(uint64_t result_bytes) const {
+        const bool goes_past = result_bytes >= PAST_CACHES_BYTES;
+        return {segment_, rank_, segment_.num_ranks(), functions_.reduce,
+                goes_past ? functions_.copy_past_caches : copy_through_caches};
+    }
+
+    template <class Operation>
+    py::object run(Operation&& operation, const Facts& facts) {
+        if (!is_usable()) throw std::runtime_error("a forked process can't take part in its parent's collectives");
+        try {
+            py::gil_scoped_release without_gil;
+            pipeline_.run(operation, facts);
+        } catch (const Failure& failure) {
+            if (failure.is_python_error) throw py::error_already_set();
+            return py::make_tuple(static_cast<int>(failure.reason), failure.rank);
+        }
+        return py::none();
+    }
+
+    const pid_t process_id_;
+    const int rank_;
+    Segment segment_;
+    Waiter waiter_;
+    Pipeline pipeline_;
+    const Functions functions_;
+};
+
+std::unique_ptr<Collectives> create(int num_ranks, uint64_t slot_bytes, uint64_t key, double timeout_seconds,
+                                    const std::string& instruction_set) {
+    return std::unique_ptr<Collectives>(
+        new Collectives(Segment::create(num_ranks, slot_bytes, key), 0, timeout_seconds, instruction_set));
+}
+
+std::unique_ptr<Collectives> attach(int process_id, int file_number, int num_ranks, int rank, uint64_t slot_bytes,
+                                    uint64_t key, double timeout_seconds, const std::string& instruction_set) {
+    return std::unique_ptr<Collectives>(
+        new Collectives(Segment::attach(process_id, file_number, num_ranks, slot_bytes, key), rank, timeout_seconds,
+                        instruction_set));
+}
+
+}  // namespace
+}  // namespace booster
+
+PYBIND11_MODULE(shm_collectives_native, module) {
+    using booster::Collectives;
+    module.def("instruction_sets", booster::instruction_sets);
+    module.def("create", booster::create);
+    module.def("attach", booster::attach);
+    py::class_<Collectives>(module, "Collectives")
+        .def("begin", &Collectives::begin)
+        .def("file_number", &Collectives::file_number)
+        .def("all_reduce", &Collectives::all_reduce)
+        .def("reduce_scatter", &Collectives::reduce_scatter)
+        .def("all_gather", &Collectives::all_gather)
+        .def("all_to_all", &Collectives::all_to_all)
+        .def("broadcast", &Collectives::broadcast)
+        .def("abort", &Collectives::abort)
+        .def("facts_of_ranks", &Collectives::facts_of_ranks);
+}

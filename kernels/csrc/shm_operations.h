@@ -1,0 +1,307 @@
+// The collectives, each as steps for the pipeline: what a rank puts into its slot, and what it takes from the others'.
+//
+// Bytes that a rank copies, of a buffer of N on P ranks (read and written; the caches take most of what slots cost):
+//   broadcast        N at the source, N elsewhere
+//   all_gather       N/P into the slot, N (P-1)/P out of the slots
+//   all_to_all       N (P-1)/P into the slot, N out
+//   reduce_scatter   N (P-1)/P into the slot, then one pass over N that writes N/P
+//   all_reduce       short: N into the slot, then one pass over N P that writes N; every rank sums everything.
+//                    long: a reduce_scatter and an all_gather, block by block.
+// Sums are in an order that depends on nothing but the ranks' numbers: a reduce_scatter takes its own piece first and
+// then those of the next ranks, as Note [Pieces] in flat_collectives.py has it; an all_reduce goes from rank 0 on.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "shm_segment.h"
+#include "shm_vector.h"
+
+namespace booster {
+
+using ReduceFunction = void (*)(const Reduction&, const void* const*, int, void*, int64_t);
+using CopyFunction = void (*)(void*, const void*, int64_t);
+
+// Where an operation runs, and with which functions.
+struct Surroundings {
+    const Segment& segment;
+    int rank;
+    int num_ranks;
+    ReduceFunction reduce;
+    CopyFunction copy_result;  // to memory that is read later
+
+    uint64_t slot_bytes() const { return segment.slot_bytes(); }
+    const char* slot(int of_rank, uint64_t step) const { return segment.slot(of_rank, step); }
+    int other(int distance) const { return (rank + distance) % num_ranks; }
+};
+
+inline uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+// A range that is worked through in chunks; an empty one takes a step, too, so that the ranks meet.
+struct Chunks {
+    uint64_t total;
+    uint64_t chunk;
+
+    uint64_t number() const { return total == 0 ? 1 : (total + chunk - 1) / chunk; }
+    uint64_t begin(uint64_t index) const { return index * chunk; }
+    uint64_t length(uint64_t index) const { return smaller(chunk, total - begin(index)); }
+};
+
+class Broadcast {
+  public:
+    Broadcast(const Surroundings& around, char* data, uint64_t bytes, int source)
+        : around_(around), data_(data), chunks_{bytes, around.slot_bytes()}, source_(source) {}
+
+    uint64_t num_steps() const { return chunks_.number(); }
+    uint64_t lag() const { return 1; }
+
+    void fill(uint64_t step, char* slot) {
+        if (around_.rank == source_) std::memcpy(slot, data_ + chunks_.begin(step), chunks_.length(step));
+    }
+
+    void drain(uint64_t step, uint64_t global_step) {
+        if (around_.rank == source_) return;
+        around_.copy_result(data_ + chunks_.begin(step), around_.slot(source_, global_step), chunks_.length(step));
+    }
+
+  private:
+    const Surroundings& around_;
+    char* const data_;
+    const Chunks chunks_;
+    const int source_;
+};
+
+// `own` may be this rank's place in the buffer already.
+class AllGather {
+  public:
+    AllGather(const Surroundings& around, char* buffer, const char* own, uint64_t piece_bytes)
+        : around_(around), buffer_(buffer), own_(own), chunks_{piece_bytes, around.slot_bytes()} {}
+
+    uint64_t num_steps() const { return chunks_.number(); }
+    uint64_t lag() const { return 1; }
+
+    void fill(uint64_t step, char* slot) {
+        const char* from = own_ + chunks_.begin(step);
+        std::memcpy(slot, from, chunks_.length(step));
+        char* to = place(around_.rank, step);
+        if (to != from) around_.copy_result(to, from, chunks_.length(step));
+    }
+
+    void drain(uint64_t step, uint64_t global_step) {
+        for (int distance = 1; distance < around_.num_ranks; ++distance) {
+            const int other = around_.other(distance);
+            around_.copy_result(place(other, step), around_.slot(other, global_step), chunks_.length(step));
+        }
+    }
+
+  private:
+    char* place(int rank, uint64_t step) const {
+        return buffer_ + static_cast<uint64_t>(rank) * chunks_.total + chunks_.begin(step);
+    }
+
+    const Surroundings& around_;
+    char* const buffer_;
+    const char* const own_;
+    const Chunks chunks_;
+};
+
+// The first half of all_to_all and reduce_scatter: a slot holds a block for each rank.
+class Blocks {
+  public:
+    Blocks(const Surroundings& around, const char* input, uint64_t piece_bytes)
+        : around_(around), input_(input), chunks_{piece_bytes, around.slot_bytes() / around.num_ranks / 64 * 64} {}
+
+    const Chunks& chunks() const { return chunks_; }
+
+    const char* own(uint64_t step) const { return piece(around_.rank, step); }
+
+    void fill(uint64_t step, char* slot) const {
+        for (int distance = 1; distance < around_.num_ranks; ++distance) {
+            const int other = around_.other(distance);
+            std::memcpy(slot + other * chunks_.chunk, piece(other, step), chunks_.length(step));
+        }
+    }
+
+    // What another rank has for this one.
+    const char* from(int rank, uint64_t global_step) const {
+        return around_.slot(rank, global_step) + around_.rank * chunks_.chunk;
+    }
+
+  private:
+    const char* piece(int rank, uint64_t step) const {
+        return input_ + static_cast<uint64_t>(rank) * chunks_.total + chunks_.begin(step);
+    }
+
+    const Surroundings& around_;
+    const char* const input_;
+    const Chunks chunks_;
+};
+
+class AllToAll {
+  public:
+    AllToAll(const Surroundings& around, char* output, const char* input, uint64_t piece_bytes)
+        : around_(around), blocks_(around, input, piece_bytes), output_(output) {}
+
+    uint64_t num_steps() const { return blocks_.chunks().number(); }
+    uint64_t lag() const { return 1; }
+    void fill(uint64_t step, char* slot) { blocks_.fill(step, slot); }
+
+    void drain(uint64_t step, uint64_t global_step) {
+        take(around_.rank, step, blocks_.own(step));
+        for (int distance = 1; distance < around_.num_ranks; ++distance) {
+            const int other = around_.other(distance);
+            take(other, step, blocks_.from(other, global_step));
+        }
+    }
+
+  private:
+    void take(int rank, uint64_t step, const char* from) const {
+        const Chunks& chunks = blocks_.chunks();
+        char* to = output_ + static_cast<uint64_t>(rank) * chunks.total + chunks.begin(step);
+        around_.copy_result(to, from, chunks.length(step));
+    }
+
+    const Surroundings& around_;
+    const Blocks blocks_;
+    char* const output_;
+};
+
+class ReduceScatter {
+  public:
+    ReduceScatter(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes,
+                  uint64_t output_element_bytes, const char* payload, char* output, uint64_t piece_count)
+        : around_(around), reduction_(reduction), blocks_(around, payload, piece_count * element_bytes),
+          element_bytes_(element_bytes), output_element_bytes_(output_element_bytes), output_(output) {}
+
+    uint64_t num_steps() const { return blocks_.chunks().number(); }
+    uint64_t lag() const { return 1; }
+    void fill(uint64_t step, char* slot) { blocks_.fill(step, slot); }
+
+    void drain(uint64_t step, uint64_t global_step) {
+        const void* terms[MAX_RANKS];
+        terms[0] = blocks_.own(step);
+        for (int distance = 1; distance < around_.num_ranks; ++distance) {
+            terms[distance] = blocks_.from(around_.other(distance), global_step);
+        }
+        const Chunks& chunks = blocks_.chunks();
+        char* to = output_ + chunks.begin(step) / element_bytes_ * output_element_bytes_;
+        around_.reduce(reduction_, terms, around_.num_ranks, to,
+                       static_cast<int64_t>(chunks.length(step) / element_bytes_));
+    }
+
+  private:
+    const Surroundings& around_;
+    const Reduction reduction_;
+    const Blocks blocks_;
+    const uint64_t element_bytes_, output_element_bytes_;
+    char* const output_;
+};
+
+// Every rank reduces everything: one meeting of the ranks, for what is short.
+class ShortAllReduce {
+  public:
+    ShortAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,
+                   uint64_t count)
+        : around_(around), reduction_(reduction), element_bytes_(element_bytes), data_(data),
+          chunks_{count * element_bytes, around.slot_bytes()} {}
+
+    uint64_t num_steps() const { return chunks_.number(); }
+    uint64_t lag() const { return 1; }
+    void fill(uint64_t step, char* slot) { std::memcpy(slot, data_ + chunks_.begin(step), chunks_.length(step)); }
+
+    void drain(uint64_t step, uint64_t global_step) {
+        const void* terms[MAX_RANKS];
+        for (int rank = 0; rank < around_.num_ranks; ++rank) terms[rank] = around_.slot(rank, global_step);
+        around_.reduce(reduction_, terms, around_.num_ranks, data_ + chunks_.begin(step),
+                       static_cast<int64_t>(chunks_.length(step) / element_bytes_));
+    }
+
+  private:
+    const Surroundings& around_;
+    const Reduction reduction_;
+    const uint64_t element_bytes_;
+    char* const data_;
+    const Chunks chunks_;
+};
+
+// Each rank reduces one block of a chunk (a step of the first kind), which all then copy (a step of the second kind).
+//
+// Note [Interleaving]: with chunks A, B, C the steps are A1 B1 A2 C1 B2 C2, so that with a lag of 1 a rank fills a slot
+// with reduced numbers (A2) when it has reduced them (drained A1), and nobody waits for what was only just begun. One
+// chunk alone has no other to put between, and goes without lag.
+class LongAllReduce {
+  public:
+    LongAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,
+                  uint64_t count)
+        : around_(around), reduction_(reduction), element_bytes_(element_bytes), data_(data),
+          block_(block_bytes(around, count * element_bytes)), chunks_{count * element_bytes, block_ * around.num_ranks} {}
+
+    uint64_t num_steps() const { return 2 * chunks_.number(); }
+    uint64_t lag() const { return chunks_.number() > 1 ? 1 : 0; }
+
+    void fill(uint64_t step, char* slot) {
+        const uint64_t chunk = chunk_of(step);
+        if (spreads(step)) {
+            std::memcpy(slot, data_ + begin(chunk, around_.rank), length(chunk, around_.rank));
+            return;
+        }
+        for (int distance = 1; distance < around_.num_ranks; ++distance) {
+            const int other = around_.other(distance);
+            std::memcpy(slot + other * block_, data_ + begin(chunk, other), length(chunk, other));
+        }
+    }
+
+    void drain(uint64_t step, uint64_t global_step) {
+        const uint64_t chunk = chunk_of(step);
+        if (!spreads(step)) return reduce(chunk, global_step);
+        for (int distance = 1; distance < around_.num_ranks; ++distance) {
+            const int other = around_.other(distance);
+            around_.copy_result(data_ + begin(chunk, other), around_.slot(other, global_step), length(chunk, other));
+        }
+    }
+
+  private:
+    // Some chunks at least, so that they overlap, unless they would be tiny.
+    static uint64_t block_bytes(const Surroundings& around, uint64_t bytes) {
+        constexpr uint64_t FEWEST_CHUNKS = 4, SMALLEST = 16384;
+        const uint64_t num_ranks = static_cast<uint64_t>(around.num_ranks);
+        const uint64_t largest = around.slot_bytes() / num_ranks / 64 * 64;
+        const uint64_t wanted = (bytes / num_ranks / FEWEST_CHUNKS + 63) / 64 * 64;
+        return smaller(largest, wanted < SMALLEST ? SMALLEST : wanted);
+    }
+
+    bool spreads(uint64_t step) const {
+        if (step == 0) return false;
+        return step % 2 == 0 || step == num_steps() - 1;
+    }
+
+    uint64_t chunk_of(uint64_t step) const {
+        if (step == 0) return 0;
+        if (step == num_steps() - 1) return chunks_.number() - 1;
+        return step % 2 == 0 ? step / 2 - 1 : (step + 1) / 2;
+    }
+
+    void reduce(uint64_t chunk, uint64_t global_step) const {
+        char* own = data_ + begin(chunk, around_.rank);
+        const void* terms[MAX_RANKS];
+        for (int rank = 0; rank < around_.num_ranks; ++rank) {
+            terms[rank] = rank == around_.rank ? own : around_.slot(rank, global_step) + around_.rank * block_;
+        }
+        around_.reduce(reduction_, terms, around_.num_ranks, own,
+                       static_cast<int64_t>(length(chunk, around_.rank) / element_bytes_));
+    }
+
+    uint64_t begin(uint64_t chunk, int rank) const {
+        return smaller(chunks_.total, chunks_.begin(chunk) + static_cast<uint64_t>(rank) * block_);
+    }
+    uint64_t length(uint64_t chunk, int rank) const { return smaller(block_, chunks_.total - begin(chunk, rank)); }
+
+    const Surroundings& around_;
+    const Reduction reduction_;
+    const uint64_t element_bytes_;
+    char* const data_;
+    const uint64_t block_;
+    const Chunks chunks_;
+};
+
+}  // namespace booster

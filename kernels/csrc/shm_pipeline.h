@@ -1,0 +1,58 @@
+// Runs a collective as a pipeline of steps: while the others still write, a rank already fills its next slot.
+//
+// Note [Steps]: an operation is a number of steps, as many on every rank. In a step each rank fills one of its two slots,
+// says that it has WRITTEN, waits until all have, takes what it needs from the slots of the others, and says that it has
+// CONSUMED. Steps are numbered through all operations, and a rank fills the slot of step s once all have consumed step
+// s - 2, which was in the same slot. With a lag of 1 it fills the slot of step s + 1 before it waits for step s.
+// No rank is more than two steps ahead of another, so four counters by turns tell the steps apart.
+// At its first step each rank writes what it is about to do beside the slot, and compares what the others have written:
+// ranks in different calls stop there, before anything is taken for what it is not.
+#pragma once
+
+#include <cstdint>
+
+#include "shm_waiting.h"
+
+namespace booster {
+
+class Pipeline {
+  public:
+    Pipeline(const Segment& segment, int rank, const Waiter& waiter)
+        : segment_(segment), rank_(rank), waiter_(waiter) {}
+
+    // `Operation` has num_steps() (1 at least), lag(), fill(step, slot) and drain(step, global_step). Throws Failure.
+    template <class Operation>
+    void run(Operation& operation, const Facts& facts) {
+        waiter_.require_intact();
+        const uint64_t first = next_step_, num_steps = operation.num_steps(), lag = operation.lag();
+        for (uint64_t step = 0; step < num_steps + lag; ++step) {
+            if (step < num_steps) {
+                if (first + step >= NUM_PARITIES) waiter_.await(CONSUMED, first + step - NUM_PARITIES);
+                if (step == 0) segment_.card(rank_).at[first % NUM_PARITIES].facts = facts;
+                operation.fill(step, segment_.slot(rank_, first + step));
+                waiter_.arrive(WRITTEN, first + step);
+            }
+            if (step < lag) continue;
+            waiter_.await(WRITTEN, first + step - lag);
+            if (step == lag) compare(facts, first);
+            operation.drain(step - lag, first + step - lag);
+            waiter_.arrive(CONSUMED, first + step - lag);
+        }
+        next_step_ = first + num_steps;
+    }
+
+  private:
+    void compare(const Facts& facts, uint64_t step) const {
+        for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
+            if (segment_.card(rank).at[step % NUM_PARITIES].facts == facts) continue;
+            waiter_.give_up(DIFFERS, rank_, step);
+        }
+    }
+
+    const Segment& segment_;
+    const int rank_;
+    const Waiter& waiter_;
+    uint64_t next_step_ = 0;
+};
+
+}  // namespace booster

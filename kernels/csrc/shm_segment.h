@@ -1,0 +1,182 @@
+// A piece of memory that the processes of one host share: who takes part, where each of them is, and slots for data.
+//
+// Note [Nameless memory]: the memory is an anonymous file (memfd) of the rank that makes it. The others open it as
+// /proc/<process>/fd/<number>, so it has no name that could be left behind in /dev/shm, however the processes end, and
+// the size of /dev/shm, 64 MiB in many containers, does not bound it. All of it is allocated when it is made: a host
+// without memory shows as an error there and not as a SIGBUS later. Sealed, nobody can make it shorter.
+//
+// Layout: the Header, a Card for each rank, and two slots for each rank, each of a whole number of pages.
+#pragma once
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace booster {
+
+constexpr int MAX_RANKS = 64;
+constexpr int NUM_PARITIES = 2;  // slots of a rank, used by turns
+constexpr int NUM_COUNTERS = 4;  // see Note [Steps] in shm_pipeline.h
+constexpr uint64_t PAGE_BYTES = 4096;
+
+// What a rank is doing, written at every step for the others to compare and for messages.
+struct Facts {
+    int64_t operation;
+    int64_t number;     // how manieth of its kind
+    int64_t length;     // elements or bytes
+    int64_t type;       // element type; 0 where bytes are moved
+    int64_t detail;     // operator of a reduction, source of a broadcast
+
+    bool operator==(const Facts& other) const { return std::memcmp(this, &other, sizeof(Facts)) == 0; }
+};
+
+// Alone on its cache line: else ranks that write neighbours would take it from each other.
+struct alignas(64) Counter {
+    std::atomic<uint32_t> value;
+};
+
+struct alignas(64) Card {
+    std::atomic<uint32_t> num_written;   // steps, for finding out who is behind; only the rank itself writes them
+    std::atomic<uint32_t> num_consumed;
+    int64_t process_id;
+    cpu_set_t processors;
+    struct alignas(64) {
+        Facts facts;
+    } at[NUM_PARITIES];
+};
+
+struct Header {
+    uint64_t key;  // a random number: this is the memory that was meant
+    uint64_t num_ranks;
+    uint64_t slot_bytes;
+    alignas(64) std::atomic<uint64_t> abortion;  // 0, or why nothing works any more; see Failure
+    std::atomic<uint64_t> abortion_step;
+    alignas(64) std::atomic<uint32_t> num_sleepers;
+    Counter written[NUM_COUNTERS];
+    Counter consumed[NUM_COUNTERS];
+};
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free,
+              "locks of one process mean nothing to another");
+
+class Segment {
+  public:
+    // Makes new memory; others may attach as long as `close_file` was not called.
+    static Segment create(int num_ranks, uint64_t slot_bytes, uint64_t key) {
+        const uint64_t bytes = size_of(num_ranks, slot_bytes);
+        const int file = memfd_create("booster-collectives", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        if (file < 0) fail("memfd_create", errno);
+        Segment segment(file);
+        if (ftruncate(file, static_cast<off_t>(bytes)) != 0) fail("ftruncate", errno);
+        const int full = posix_fallocate(file, 0, static_cast<off_t>(bytes));
+        if (full != 0) fail("allocating " + std::to_string(bytes) + " bytes", full);
+        if (fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("sealing", errno);
+        segment.map(bytes);
+        Header* header = new (segment.base_) Header{};
+        header->key = key;
+        header->num_ranks = static_cast<uint64_t>(num_ranks);
+        header->slot_bytes = slot_bytes;
+        return segment;
+    }
+
+    // Maps the memory that another process made.
+    static Segment attach(int process_id, int file_number, int num_ranks, uint64_t slot_bytes, uint64_t key) {
+        const std::string path = "/proc/" + std::to_string(process_id) + "/fd/" + std::to_string(file_number);
+        const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+        if (file < 0) fail("opening " + path, errno);
+        Segment segment(file);
+        const uint64_t bytes = size_of(num_ranks, slot_bytes);
+        struct stat status;
+        if (fstat(file, &status) != 0) fail("fstat", errno);
+        const int seals = fcntl(file, F_GET_SEALS);
+        if (seals < 0 || !(seals & F_SEAL_SHRINK) || static_cast<uint64_t>(status.st_size) != bytes) {
+            throw std::runtime_error(path + " is not the memory that was meant");
+        }
+        segment.map(bytes);
+        const Header& header = segment.header();
+        const bool is_meant = header.key == key && header.num_ranks == static_cast<uint64_t>(num_ranks) &&
+                              header.slot_bytes == slot_bytes;
+        if (!is_meant) throw std::runtime_error(path + " is not the memory that was meant");
+        segment.close_file();
+        return segment;
+    }
+
+    Segment(Segment&& other) noexcept : file_(other.file_), base_(other.base_), bytes_(other.bytes_) {
+        other.file_ = -1;
+        other.base_ = nullptr;
+    }
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+    Segment& operator=(Segment&&) = delete;
+
+    ~Segment() {
+        close_file();
+        unmap();
+    }
+
+    int file() const { return file_; }
+    bool is_mapped() const { return base_ != nullptr; }
+    Header& header() const { return *reinterpret_cast<Header*>(base_); }
+    Card& card(int rank) const { return reinterpret_cast<Card*>(base_ + round_up(sizeof(Header)))[rank]; }
+    int num_ranks() const { return static_cast<int>(header().num_ranks); }
+    uint64_t slot_bytes() const { return header().slot_bytes; }
+
+    char* slot(int rank, uint64_t step) const {
+        const uint64_t index = static_cast<uint64_t>(rank) * NUM_PARITIES + step % NUM_PARITIES;
+        return base_ + slots_offset(num_ranks()) + index * slot_bytes();
+    }
+
+    void close_file() {
+        if (file_ >= 0) close(file_);
+        file_ = -1;
+    }
+
+    void unmap() {
+        if (base_ != nullptr) munmap(base_, bytes_);
+        base_ = nullptr;
+    }
+
+  private:
+    explicit Segment(int file) : file_(file) {}
+
+    static uint64_t round_up(uint64_t bytes) { return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES; }
+
+    static uint64_t slots_offset(int num_ranks) {
+        return round_up(sizeof(Header)) + round_up(sizeof(Card) * static_cast<uint64_t>(num_ranks));
+    }
+
+    static uint64_t size_of(int num_ranks, uint64_t slot_bytes) {
+        if (num_ranks < 2 || num_ranks > MAX_RANKS || slot_bytes == 0 || slot_bytes % PAGE_BYTES != 0) {
+            throw std::invalid_argument("shared memory for " + std::to_string(num_ranks) + " ranks with slots of " +
+                                        std::to_string(slot_bytes) + " bytes");
+        }
+        return slots_offset(num_ranks) + static_cast<uint64_t>(num_ranks) * NUM_PARITIES * slot_bytes;
+    }
+
+    void map(uint64_t bytes) {
+        void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+        if (base == MAP_FAILED) fail("mmap", errno);
+        base_ = static_cast<char*>(base);
+        bytes_ = bytes;
+    }
+
+    [[noreturn]] static void fail(const std::string& what, int error) {
+        throw std::runtime_error(what + ": " + std::strerror(error));
+    }
+
+    int file_ = -1;
+    char* base_ = nullptr;
+    uint64_t bytes_ = 0;
+};
+
+}  // namespace booster

@@ -1,0 +1,219 @@
+// How a rank waits for the others: it spins for a moment, then sleeps, and now and then looks whether they still live.
+//
+// Note [Waiting]: a rank that arrives counts up a word that all can see; the last one wakes those that sleep on it
+// (a futex that processes share). A sleeper gets up every SLICE at the latest, and looks whether somebody gave up, the
+// processes that it waits for have ended, its own time is up, or the user has interrupted it. So nothing that is
+// missed, be it a wake or an end, costs more than a slice.
+// Note [Abortion]: whoever finds that it can't go on writes why into the header, once for all, and wakes everyone. From
+// then on no rank trusts the memory: every call fails with that same reason.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <vector>
+
+#include "shm_process.h"
+#include "shm_segment.h"
+
+namespace booster {
+
+enum Reason : uint32_t {
+    NO_REASON = 0,
+    TIMED_OUT = 1,    // the rank waited in vain
+    PEER_ENDED = 2,   // the rank's process has ended
+    DIFFERS = 3,      // the ranks are in different calls; found by the rank
+    INTERRUPTED = 4,  // the rank was interrupted by a signal of Python
+    HUNG_UP = 5,      // the rank gave up for reasons outside of this memory
+};
+
+// Thrown where a rank can't go on. The same for all ranks: what the first wrote.
+struct Failure {
+    Reason reason;
+    int rank;           // whom it is about
+    bool is_python_error;  // this rank's interpreter holds the exception
+
+    static Failure unpack(uint64_t word) {
+        return {static_cast<Reason>(word & 0xff), static_cast<int>(word >> 8), false};
+    }
+    static uint64_t pack(Reason reason, int rank) { return reason | static_cast<uint64_t>(rank) << 8; }
+};
+
+enum Phase { WRITTEN, CONSUMED };
+
+class Waiter {
+  public:
+    static constexpr int64_t SLICE_NANOSECONDS = 100'000'000;
+    static constexpr int NUM_PAUSES = 100;
+    static constexpr int64_t YIELD_NANOSECONDS = 100'000;
+
+    // `has_interrupt` says whether the interpreter has got a signal to raise.
+    Waiter(const Segment& segment, int rank, int64_t timeout_nanoseconds, bool (*has_interrupt)())
+        : segment_(segment), rank_(rank), timeout_(timeout_nanoseconds), has_interrupt_(has_interrupt) {}
+
+    // Once all ranks have written their cards.
+    void meet_peers() {
+        const int num_ranks = segment_.num_ranks();
+        cpu_set_t all;
+        CPU_ZERO(&all);
+        for (int rank = 0; rank < num_ranks; ++rank) {
+            peers_.emplace_back(segment_.card(rank).process_id);
+            CPU_OR(&all, &all, &segment_.card(rank).processors);
+        }
+        // Where ranks share processors, one that spins keeps the very one from running that it waits for.
+        num_pauses_ = CPU_COUNT(&all) >= num_ranks ? NUM_PAUSES : 0;
+    }
+
+    void require_intact() const {
+        const uint64_t word = segment_.header().abortion.load(std::memory_order_acquire);
+        if (word != 0) throw Failure::unpack(word);
+    }
+
+    // Says that this rank has come through a phase of a step.
+    void arrive(Phase phase, uint64_t step) const {
+        number_of(phase, rank_).store(static_cast<uint32_t>(step + 1), std::memory_order_relaxed);
+        std::atomic<uint32_t>& word = word_of(phase, step);
+        const uint32_t count = word.fetch_add(1, std::memory_order_seq_cst) + 1;
+        const bool is_last = count == target_of(step);
+        if (is_last && segment_.header().num_sleepers.load(std::memory_order_seq_cst) != 0) wake(word);
+    }
+
+    // Returns when all ranks have come through a phase of a step. Throws Failure.
+    void await(Phase phase, uint64_t step) const {
+        if (has_come(phase, step) || spin(phase, step)) return;
+        std::atomic<uint32_t>& num_sleepers = segment_.header().num_sleepers;
+        num_sleepers.fetch_add(1, std::memory_order_seq_cst);
+        try {
+            sleep(phase, step);
+        } catch (...) {
+            num_sleepers.fetch_sub(1, std::memory_order_relaxed);
+            throw;
+        }
+        num_sleepers.fetch_sub(1, std::memory_order_relaxed);
+    }
+
+    // Ends the use of the memory for all ranks; see Note [Abortion]. The first reason stays.
+    void abort(Reason reason, int about, uint64_t step = 0) const {
+        Header& header = segment_.header();
+        uint64_t expected = 0;
+        if (header.abortion.load() == 0) header.abortion_step.store(step);
+        header.abortion.compare_exchange_strong(expected, Failure::pack(reason, about));
+        for (Counter& counter : header.written) wake(counter.value);
+        for (Counter& counter : header.consumed) wake(counter.value);
+    }
+
+    [[noreturn]] void give_up(Reason reason, int about, uint64_t step = 0) const {
+        abort(reason, about, step);
+        throw Failure::unpack(segment_.header().abortion.load());
+    }
+
+  private:
+    std::atomic<uint32_t>& word_of(Phase phase, uint64_t step) const {
+        Header& header = segment_.header();
+        return (phase == WRITTEN ? header.written : header.consumed)[step % NUM_COUNTERS].value;
+    }
+
+    std::atomic<uint32_t>& number_of(Phase phase, int rank) const {
+        Card& card = segment_.card(rank);
+        return phase == WRITTEN ? card.num_written : card.num_consumed;
+    }
+
+    // What the word of a step is when all ranks have arrived: it was used for every NUM_COUNTERS-th step before.
+    uint32_t target_of(uint64_t step) const {
+        return static_cast<uint32_t>(static_cast<uint64_t>(segment_.num_ranks()) * (step / NUM_COUNTERS + 1));
+    }
+
+    // The words wrap around, so the difference counts.
+    static bool reaches(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
+
+    bool has_come(Phase phase, uint64_t step) const {
+        return reaches(word_of(phase, step).load(std::memory_order_acquire), target_of(step));
+    }
+
+    bool is_behind(Phase phase, uint64_t step, int rank) const {
+        return !reaches(number_of(phase, rank).load(std::memory_order_relaxed), static_cast<uint32_t>(step + 1));
+    }
+
+    // Between looks the processor goes to whoever else wants it: it may be the very rank that is waited for.
+    bool spin(Phase phase, uint64_t step) const {
+        for (int turn = 0; turn < num_pauses_; ++turn) {
+            relax();
+            if (has_come(phase, step)) return true;
+        }
+        const int64_t end = now() + YIELD_NANOSECONDS;
+        do {
+            sched_yield();
+            if (has_come(phase, step)) return true;
+        } while (now() < end);
+        return false;
+    }
+
+    void sleep(Phase phase, uint64_t step) const {
+        std::atomic<uint32_t>& word = word_of(phase, step);
+        const int64_t deadline = now() + timeout_;
+        for (;;) {
+            const uint32_t value = word.load(std::memory_order_seq_cst);
+            if (reaches(value, target_of(step))) return;
+            require_intact();
+            const int64_t left = deadline - now();
+            if (left <= 0) give_up(TIMED_OUT, rank_);
+            if (!sleep_on(word, value, left < SLICE_NANOSECONDS ? left : SLICE_NANOSECONDS)) {
+                look_after_peers(phase, step);
+                if (has_interrupt_()) interrupt();
+            }
+        }
+    }
+
+    // Returns false where nobody woke it.
+    static bool sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) {
+        const timespec duration = {static_cast<time_t>(nanoseconds / 1'000'000'000),
+                                   static_cast<long>(nanoseconds % 1'000'000'000)};
+        const long result = syscall(SYS_futex, &word, FUTEX_WAIT, value, &duration, nullptr, 0);
+        return result == 0 || errno == EAGAIN;
+    }
+
+    static void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+    void look_after_peers(Phase phase, uint64_t step) const {
+        for (int rank = 0; rank < segment_.num_ranks(); ++rank) {
+            if (rank == rank_ || !is_behind(phase, step, rank) || !peers_[rank].has_ended()) continue;
+            // It may have come this far before it ended.
+            if (is_behind(phase, step, rank)) give_up(PEER_ENDED, rank);
+        }
+    }
+
+    [[noreturn]] void interrupt() const {
+        abort(INTERRUPTED, rank_);
+        throw Failure{INTERRUPTED, rank_, true};
+    }
+
+    static int64_t now() {
+        timespec time;
+        clock_gettime(CLOCK_MONOTONIC, &time);
+        return static_cast<int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+    }
+
+    static void relax() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb" ::: "memory");
+#endif
+    }
+
+    const Segment& segment_;
+    const int rank_;
+    const int64_t timeout_;
+    bool (*const has_interrupt_)();
+    std::vector<PeerProcess> peers_;
+    int num_pauses_ = 0;
+};
+
+}  // namespace booster

@@ -1,0 +1,126 @@
+"""The queue of `disk_io` in Python alone: threads that call `os.preadv` and `os.pwrite`."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+__all__ = ["END_OF_FILE", "ThreadedQueue"]
+
+END_OF_FILE = -1  # in place of an errno
+
+_MAX_CALL_BYTES = 1 << 30  # one call moves 2 GiB less a page at most
+
+
+class _Request:
+    """One read or write, and how it went."""
+
+    def __init__(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> None:
+        self._is_write = is_write
+        self._descriptor = descriptor
+        self._address = address
+        self._num_bytes = num_bytes
+        self._offset = offset
+        self._num_done = 0
+        self._code = 0
+        self._finished = threading.Event()
+
+    def wait(self, seconds: float) -> bool:
+        """Returns True once the request is done, False after the time."""
+        return self._finished.wait(seconds)
+
+    def done(self) -> bool:
+        """Returns True if it is done."""
+        return self._finished.is_set()
+
+    def result(self) -> tuple[int, int]:
+        """Returns, once done: 0, an errno or END_OF_FILE; and how many bytes were moved."""
+        return self._code, self._num_done
+
+    def run(self) -> None:
+        """Moves the bytes; an `OSError` is not raised, but kept for `result`."""
+        code = errno.EIO
+        try:
+            code = self._move_all()
+        except OSError as error:
+            code = error.errno or errno.EIO
+        finally:
+            self._code = code
+            self._finished.set()
+
+    def _move_all(self) -> int:
+        code = 0
+        while self._num_done < self._num_bytes and code == 0:
+            code = self._move_on()
+        return code
+
+    def _move_on(self) -> int:
+        length = min(self._num_bytes - self._num_done, _MAX_CALL_BYTES)
+        memory = (ctypes.c_char * length).from_address(self._address + self._num_done)
+        offset = self._offset + self._num_done
+        move: Callable[[], int] = (
+            (lambda: os.pwrite(self._descriptor, memory, offset))
+            if self._is_write
+            else (lambda: os.preadv(self._descriptor, [memory], offset))
+        )
+        count = move()
+        self._num_done += count
+        if count == length:
+            return 0
+        if self._is_write:
+            return 0 if count > 0 else errno.EIO  # a file system that takes nothing and says nothing
+        return END_OF_FILE if count == 0 or self._is_at_end() else 0
+
+    def _is_at_end(self) -> bool:
+        # Asked, rather than read on: the rest of a direct read would start inside of a block, which is an error.
+        status = os.fstat(self._descriptor)
+        return stat.S_ISREG(status.st_mode) and self._offset + self._num_done >= status.st_size
+
+
+class ThreadedQueue:
+    """A pool of threads, each of which does one request at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        # Daemons: at exit Python waits for other threads before it closes what is open.
+        self._threads = [
+            threading.Thread(target=_work, args=(self._requests,), name=f"disk-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> _Request:
+        """Takes a request and returns at once. The memory must stay where it is until the request is done."""
+        request = _Request(is_write, descriptor, address, num_bytes, offset)
+        self._requests.put(request)
+        return request
+
+    def close(self) -> None:
+        """Waits for all requests and ends the threads; a second call does nothing."""
+        for _ in self._threads:
+            self._requests.put(None)
+        interrupt = None
+        while self._threads:
+            try:
+                _join(self._threads[-1])
+                self._threads.pop()
+            except KeyboardInterrupt as error:  # the wait goes on: who called may free the memory of requests next
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():  # it is where the queue was garbage, collected in this thread
+        thread.join()
+
+
+def _work(requests: SimpleQueue[_Request | None]) -> None:
+    while (request := requests.get()) is not None:
+        request.run()
