@@ -25,9 +25,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MAX_NORM = 1.0
 
 
-def our_name(stage: int) -> str:
-    """Returns the name of our engine of a stage."""
-    return f"LowLevelZero {stage}"
+def our_name(stage: int, *, hybrid_adam: bool = False) -> str:
+    """Returns the name of our engine of a stage, with torch's fused AdamW or with HybridAdam."""
+    return f"LowLevelZero {stage}" + (", HybridAdam" if hybrid_adam else "")
 
 
 def deepspeed_name(stage: int) -> str:
@@ -53,11 +53,7 @@ def engines_of(size: str, precision: str) -> list[Engine]:
         *torch_engines,
         *(_deepspeed_engine(size, precision, stage) for stage in STAGES),
         *(_our_engine(size, precision, stage) for stage in STAGES),
-        Engine(
-            name=f"{our_name(1)}, weights during forward",
-            build=partial(_build_ours, size, precision, 1, overlap_allgather=True),
-            requires=("booster",),
-        ),
+        *(_our_engine(size, precision, stage, hybrid_adam=True) for stage in STAGES),
     ]
 
 
@@ -71,12 +67,19 @@ def _deepspeed_engine(size: str, precision: str, stage: int) -> Engine:
     return Engine(name=deepspeed_name(stage), build=build, requires=("deepspeed",), is_optional=True)
 
 
-def _our_engine(size: str, precision: str, stage: int) -> Engine:
-    return Engine(name=our_name(stage), build=partial(_build_ours, size, precision, stage), requires=("booster",))
+def _our_engine(size: str, precision: str, stage: int, *, hybrid_adam: bool = False) -> Engine:
+    build = partial(_build_ours, size, precision, stage, _hybrid_adam if hybrid_adam else _adamw)
+    return Engine(name=our_name(stage, hybrid_adam=hybrid_adam), build=build, requires=("booster",))
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def _hybrid_adam(parameters: Any) -> torch.optim.Optimizer:
+    from booster.optim import HybridAdam
+
+    return HybridAdam(parameters, lr=1e-3, weight_decay=0.01)
 
 
 def _task(size: str) -> tuple[GPT, Callable[[int], tuple[torch.Tensor, torch.Tensor]]]:
@@ -138,13 +141,13 @@ def _build_fsdp(size: str, precision: str) -> Step:
     return _plain_step(model, _adamw(model.parameters()), batch, False)
 
 
-def _build_ours(size: str, precision: str, stage: int, **arguments: bool) -> Step:
+def _build_ours(size: str, precision: str, stage: int, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> Step:
     from booster import Booster
     from booster.plugins import LowLevelZeroPlugin
 
     model, batch = _task(size)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision, **arguments))
-    model, optimizer, criterion, _, _ = booster.boost(model, _adamw(model.parameters()), next_token_loss)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision))
+    model, optimizer, criterion, _, _ = booster.boost(model, make_optimizer(model.parameters()), next_token_loss)
 
     def step(index: int) -> torch.Tensor:
         tokens, targets = batch(index)

@@ -7,8 +7,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from typing import Any
 
@@ -56,7 +54,7 @@ def check(arguments: argparse.Namespace) -> int:
 def _print_rows(title: str, rows: list[tuple[str, str]]) -> None:
     print(f"{title}:")
     for name, text in rows:
-        print(f"  {name:<14} {text}")
+        print(f"  {name:<16} {text}")
 
 
 def _version_rows(problems: list[str]) -> list[tuple[str, str]]:
@@ -108,17 +106,13 @@ def _devices() -> str:
 
 
 def _compiler() -> str:
-    name = os.environ.get("CXX") or "c++"
-    for command in (name, "g++", "clang++"):
-        path = shutil.which(command)
-        if path is not None:
-            return f"{_first_line_of(path)} ({path})"
-    return "not found: kernels run as their reference in plain torch (install g++ for the fast ones)"
+    from booster.kernels.building import BuildError, find_toolchain
 
-
-def _first_line_of(path: str) -> str:
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20)
-    return (done.stdout or done.stderr).partition("\n")[0].strip() or f"exit code {done.returncode}"
+    try:
+        toolchain = find_toolchain()
+    except BuildError as error:
+        return f"kernels run as their reference in plain torch: {error}"
+    return f"{toolchain.version} ({toolchain.compiler})"
 
 
 def _kernel_rows() -> list[tuple[str, str]]:

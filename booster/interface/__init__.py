@@ -1,5 +1,6 @@
 """The contracts between the facade, the plugins, the number formats and the checkpoints."""
 
+from booster.interface.fused_update import FusedUpdate
 from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPrecision
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
@@ -7,10 +8,13 @@ from booster.interface.optimizer_state import OptimizerState, TensorSpec
 from booster.interface.pending_gradients import PendingGradients, ReducedGradients, WindowCounts
 from booster.interface.plugin import Boosted, Plugin
 from booster.interface.shards import Shard, ShardAware, Shards
+from booster.interface.state_allocation import AllocatesStates
 from booster.interface.tensor_slice import TensorSlice
 
 __all__ = [
+    "AllocatesStates",
     "Boosted",
+    "FusedUpdate",
     "LossScaler",
     "MasterWeights",
     "MixedPrecision",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from booster.comm import all_reduce_numbers, group_size
 from booster.errors import ConfigError
+from booster.interface.gradient_factors import GradientFactors
 
 __all__ = ["GradientWindow"]
 
@@ -34,6 +35,8 @@ class GradientWindow:
         has_stepped: step() was called, whether the optimizer moved or skipped.
         found_nonfinite: A loss-scaled gradient overflowed on some rank.
         norm: The norm before clipping, once it was asked for.
+        was_updated_here: This rank's optimizer has done the step, and another rank's has not yet.
+        factors: What the gradients still have to be multiplied with, where the step does it; None: nothing.
     """
 
     num_backwards: int = 0
@@ -44,6 +47,8 @@ class GradientWindow:
     has_stepped: bool = False
     found_nonfinite: bool = False
     norm: torch.Tensor | None = None
+    was_updated_here: bool = False
+    factors: GradientFactors | None = None
 
     @property
     def is_open(self) -> bool:

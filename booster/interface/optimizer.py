@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,17 +11,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.errors import ConfigError
+from booster.comm import raise_on_all_ranks
+from booster.errors import BoosterError, ConfigError
+from booster.interface.fused_update import FusedUpdate
+from booster.interface.gradient_factors import GradientFactors
+from booster.interface.gradient_norm import gradient_norm
 from booster.interface.gradient_window import GradientWindow
+from booster.interface.loss import require_scalar_loss
 from booster.interface.mixed_precision import LossScaler, MasterWeights
 from booster.interface.model import ModelWrapper
+from booster.interface.optimizer_pass_through import OptimizerPassThrough
 from booster.interface.optimizer_state import OptimizerState
 from booster.interface.pending_gradients import PendingGradients
+from booster.interface.state_allocation import AllocatesStates
 
 __all__ = ["OptimizerWrapper"]
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(OptimizerPassThrough):
     """The boosted optimizer.
 
     It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are
@@ -46,8 +53,7 @@ class OptimizerWrapper(Optimizer):
         data_parallel_group: dist.ProcessGroup | None = None,
         is_primary: bool = True,
     ) -> None:
-        # Optimizer.__init__ is not called on purpose: it would make a second set of groups and states.
-        self.optim = optim
+        super().__init__(optim)
         self.model = model
         self.data_parallel_group = data_parallel_group
         self.is_primary = is_primary
@@ -61,35 +67,7 @@ class OptimizerWrapper(Optimizer):
         self._num_micro_steps = 0
         self._last_norm: torch.Tensor | None = None
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
-
-    # What passes through.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The user's optimizer's groups, live: an LR scheduler changes them here."""
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The user's optimizer's states."""
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The user's optimizer's default hyperparameters."""
-        return self.optim.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not there yet: __init__ did not run
-            raise AttributeError(name)
-        return getattr(self.optim, name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optim!r})"
-
-    def unwrap(self) -> Optimizer:
-        """Returns the user's optimizer."""
-        return self.optim
+        self._fused_update = optim if isinstance(optim, FusedUpdate) else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the user's optimizer.
@@ -129,7 +107,7 @@ class OptimizerWrapper(Optimizer):
         Raises:
             ConfigError: The loss is no scalar or needs no gradient, or the gradients of the window are final already.
         """
-        self._check_loss(loss)
+        require_scalar_loss(loss)
         self._open_window(num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
@@ -154,22 +132,6 @@ class OptimizerWrapper(Optimizer):
         self._open_window(None)
         with self._collecting_gradients():
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
-
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, torch.Tensor):
-            raise ConfigError(
-                f"the loss is a {type(loss).__name__}, not a tensor: pass the tensor that the criterion returned"
-            )
-        if loss.numel() != 1:
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}, and backward() needs one number: reduce it, for example with"
-                " loss.mean()"
-            )
-        if not loss.requires_grad:
-            raise ConfigError(
-                "the loss does not depend on any parameter that needs a gradient: compute it outside of torch.no_grad()"
-                " and without detach(), and check requires_grad of the parameters"
-            )
 
     def _open_window(self, num_items: float | None) -> None:
         if self._window.is_final and not self._has_gradients():
@@ -241,7 +203,9 @@ class OptimizerWrapper(Optimizer):
                 f"the gradient norm of order {norm_type} is {norm.item()}: a loss or a gradient is not finite. Find it"
                 " with torch.autograd.set_detect_anomaly(True), or pass error_if_nonfinite=False"
             )
-        if not self._window.found_nonfinite:
+        if self._window.factors is not None:
+            self._window.factors.clip(max_norm, norm)
+        elif not self._window.found_nonfinite:
             nn.utils.clip_grads_with_norm_(self._optimized_parameters(), max_norm, norm)
         return norm
 
@@ -253,6 +217,7 @@ class OptimizerWrapper(Optimizer):
         if self._defers_step:
             return
         self._finalize_gradients()
+        self._apply_factors()
         nn.utils.clip_grad_value_(self._optimized_parameters(), clip_value)
 
     def get_grad_norm(self) -> float | None:
@@ -287,10 +252,12 @@ class OptimizerWrapper(Optimizer):
             return
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         multiplier = self._window.multiplier(scale, self.data_parallel_group) * self._reduce_gradients()
-        if self.master_weights is not None:
+        if self._defers_factors():
+            self._window.factors = GradientFactors(multiplier)
+        elif self.master_weights is not None:
             self.master_weights.take_gradients()
         gradients = self._gradients()
-        if multiplier != 1.0:
+        if multiplier != 1.0 and self._window.factors is None:
             self._multiply(gradients, multiplier)
         if self.loss_scaler is not None:
             self._window.found_nonfinite = self._any_nonfinite(gradients)
@@ -298,6 +265,15 @@ class OptimizerWrapper(Optimizer):
         self._window.is_final = True
         for hook in self._gradient_hooks:
             hook(gradients)
+
+    def _apply_factors(self) -> None:
+        """Makes the gradients the true ones where that was left to the step; see Note [Gradient factors]."""
+        factors, self._window.factors = self._window.factors, None
+        if factors is None:
+            return
+        if self.master_weights is not None:
+            self.master_weights.take_gradients()
+        factors.apply_to(self._gradients())
 
     def _gradients_are_true(self) -> bool:
         """True where finalising would look at every gradient and change none: the step of a plain fp32 loop."""
@@ -420,17 +396,59 @@ class OptimizerWrapper(Optimizer):
 
     def _update_parameters(self) -> None:
         """Steps the user's optimizer and brings the result into the model."""
-        self.optim.step()
+        if self._window.factors is not None:
+            self._run_together(lambda: self._step_fused(self._working_copies(), self._working_gradients()))
+            return
+        self._run_together(self.optim.step)
         if self.master_weights is not None:
             self.master_weights.write_working()
 
+    def _run_together(self, update: Callable[[], Any]) -> None:
+        """Runs the update; one that may fail on this rank alone then fails on all, and is made up for by the next call.
+
+        Collective where `AllocatesStates.can_fail_alone`.
+        """
+        if not (isinstance(self.optim, AllocatesStates) and self.optim.can_fail_alone):
+            update()
+            return
+        failure: Exception | None = None
+        try:
+            if not self._window.was_updated_here:
+                update()
+            self._window.was_updated_here = True
+        except (OSError, BoosterError) as error:  # raised by all ranks below
+            failure = error
+        raise_on_all_ranks(failure, self.data_parallel_group)
+        self._window.was_updated_here = False
+
+    def _step_fused(
+        self, working_copies: Mapping[nn.Parameter, torch.Tensor], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        factors = self._window.factors
+        assert self._fused_update is not None
+        assert factors is not None
+        self._fused_update.fused_step(
+            multiplier=factors.multiplier,
+            multiplier_tensor=factors.coefficient,
+            working_copies=working_copies,
+            gradients=gradients,
+        )
+
+    def _defers_factors(self) -> bool:
+        """True where the step itself may multiply the gradients; see Note [Gradient factors]."""
+        return self._fused_update is not None and self.master_weights is not None and not self._gradient_hooks
+
     def _gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that this rank holds, as the optimizer will use them."""
-        return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
+        is_raw = self._window.factors is not None
+        parameters = self._working_parameters() if is_raw else self._optimized_parameters()
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """Returns the norm of all true gradients over all ranks, as a 0-dim tensor."""
-        return nn.utils.get_total_norm(self._gradients(), norm_type)
+        if self._window.factors is None:
+            return nn.utils.get_total_norm(self._gradients(), norm_type)
+        return self._window.factors.true_norm(gradient_norm(self._gradients(), norm_type))
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Returns whether any rank holds a gradient with inf or nan. Here all ranks hold the same gradients."""
@@ -457,6 +475,16 @@ class OptimizerWrapper(Optimizer):
         """Returns the model's parameter for one of `param_groups`, which may hold its fp32 copy."""
         return parameter if self.master_weights is None else self.master_weights.working_parameter(parameter)
 
+    def _working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns the rounded weights that are to follow those of `param_groups`."""
+        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        return {one: working.detach() for one, working in pairs if working is not one}
+
+    def _working_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns the raw gradients of the rounded weights, by what `param_groups` have in their place."""
+        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        return {one: working.grad for one, working in pairs if working is not one and working.grad is not None}
+
     def group_parameters(self, index: int) -> list[nn.Parameter]:
         """Returns the model's parameters of a param group, whole, whatever part of them this rank updates."""
         return [self.working_parameter(parameter) for parameter in self.param_groups[index]["params"]]
@@ -467,24 +495,3 @@ class OptimizerWrapper(Optimizer):
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._working_parameters())
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.optim, name)(*args, **kwargs)
-
-    method.__name__ = name
-    method.__doc__ = f"Calls the user's optimizer's `{name}`."
-    return method
-
-
-# Optimizer's own versions would write into hook tables that the user's optimizer never reads.
-for _name in (
-    "register_step_pre_hook",
-    "register_step_post_hook",
-    "register_state_dict_pre_hook",
-    "register_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_load_state_dict_post_hook",
-):
-    setattr(OptimizerWrapper, _name, _delegate(_name))

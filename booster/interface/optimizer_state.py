@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from booster.errors import CheckpointError
+from booster.interface.state_allocation import AllocatesStates
 from booster.interface.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class OptimizerState:
 
     def __init__(self, optimizer: OptimizerWrapper) -> None:
         self.optimizer = optimizer
+        own = optimizer.unwrap()
+        self._allocator = own if isinstance(own, AllocatesStates) else None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the optimizer's parameters (masters where it has them) by the user's names, in group order."""
@@ -76,7 +79,7 @@ class OptimizerState:
         Collective where the ranks hold states of different parameters. Whatever fails there fails on all ranks.
 
         Raises:
-            CheckpointError: A state is neither a tensor nor a plain value.
+            CheckpointError: A state is neither a tensor nor a plain value, or it can't be read.
         """
         logical = self._groups()
         groups = [
@@ -103,6 +106,7 @@ class OptimizerState:
 
         Raises:
             CheckpointError: Other groups, parameters or shapes.
+            ConfigError: There is no room for the states.
         """
         problems = list(self._differences(specs, values))
         if problems:
@@ -111,6 +115,8 @@ class OptimizerState:
                 f"the stored optimizer state does not fit this optimizer, nothing was loaded:{listed}\nBuild the"
                 " optimizer with the same param groups over the same model as the one that was saved"
             )
+        if self._allocator is not None:
+            self._allocator.prepare_states()
 
     def allocate(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> list[TensorSlice]:
         """Replaces the state by an empty one of the stored names and shapes, takes over the values, returns the slices.
@@ -185,6 +191,10 @@ class OptimizerState:
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
         """Returns an empty state tensor where torch's own load_state_dict would put it, in the same format."""
+        if self._allocator is not None:
+            memory = self._allocator.allocate_state(parameter, key, spec.shape, spec.dtype)
+            if memory is not None:
+                return memory
         if key == "step":
             group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -200,6 +210,8 @@ class OptimizerState:
                 yield key, value
 
     def _numbers(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        if self._allocator is not None:
+            self._allocator.check_states()  # here, as every save asks for numbers first and has its ranks agree on them
         state = self.optimizer.state.get(parameter, {})
         numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for key, value in numbers.items():
@@ -213,11 +225,15 @@ class OptimizerState:
     def _other_kind(self, values: Mapping[str, Any]) -> Iterator[str]:
         # Several classes may do the same arithmetic, as Adam and a faster one of another name: they take the same
         # hyperparameters. One that lacks some of ours computes something else.
-        ours, theirs = type(self.optimizer.unwrap()).__name__, values.get("optimizer")
+        optimizer = self.optimizer.unwrap()
+        ours, theirs = type(optimizer).__name__, values.get("optimizer")
         stored = {key for group in values["param_groups"] for key in group}
         lost = sorted(set(self.optimizer.defaults) - stored - _IMPLEMENTATION_CHOICES)
         if theirs != ours and lost and values["param_groups"]:
             yield f"the state is of a {theirs}, which has no {', '.join(lost)}, and this is a {ours}"
+        is_uncorrected = any(group.get("bias_correction") is False for group in values["param_groups"])
+        if is_uncorrected and isinstance(optimizer, torch.optim.Adam):
+            yield f"the state is of a {theirs} with bias_correction=False, and {ours} always corrects"
 
     def _differences(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> Iterator[str]:
         named = self.named_parameters()

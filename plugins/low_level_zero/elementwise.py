@@ -6,11 +6,13 @@ from torch import optim
 
 from booster.errors import ConfigError
 from booster.interface import ShardAware
+from booster.optim import CPUAdam, FusedAdam, HybridAdam
 from booster.plugins.low_level_zero.probe import find_obstacle
 from booster.plugins.low_level_zero.shard_states import shard_state
 
 __all__ = ["require_elementwise", "shard_state"]
 
+_OUR_OWN = frozenset({CPUAdam, FusedAdam, HybridAdam})
 # torch's own, whose formulas were read and that tests compare on parts and on wholes.
 _ELEMENTWISE = frozenset(
     {
@@ -38,9 +40,9 @@ _REFUSED = {
 def require_elementwise(optimizer: optim.Optimizer) -> None:
     """Returns if the optimizer may update parts of parameters in place of whole ones.
 
-    It may if it is one of torch's elementwise classes, if it is `ShardAware`, or if it did the same on parts as on
-    wholes when copies of it were tried out on small tensors. The optimizer itself and the process's state stay as they
-    are; it is not stepped.
+    It may if it is one of torch's or our elementwise classes, if it is `ShardAware`, or if it did the same on parts as
+    on wholes when copies of it were tried out on small tensors. The optimizer itself and the process's state stay as
+    they are; it is not stepped.
 
     Args:
         optimizer: The user's optimizer, before its parameters are cut.
@@ -55,7 +57,7 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
             "differentiable=True asks for gradients through the step, and the weights that it makes are copied between"
             " ranks: make the optimizer without it"
         )
-    if type(optimizer) in _ELEMENTWISE:
+    if type(optimizer) in _ELEMENTWISE or type(optimizer) in _OUR_OWN:
         return
     obstacle = next((why for cls, why in _REFUSED.items() if isinstance(optimizer, cls)), None)
     obstacle = find_obstacle(optimizer) if obstacle is None else obstacle

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device
+from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
 
 __all__ = ["norm_over_ranks"]
 
@@ -27,6 +28,9 @@ def norm_over_ranks(
     Collective: one small all-reduce. The result stays on the device of the gradients' communication.
     """
     device = collective_device(group)
+    if norm_type == 2.0 and takes_sum_of_squares(gradients):
+        total = torch.tensor([sum_of_squares(gradients)], dtype=torch.float64, device=device)
+        return all_reduce_sum(total, group).sqrt().reshape(()).float()
     norms = torch._foreach_norm(list(gradients), norm_type) if gradients else []  # a rank may own nothing
     stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)])
     if math.isinf(norm_type):

@@ -241,10 +241,19 @@ class ZeroOptimizer(OptimizerWrapper):
             )
         raise_on_all_ranks(error, self.data_parallel_group)
 
+    def _defers_factors(self) -> bool:
+        return self._fused_update is not None and not self._gradient_hooks
+
+    def _gradients(self) -> list[torch.Tensor]:
+        # The shards' own, raw or not: their sums are in fp32 already.
+        return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
+
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         if norm_type == 2.0 and self._known_norm is not None:
-            return self._known_norm
-        return norm_over_ranks(self._gradients(), norm_type, self._settings.shard_group)
+            norm = self._known_norm
+        else:
+            norm = norm_over_ranks(self._gradients(), norm_type, self._settings.shard_group)
+        return norm if self._window.factors is None else self._window.factors.true_norm(norm)
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         self._known_norm = norm_over_ranks(gradients, 2.0, self._settings.shard_group)
@@ -306,19 +315,27 @@ class ZeroOptimizer(OptimizerWrapper):
                 flat.refresh_masters()
         self._is_stepping = True
         try:
-            self.optim.step()
+            self._run_together(self._step_shards)
         finally:
             self._is_stepping = False
         if self._window.num_backwards == 0:
             return
         for flat in self._flat_groups:
-            flat.write_weights()
+            if self._window.factors is None or not flat.rounds_in_place:
+                flat.write_weights()
             # Autograd sees no write through the flat buffer, and would go on with a graph from before the step.
             torch.autograd.graph.increment_version(flat.parameters)
             flat.note_versions()
         self.gathering.start()
         if not self._settings.overlaps_gathering:
             self.gathering.wait()
+
+    def _step_shards(self) -> None:
+        if self._window.factors is None:
+            self.optim.step()
+            return
+        flats = [flat for flat in self._flat_groups if flat.rounds_in_place]
+        self._step_fused({part.shard.parameter: flat.weights_of(part) for flat in flats for part in flat.owned}, {})
 
     def _check_weights(self) -> None:
         for flat in self._flat_groups:

@@ -154,7 +154,7 @@ class GradientReducer:
         dtype = self._communication_dtype or bucket.group.dtype
         payload = self._store_of(bucket).payload(bucket, dtype)
         others = bucket.bucket.numel - bucket.bucket.piece_numel
-        received = self._scratch.take("received", others, dtype, payload.device)
+        received = partial(self._scratch.take, "received", others, dtype, payload.device)
         self._flights.append((bucket, start_reduce_scatter(payload, self._shard_group, received)))
         bucket.is_issued = True
 

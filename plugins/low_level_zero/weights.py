@@ -80,6 +80,15 @@ class FlatGroup:
         """Where the weights are."""
         return self.weights.device
 
+    @property
+    def rounds_in_place(self) -> bool:
+        """Whether an optimizer may write this rank's pieces of the weights while it updates their masters."""
+        return self.masters is not None and self.masters.device == self.device
+
+    def weights_of(self, owned: OwnedPart) -> torch.Tensor:
+        """Returns the weights that a shard is the master of."""
+        return self.weights[owned.part.in_buffer]
+
     @torch.no_grad()
     def write_weights(self) -> None:
         """Rounds the masters into this rank's pieces of the weights, after a step."""

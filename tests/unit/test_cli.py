@@ -13,6 +13,7 @@ import torch.distributed.launcher.api as launcher
 
 from booster.cli import check, failure, main
 from booster.cli import run as run_command
+from booster.kernels.building import find_toolchain
 
 
 @dataclass
@@ -159,9 +160,15 @@ def test_check_without_distributed(capsys, monkeypatch):
 
 
 def test_check_without_a_compiler(capsys, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert main(["check", "-i"]) == 0
-    assert "c++            not found" in capsys.readouterr().out
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    find_toolchain.cache_clear()
+    try:
+        assert main(["check", "-i"]) == 0
+    finally:
+        find_toolchain.cache_clear()
+    lines = capsys.readouterr().out.splitlines()
+    [compiler] = [line for line in lines if line.startswith("  c++ ")]
+    assert "plain torch: CXX='no-such-compiler' names no program" in compiler
 
 
 def test_check_alone_says_what_to_write(capsys):

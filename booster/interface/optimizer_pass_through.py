@@ -1,0 +1,70 @@
+"""What a wrapped optimizer shows of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+__all__ = ["OptimizerPassThrough"]
+
+
+class OptimizerPassThrough(Optimizer):
+    """An optimizer whose groups, states and hooks are those of another one.
+
+    Args:
+        optim: The user's optimizer.
+    """
+
+    def __init__(self, optim: Optimizer) -> None:
+        # Optimizer.__init__ is not called on purpose: it would make a second set of groups and states.
+        self.optim = optim
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's optimizer's groups, live: an LR scheduler changes them here."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's states."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's optimizer's default hyperparameters."""
+        return self.optim.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # not there yet: __init__ did not run
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def unwrap(self) -> Optimizer:
+        """Returns the user's optimizer."""
+        return self.optim
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: OptimizerPassThrough, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optim, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"Calls the user's optimizer's `{name}`."
+    return method
+
+
+# Optimizer's own versions would write into hook tables that the user's optimizer never reads.
+for _name in (
+    "register_step_pre_hook",
+    "register_step_post_hook",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+):
+    setattr(OptimizerPassThrough, _name, _delegate(_name))

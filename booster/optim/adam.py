@@ -1,0 +1,333 @@
+"""What the Adam optimizers of this package share: groups as torch's, and one pass over memory per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from booster.errors import CheckpointError, ConfigError
+from booster.optim.offload.disk_states import DiskStates
+from booster.optim.offload.settings import OffloadSettings
+from booster.optim.state_form import complete_moments, complete_step, moment_dtype
+from booster.optim.state_loading import Untouched, hold_untouched
+from booster.optim.step import Step
+from booster.optim.update import MOMENTS, GroupUpdate, Hyperparameters, ParameterUpdate, StepArguments
+
+__all__ = ["AdamBase"]
+
+
+class AdamBase(Optimizer):
+    """Adam and AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019).
+
+    Hyperparameters, states and `state_dict` have torch.optim.AdamW's names and meanings, and either loads the other's.
+    States of parameters on the CPU are fp32 also for bf16 and fp16 parameters. See `FusedUpdate` for `fused_step`.
+
+    Args:
+        params: Tensors, or param groups.
+        lr: Learning rate.
+        bias_correction: Whether the moments' start at zero is corrected for.
+        betas: Decay rates of the moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adamw_mode: True: AdamW's decoupled weight decay; False: Adam's, which is part of the gradient.
+        offload: Which states go to a disk.
+
+    Raises:
+        ConfigError: A hyperparameter or a parameter that can't work.
+    """
+
+    # torch.amp.GradScaler then hands over its scale and whether anything overflowed, in place of unscaling.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float | Tensor,
+        bias_correction: bool,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        adamw_mode: bool,
+        offload: OffloadSettings,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": False,
+            "maximize": False,
+            "decoupled_weight_decay": bool(adamw_mode),
+        }
+        if not bias_correction:  # not among torch's: only there where its AdamW would compute something else
+            defaults["bias_correction"] = False
+        self._offload = offload
+        self._open()
+        super().__init__(params, defaults)
+
+    def _open(self) -> None:
+        self._disk = DiskStates(self._offload)
+        self._unfinished: Step | None = None
+
+    # Groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's.
+
+        Raises:
+            ConfigError: A hyperparameter or a parameter that can't work.
+        """
+        _check_hyperparameters({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                self._check_parameter(parameter)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def _check_parameter(self, parameter: Tensor) -> None:
+        if parameter.is_complex():
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and complex numbers are not"
+                " offered: use torch.optim.AdamW, or torch.view_as_real"
+            )
+
+    # Step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss and calls backward; called once, before the step.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ConfigError: A gradient or a group that can't work, no room on the disk for states, or gradients of another
+                step than the last, which failed.
+            OSError: The disk with states failed; the message says how far the step came.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return result
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        self._update(StepArguments(multiplier_tensor=None if scale is None else scale.reciprocal()), {}, {})
+        return result
+
+    @Optimizer.profile_hook_step
+    @torch.no_grad()
+    def fused_step(
+        self,
+        *,
+        multiplier: float = 1.0,
+        multiplier_tensor: Tensor | None = None,
+        working_copies: Mapping[nn.Parameter, Tensor] | None = None,
+        gradients: Mapping[nn.Parameter, Tensor] | None = None,
+        zero_grads: bool = False,
+    ) -> None:
+        """Updates as `step` would with gradients that were multiplied before; see `FusedUpdate`.
+
+        Raises:
+            ConfigError: As `step`.
+            OSError: As `step`.
+        """
+        arguments = StepArguments(float(multiplier), multiplier_tensor, zero_grads)
+        self._update(arguments, gradients or {}, working_copies or {})
+
+    def _update(
+        self, arguments: StepArguments, gradients: Mapping[Any, Tensor], working_copies: Mapping[Any, Tensor]
+    ) -> None:
+        self._opt_called = True  # an LR scheduler asks whether there was a step before its own
+        hyperparameters = [Hyperparameters.of(group) for group in self.param_groups]
+        found = [list(self._gradients_of(group, gradients)) for group in self.param_groups]
+        unfinished = self._unfinished_step
+        if unfinished is not None:
+            given = {id(parameter): gradient for pairs in found for parameter, gradient in pairs}
+            if unfinished.is_same(given, arguments):
+                self._run(unfinished)
+                return
+            if not unfinished.is_complete:
+                raise ConfigError(
+                    "the last step did not finish, and this one has other gradients, which would mix two steps: call"
+                    " step() with the gradients of the failed step to finish it, or load a checkpoint of model and"
+                    " optimizer"
+                )
+        self._disk.prepare(self._parameters())
+        groups = [
+            GroupUpdate(own, [self._update_of(*pair, working_copies.get(pair[0])) for pair in pairs])
+            for own, pairs in zip(hyperparameters, found, strict=True)
+        ]
+        self._run(Step(groups, arguments, self._disk))
+
+    @property
+    def _unfinished_step(self) -> Step | None:
+        """The step that failed half way, unless other states were loaded since."""
+        if self._unfinished is not None and not self._unfinished.is_of(self.state):
+            self._unfinished = None
+        return self._unfinished
+
+    def _run(self, step: Step) -> None:
+        self._unfinished = None
+        try:
+            step.run()
+        except BaseException:
+            if step.is_begun:
+                step.note_gradients()
+                self._unfinished = step
+            raise
+
+    def _gradients_of(self, group: dict[str, Any], gradients: Mapping[Any, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the parameters that are to be updated, each with its gradient, checked."""
+        for parameter in group["params"]:
+            gradient = gradients.get(parameter) if gradients else None
+            if gradient is not None:
+                _check_alike(gradient, parameter)
+            else:
+                gradient = parameter.grad
+            if gradient is None:
+                continue
+            self._check_parameter(parameter)
+            if gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: use"
+                    " torch.optim.SparseAdam for it, or an embedding with sparse=False"
+                )
+            yield parameter, gradient
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # States.
+
+    def _update_of(self, parameter: Tensor, gradient: Tensor, working_copy: Tensor | None) -> ParameterUpdate:
+        """Returns an update with the parameter's state: new where there is none, and in the form of the kernels."""
+        state: dict[str, Any] = self.state[parameter]
+        step = complete_step(state)
+        if self._disk.holds(parameter):
+            self._disk.take_over(parameter, state)
+        else:
+            complete_moments(state, parameter)
+        return ParameterUpdate(parameter, gradient, working_copy, state, step, state["exp_avg"], state["exp_avg_sq"])
+
+    def prepare_states(self) -> None:
+        """Makes room for the states of all parameters; see `AllocatesStates`.
+
+        Raises:
+            ConfigError: There is no room on the disk.
+        """
+        self._disk.prepare(self._parameters())
+
+    def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Returns the memory for a state that is about to be filled; see `AllocatesStates`.
+
+        Raises:
+            ConfigError: There is no room on the disk.
+        """
+        if key == "step":
+            return torch.zeros(shape, dtype=torch.float32)
+        if key not in MOMENTS or tuple(shape) != tuple(parameter.shape):
+            return None
+        if self._disk.holds(parameter):
+            return self._disk.moment(parameter, key)
+        return torch.empty(shape, dtype=moment_dtype(parameter), device=parameter.device)
+
+    @property
+    def can_fail_alone(self) -> bool:
+        """True where states are on a disk; see `AllocatesStates`."""
+        return self._offload.fraction > 0
+
+    def check_states(self) -> None:
+        """Returns if the states are whole and can be read now.
+
+        Raises:
+            CheckpointError: A file with states was cut, or a step failed and left a parameter divided.
+        """
+        self._disk.check()
+        step = self._unfinished_step
+        if step is not None and step.divides_a_parameter:
+            raise CheckpointError(
+                "the last step failed when a parameter was updated in parts, which has no number of steps that could be"
+                " saved: call step() again with the same gradients to finish the step first"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state as torch.optim.AdamW's; tensors of states on the disk read it when they are looked at.
+
+        Raises:
+            CheckpointError: The states can't be read, see `check_states`.
+        """
+        self.check_states()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a `state_dict` of this class or of torch.optim.Adam or AdamW; fp32 states stay fp32.
+
+        Raises:
+            ConfigError: There is no room on the disk, or the state is of a variant that there is not.
+        """
+        for group in state_dict["param_groups"]:
+            _check_hyperparameters({**self.defaults, **group})
+        self.prepare_states()
+        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's own hooks
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_offload": self._offload}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_disk" not in self.__dict__:  # a copy: states that were on the disk are in memory until its first step
+            self._open()
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        for parameter, values in self.state.items():
+            for key, value in values.items():
+                if isinstance(value, Untouched):
+                    values[key] = self._loaded(parameter, key, value.tensor)
+
+    def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+        memory = self.allocate_state(parameter, key, tuple(value.shape), value.dtype)
+        if memory is None:
+            return value.to(parameter.device)
+        if memory.device == value.device and memory.dtype == value.dtype and not self._disk.holds(parameter):
+            return value  # as torch's optimizers, which take the tensors themselves
+        return memory if memory.data_ptr() == value.data_ptr() else memory.copy_(value)
+
+
+def _check_hyperparameters(group: Mapping[str, Any]) -> None:
+    hyperparameters = Hyperparameters.of(group)
+    lr, betas = hyperparameters.lr, hyperparameters.betas
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
+    amounts = {"lr": float(lr), "eps": hyperparameters.eps, "weight_decay": hyperparameters.weight_decay}
+    for name, value in amounts.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{name}={value} must be a finite number from 0 on")
+    for beta in betas:
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"betas={betas} must both be from 0 on and less than 1")
+
+
+def _check_alike(gradient: Tensor, parameter: Tensor) -> None:
+    if gradient.shape != parameter.shape or gradient.device != parameter.device:
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} was given a gradient of shape"
+            f" {tuple(gradient.shape)} on {gradient.device}: they must be alike"
+        )

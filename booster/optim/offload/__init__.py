@@ -1,0 +1,1 @@
+"""Optimizer states in files: read ahead of the step, written behind it."""

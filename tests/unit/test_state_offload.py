@@ -1,0 +1,707 @@
+"""Optimizer states on a disk: the same results in bounded memory, states that load and save, and disks that fail."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster, CheckpointError, ConfigError
+from booster.kernels.disk_io import DiskQueue
+from booster.optim import CPUAdam, HybridAdam
+from booster.optim.offload import directory, layout, pipeline
+from booster.optim.offload.interrupts import interrupts_later
+from booster.optim.offload.layout import PlaneLayout
+
+# Sizes around the small chunks below: several parameters in a chunk, and several chunks of a parameter.
+SHAPES = [(300, 17), (7,), (), (0, 3), (5000,), (64, 64), (1,), (3000, 3)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """4 pages: 4096 fp32 numbers."""
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 4 * 4096)
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params, step=0):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in params:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def train(optimizer, steps=range(4)):
+    for step in steps:
+        give_gradients(params_of(optimizer), step=step)
+        optimizer.step()
+
+
+def params_of(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def groups_of(params):
+    return [{"params": params[:3], "lr": 0.02, "weight_decay": 0.1}, {"params": params[3:], "betas": (0.5, 0.9)}]
+
+
+def twins(directory, dtype=torch.float32, fraction=1.0, **settings):
+    """Returns the same optimizer with its states on the disk and in memory."""
+    offloaded = CPUAdam(
+        groups_of(parameters(dtype)), nvme_offload_fraction=fraction, nvme_offload_dir=directory, **settings
+    )
+    return offloaded, CPUAdam(groups_of(parameters(dtype)), **settings)
+
+
+def assert_alike(one, other):
+    """Bit for bit: parameters and states."""
+    for p, q in zip(params_of(one), params_of(other), strict=True):
+        assert torch.equal(p, q)
+        assert one.state[p].keys() == other.state[q].keys()
+        for key, value in one.state[p].items():
+            assert torch.equal(value, other.state[q][key]), (tuple(p.shape), key)
+
+
+def files_in(directory):
+    return sorted(Path(directory).glob("booster-states-*/*"))
+
+
+def bytes_in(directory):
+    return sum(path.stat().st_size for path in files_in(directory))
+
+
+# The same results.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.01])
+def test_results_are_those_without(tmp_path, dtype, fraction):
+    offloaded, plain = twins(tmp_path, dtype, fraction)
+    for step in range(4):
+        train(offloaded, [step])
+        train(plain, [step])
+        assert_alike(offloaded, plain)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+def test_results_with_fewer_gradients_in_some_steps(tmp_path, fraction):
+    offloaded, plain = twins(tmp_path, fraction=fraction)
+    for step in range(6):
+        for optimizer in (offloaded, plain):
+            params = params_of(optimizer)
+            give_gradients(params, step)
+            for index in ((0, 4), (1, 2, 5, 7), (), tuple(range(7)), (7,), tuple(range(8)))[step]:
+                params[index].grad = None
+            optimizer.step()
+    assert_alike(offloaded, plain)
+
+
+def test_memory_in_another_order(tmp_path):
+    def make(**settings):
+        values = torch.randn(8, 20, 9, 7, generator=torch.Generator().manual_seed(0))
+        return CPUAdam([nn.Parameter(values.to(memory_format=torch.channels_last))], lr=0.1, **settings)
+
+    offloaded, plain = make(nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path), make()
+    for step in range(3):
+        train(offloaded, [step])
+        train(plain, [step])
+    assert_alike(offloaded, plain)
+    assert bytes_in(tmp_path) > 0
+
+
+def test_a_fused_step(tmp_path):
+    offloaded, plain = twins(tmp_path)
+    weights = [
+        {parameter: torch.zeros(parameter.shape, dtype=torch.bfloat16) for parameter in params_of(optimizer)}
+        for optimizer in (offloaded, plain)
+    ]
+    for step in range(3):
+        for optimizer, copies in zip((offloaded, plain), weights, strict=True):
+            give_gradients(params_of(optimizer), step)
+            optimizer.fused_step(
+                multiplier=0.25, multiplier_tensor=torch.tensor(0.7), working_copies=copies, zero_grads=True
+            )
+            assert not any(parameter.grad.any() for parameter in params_of(optimizer))
+    assert_alike(offloaded, plain)
+    for one, other in zip(*(copies.values() for copies in weights), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_that_are_added_later_get_a_file_of_their_own(tmp_path):
+    offloaded, plain = twins(tmp_path)
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2))
+        optimizer.add_param_group({"params": parameters(shapes=[(2000,), (5,)]), "lr": 0.5})
+        train(optimizer, range(2, 4))
+    assert_alike(offloaded, plain)
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_files_of_parameters_that_are_gone_are_removed(tmp_path):
+    offloaded, _ = twins(tmp_path)
+    train(offloaded, [0])
+    (before,) = files_in(tmp_path)
+    for group in offloaded.param_groups:  # as a plugin does that cuts them
+        group["params"][:] = parameters(shapes=[(50,)])
+    offloaded.state.clear()
+    train(offloaded, [1])
+    (after,) = files_in(tmp_path)
+    assert after != before
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9, 1.0])
+def test_the_fraction_is_of_bytes(tmp_path, fraction):
+    params = parameters(shapes=[(1000,)] * 20)
+    optimizer = CPUAdam(params, nvme_offload_fraction=fraction, nvme_offload_dir=tmp_path)
+    train(optimizer, [0])
+    in_files = sum(optimizer._disk.holds(parameter) for parameter in params)
+    assert in_files == round(20 * fraction)
+    assert [optimizer._disk.holds(one) for one in params] == [True] * in_files + [False] * (20 - in_files)
+
+
+def test_a_fraction_too_small_for_any_parameter_is_said(tmp_path, capsys):
+    offloaded = CPUAdam(parameters(shapes=[(100,)]), nvme_offload_fraction=0.5, nvme_offload_dir=tmp_path)
+    train(offloaded, [0])
+    assert "moves no optimizer states" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_has_one_place(seed):
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 12, (), generator=generator))
+    sizes = [
+        (int(torch.randint(1, 3 ** int(torch.randint(1, 10, (), generator=generator)), (), generator=generator)), size)
+        for size in torch.tensor([4, 8])[torch.randint(2, (count,), generator=generator)].tolist()
+    ]
+    planes = PlaneLayout(sizes)
+    seen = torch.zeros(planes.num_bytes, dtype=torch.int32)
+    counted = [0] * count
+    for number, chunk in enumerate(planes.chunks):
+        assert chunk.start == sum(one.num_bytes for one in planes.chunks[:number])
+        for piece in chunk.pieces:
+            itemsize = sizes[piece.index][1]
+            assert counted[piece.index] == piece.start
+            counted[piece.index] = piece.stop
+            start = chunk.start + piece.offset
+            assert start == planes.starts[piece.index] + piece.start * itemsize
+            assert start % 256 == 0
+            assert number in planes.chunks_of(piece.index, sizes[piece.index][0] * itemsize)
+            num_bytes = (piece.stop - piece.start) * itemsize
+            assert piece.offset + num_bytes <= chunk.num_bytes
+            seen[start : start + num_bytes] += 1
+    assert counted == [numel for numel, _ in sizes]
+    assert int(seen.max()) == 1
+
+
+# States.
+
+
+def test_states_load_into_torch_and_back(tmp_path):
+    offloaded, plain = twins(tmp_path)
+    for optimizer in (offloaded, plain):
+        train(optimizer)
+    theirs = torch.optim.Adam(groups_of(parameters()))
+    theirs.load_state_dict(copy.deepcopy(offloaded.state_dict()))
+    for p, q in zip(params_of(theirs), params_of(plain), strict=True):
+        assert torch.equal(theirs.state[p]["exp_avg_sq"], plain.state[q]["exp_avg_sq"])
+    other, _ = twins(tmp_path)
+    other.load_state_dict(theirs.state_dict())
+    for p, q in zip(params_of(other), params_of(plain), strict=True):
+        p.data.copy_(q.data)
+    for optimizer in (other, plain):
+        train(optimizer, range(4, 7))
+    assert_alike(other, plain)
+
+
+def test_saved_states_are_as_small_as_those_in_memory(tmp_path):
+    offloaded, plain = twins(tmp_path / "disk")
+    for name, optimizer in (("offloaded", offloaded), ("plain", plain)):
+        train(optimizer)
+        torch.save(optimizer.state_dict(), tmp_path / name)
+    assert (tmp_path / "offloaded").stat().st_size == pytest.approx((tmp_path / "plain").stat().st_size, rel=0.01)
+    loaded = torch.load(tmp_path / "offloaded", weights_only=True)
+    plain.load_state_dict(loaded)
+    assert_alike(offloaded, plain)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "own state_dict", "by hand", "dropped"])
+def test_states_that_come_from_elsewhere_are_taken_over(tmp_path, how):
+    offloaded, plain = twins(tmp_path)
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2))
+    if how == "deepcopy":
+        offloaded = copy.deepcopy(offloaded)
+        assert len(files_in(tmp_path)) == 0 or gc.collect() >= 0
+    elif how == "own state_dict":
+        offloaded.load_state_dict(offloaded.state_dict())
+    else:
+        for optimizer in (offloaded, plain):
+            params = params_of(optimizer)
+            if how == "dropped":
+                del optimizer.state[params[4]], optimizer.state[params[1]]
+            else:
+                optimizer.state[params[4]]["exp_avg"] = torch.full((5000,), 0.25)
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2, 4))
+    assert_alike(offloaded, plain)
+    assert all(offloaded._disk.holds(one) for one in params_of(offloaded) if one.numel() > 0)
+
+
+def test_state_tensors_stay_the_same_and_show_the_newest(tmp_path):
+    offloaded, plain = twins(tmp_path)
+    for optimizer in (offloaded, plain):
+        train(optimizer, [0])
+    held = [offloaded.state[one]["exp_avg"] for one in params_of(offloaded)]
+    for optimizer in (offloaded, plain):
+        train(optimizer, [1, 2])
+    for tensor, parameter in zip(held, params_of(plain), strict=True):
+        assert torch.equal(tensor, plain.state[parameter]["exp_avg"])
+    expected = [tensor.clone() for tensor in held]
+    del offloaded, optimizer
+    gc.collect()
+    assert files_in(tmp_path) == []
+    for tensor, values in zip(held, expected, strict=True):
+        assert torch.equal(tensor, values)  # they outlive the optimizer and its file
+
+
+def boosted(optimizer_of):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 3, dtype=torch.bfloat16))
+    booster = Booster(device="cpu")
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model.parameters()))
+    return booster, optimizer
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_checkpoints(tmp_path, shard):
+    def offloaded(params):
+        return HybridAdam(params, lr=0.01, nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "disk")
+
+    path = tmp_path / ("checkpoint" if shard else "checkpoint.safetensors")
+    booster, plain = boosted(lambda params: HybridAdam(params, lr=0.01))
+    train(plain.unwrap())
+    booster.save_optimizer(plain, path, shard=shard)
+    other, loaded = boosted(offloaded)
+    other.load_optimizer(loaded, path)
+    for p, q in zip(params_of(loaded), params_of(plain), strict=True):
+        assert loaded.unwrap()._disk.holds(p)
+        for key, value in plain.state[q].items():
+            assert torch.equal(loaded.state[p][key], value)
+        p.data.copy_(q.data)
+    for optimizer in (plain, loaded):
+        train(optimizer.unwrap(), range(4, 6))
+    assert_alike(loaded.unwrap(), plain.unwrap())
+    again = tmp_path / ("again" if shard else "again.safetensors")
+    other.save_optimizer(loaded, again, shard=shard)
+    back, last = boosted(lambda params: HybridAdam(params))
+    back.load_optimizer(last, again)
+    for p, q in zip(params_of(last), params_of(plain), strict=True):
+        assert torch.equal(last.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+
+
+# Disks that fail.
+
+
+class FailingQueue(DiskQueue):
+    """Fails requests by their number, counted over all queues."""
+
+    reads: set[int] = set()
+    writes: set[int] = set()
+    counts = {"read": 0, "write": 0}
+
+    def read(self, descriptor, tensor, offset):
+        return self._maybe("read", self.reads, super().read(descriptor, tensor, offset))
+
+    def write(self, descriptor, tensor, offset):
+        return self._maybe("write", self.writes, super().write(descriptor, tensor, offset))
+
+    def _maybe(self, kind, failing, ticket):
+        self.counts[kind] += 1
+        return FailedTicket(ticket) if self.counts[kind] - 1 in failing else ticket
+
+
+class FailedTicket:
+    def __init__(self, ticket) -> None:
+        self.ticket = ticket
+
+    def done(self):
+        return self.ticket.done()
+
+    def wait(self):
+        self.ticket.wait()
+        raise OSError(5, "made up for the test", "/the/file")
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    monkeypatch.setattr(pipeline, "DiskQueue", FailingQueue)
+
+    def fail(reads=(), writes=()):
+        FailingQueue.reads, FailingQueue.writes = set(reads), set(writes)
+        FailingQueue.counts = {"read": 0, "write": 0}
+
+    fail()
+    return fail
+
+
+@pytest.mark.parametrize("kind", ["reads", "writes"])
+@pytest.mark.parametrize(
+    ("fraction", "number"),
+    [*((1.0, number) for number in (0, 1, 2, 5, 6, 7, 11)), *((0.6, number) for number in range(6))],
+)
+def test_a_failed_step_is_finished_by_the_next_call(tmp_path, failing, kind, number, fraction):
+    offloaded, plain = twins(tmp_path, fraction=fraction)
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2))
+    failing(**{kind: [number]})
+    with pytest.raises(OSError, match="made up for the test: /the/file, which holds optimizer states, failed") as error:
+        train(offloaded, [2])
+    assert error.value.errno == 5
+    train(offloaded, [2])  # the same gradients again
+    train(plain, [2])
+    assert_alike(offloaded, plain)
+    failing()
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(3, 6))
+    assert_alike(offloaded, plain)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("reads", 6), ("writes", 0)])  # noticed before all is computed
+def test_after_a_failure_parameters_and_states_belong_together(tmp_path, failing, kind, number):
+    offloaded, before = twins(tmp_path)
+    for optimizer in (offloaded, before):
+        train(optimizer, range(2))
+    after = copy.deepcopy(before)
+    train(after, [2])
+    failing(**{kind: [number]})
+    with pytest.raises(OSError, match=r"Call step\(\) again"):
+        train(offloaded, [2])
+    places = []
+    for p, old, new in zip(params_of(offloaded), params_of(before), params_of(after), strict=True):
+        states = [
+            (optimizer.state[q]["exp_avg"], optimizer.state[q]["exp_avg_sq"])
+            for optimizer, q in ((offloaded, p), (before, old), (after, new))
+        ]
+        is_old, is_new = (p == old), (p == new)
+        for mine, olds, news in zip(*states, strict=True):
+            is_old = is_old & (mine == olds)
+            is_new = is_new & (mine == news)
+        assert bool((is_old | is_new).all())
+        places.append((bool(is_old.all()), bool(is_new.all())))
+        expected = 3.0 if is_new.all() and p.numel() > 0 else 2.0
+        if p.numel() > 0:
+            assert float(offloaded.state[p]["step"]) == expected
+    assert any(is_new for _, is_new in places)
+    assert any(is_old for is_old, _ in places)
+
+
+def test_other_gradients_after_a_failure_are_refused(tmp_path, failing):
+    offloaded, _ = twins(tmp_path)
+    train(offloaded, range(2))
+    failing(reads=[6])
+    with pytest.raises(OSError, match="of one of these, of shape"):
+        train(offloaded, [2])
+    values = [parameter.detach().clone() for parameter in params_of(offloaded)]
+    with pytest.raises(ConfigError, match="did not finish"):
+        train(offloaded, [3])
+    with pytest.raises(CheckpointError, match="in parts"):
+        offloaded.state_dict()
+    for parameter, value in zip(params_of(offloaded), values, strict=True):
+        assert torch.equal(parameter, value)
+    state = torch.optim.Adam(groups_of(parameters())).state_dict()
+    offloaded.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+    train(offloaded, [3])  # what was loaded replaces it
+
+
+def test_a_step_that_changed_nothing_need_not_be_finished(tmp_path, failing):
+    shapes = [(5000,), (64,)]
+    offloaded = CPUAdam(parameters(shapes=shapes), nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
+    plain = CPUAdam(parameters(shapes=shapes))
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2))
+    failing(reads=[0])
+    with pytest.raises(OSError, match="0 of 2 parameters were updated"):
+        train(offloaded, [2])
+    for p, q in zip(params_of(offloaded), params_of(plain), strict=True):
+        assert torch.equal(p, q)
+    failing()
+    for optimizer in (offloaded, plain):
+        train(optimizer, [3])
+    assert_alike(offloaded, plain)
+
+
+def test_states_that_could_not_be_written_are_saved_all_the_same(tmp_path, failing):
+    offloaded, plain = twins(tmp_path)
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2))
+    last = 2 * len(offloaded._disk._files[0].layout.chunks) - 1
+    failing(writes=[last])
+    with pytest.raises(OSError, match="All 8 parameters were updated"):
+        train(offloaded, [2])
+    train(plain, [2])
+    assert_alike(offloaded, plain)
+    offloaded.state_dict()
+    for optimizer in (offloaded, plain):
+        train(optimizer, [3])
+    assert_alike(offloaded, plain)
+
+
+def test_a_file_that_was_cut(tmp_path):
+    offloaded, _ = twins(tmp_path)
+    train(offloaded, range(2))
+    state = copy.deepcopy(offloaded.state_dict())
+    (path,) = files_in(tmp_path)
+    os.truncate(path, 4096)
+    with pytest.raises(OSError, match=f"{path}.*shorter than it should be|shorter than it should be.*{path}"):
+        train(offloaded, [2])
+    with pytest.raises(CheckpointError, match="load them from a checkpoint"):
+        offloaded.state_dict()
+    offloaded.load_state_dict(state)  # into a new file
+    offloaded.state_dict()
+    train(offloaded, [2])
+
+
+def test_a_file_that_was_deleted_goes_on(tmp_path):
+    offloaded, plain = twins(tmp_path)
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2))
+    (path,) = files_in(tmp_path)
+    path.unlink()
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2, 4))
+    assert_alike(offloaded, plain)
+
+
+@contextmanager
+def largest_file(num_bytes):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("way", ["step", "load_state_dict", "disk usage"])
+def test_no_room(tmp_path, monkeypatch, way):
+    offloaded, plain = twins(tmp_path)
+    train(plain, [0])
+    before = copy.deepcopy(offloaded.state_dict())
+    values = [parameter.detach().clone() for parameter in params_of(offloaded)]
+    give_gradients(params_of(offloaded))
+    if way == "disk usage":
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with largest_file(8192), pytest.raises(ConfigError, match=r"need \d+ bytes.*\d+ bytes are free"):
+        offloaded.load_state_dict(plain.state_dict()) if way == "load_state_dict" else offloaded.step()
+    assert offloaded.state_dict() == before
+    assert files_in(tmp_path) == []
+    for parameter, value in zip(params_of(offloaded), values, strict=True):
+        assert torch.equal(parameter, value)
+    monkeypatch.undo()
+    offloaded.step()
+
+
+def test_directories_that_can_not_be_used(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be made"):
+        CPUAdam(parameters(), nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "file" / "below")
+    offloaded, _ = twins(tmp_path / "disk")
+    (tmp_path / "disk").rmdir()
+    with pytest.raises(ConfigError, match="can't be made"):
+        train(offloaded, [0])
+    assert not offloaded.state
+
+
+# Ctrl-C.
+
+
+def test_interrupts_come_after_the_part_that_belongs_together():
+    done = []
+
+    def work():
+        with interrupts_later():
+            signal.raise_signal(signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == [True]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupted_step_is_finished_by_the_next_call(tmp_path, monkeypatch):
+    offloaded, plain = twins(tmp_path)
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2))
+    waits = []
+    wait = pipeline._Transfer.wait
+
+    def interrupted(self):
+        waits.append(True)
+        if len(waits) == 4:
+            raise KeyboardInterrupt
+        return wait(self)
+
+    monkeypatch.setattr(pipeline._Transfer, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(offloaded, [2])
+    for optimizer in (offloaded, plain):
+        train(optimizer, range(2, 4))
+    assert_alike(offloaded, plain)
+
+
+# Directories.
+
+
+def test_the_directory_goes_with_the_optimizer(tmp_path):
+    offloaded, _ = twins(tmp_path)
+    train(offloaded, [0])
+    assert files_in(tmp_path)
+    del offloaded
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+OFFLOADS = """
+import os, signal, sys
+import torch
+from booster.optim import CPUAdam
+parameter = torch.nn.Parameter(torch.ones(5000))
+optimizer = CPUAdam([parameter], nvme_offload_fraction=1.0, nvme_offload_dir=sys.argv[1] or None)
+parameter.grad = torch.ones(5000)
+optimizer.step()
+print(optimizer._disk._directory.path, flush=True)
+if sys.argv[2] == "fork":
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    optimizer.step()
+    assert os.path.exists(optimizer._disk._directory.path)
+if sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def offloading_process(directory, end):
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLOADS, str(directory), end], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
+    return Path(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("end", "where"), [("exit", "given"), ("fork", "temporary")])
+def test_the_directory_goes_with_the_process(tmp_path, monkeypatch, end, where):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    path = offloading_process(tmp_path if where == "given" else "", end)
+    assert path.parent == tmp_path
+    assert not path.exists()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    left = offloading_process(tmp_path, "kill")
+    assert left.is_dir()
+    host, process, start = left.name.split("-")[2:5]
+    others = [
+        tmp_path / f"booster-states-{host}-{os.getpid()}-{int(directory.psutil.Process().create_time())}-alive",
+        tmp_path / f"booster-states-00000000-{process}-{start}-elsewhere",
+        tmp_path / "booster-states",
+        tmp_path / f"booster-states-{host}-{process}-{start}",
+    ]
+    for other in others:
+        other.mkdir()
+    (tmp_path / f"booster-states-{host}-{process}-{start}-link").symlink_to(others[0])
+    recycled = tmp_path / f"booster-states-{host}-{os.getpid()}-12345-recycled"
+    recycled.mkdir()
+    offloaded, _ = twins(tmp_path)
+    train(offloaded, [0])
+    assert not left.exists()
+    assert not recycled.exists()
+    assert all(other.exists() for other in others)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no file system in memory to try")
+def test_a_directory_in_memory_is_said(tmp_path, capsys):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        offloaded, plain = twins(shared)
+        train(offloaded)
+        train(plain)
+        assert_alike(offloaded, plain)
+        assert "itself kept in memory" in capsys.readouterr().err
+    offloaded, _ = twins(tmp_path)
+    train(offloaded, [0])
+    assert "kept in memory" not in capsys.readouterr().err or directory._file_system(tmp_path) == "tmpfs"
+
+
+# Memory.
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from booster import Booster
+from booster.optim import HybridAdam
+
+def held():
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return (int(lines["RssAnon"].split()[0]) + int(lines["RssShmem"].split()[0])) * 1024
+
+def boosted(**settings):
+    booster = Booster(device="cpu")
+    sizes = [20_000_000] + [50_000] * 100
+    model = torch.nn.ParameterDict({str(i): torch.nn.Parameter(torch.ones(n)) for i, n in enumerate(sizes)})
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), **settings))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    return booster, optimizer
+
+booster, optimizer = boosted(nvme_offload_fraction=1.0, nvme_offload_dir=sys.argv[1])
+small = torch.nn.Parameter(torch.ones(10))
+small.grad = torch.ones(10)
+HybridAdam([small]).step()  # what the kernel and its threads need
+before, peak = held(), 0
+def look():
+    global peak
+    peak = max(peak, held() - before)
+from booster.optim.offload import disk_work
+count = disk_work.DiskWork._count
+disk_work.DiskWork._count = lambda *arguments: (count(*arguments), look())[0]
+for _ in range(3):
+    optimizer.unwrap().step()
+    look()
+print(peak)
+booster.save_optimizer(optimizer, Path(sys.argv[1]) / "checkpoint", shard=True)
+look()
+booster.load_optimizer(optimizer, Path(sys.argv[1]) / "checkpoint")
+look()
+state = optimizer.state_dict()
+optimizer.load_state_dict(state)
+optimizer.unwrap().step()
+look()
+print(peak)
+"""
+
+
+@pytest.mark.slow
+def test_states_are_not_in_memory(tmp_path):
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    # 200 MB of states; 48 MiB of buffers, and 32 MiB through which a checkpoint is written and read.
+    stepping, all_of_it = (int(number) for number in done.stdout.split()[-2:])
+    assert stepping < 64e6
+    assert all_of_it < 100e6
