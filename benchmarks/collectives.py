@@ -1,11 +1,13 @@
-"""Reduce-scatter and all-gather of flat buffers on the CPU: booster.comm beside torch's own calls.
+"""Collectives on the CPU: booster.comm through shared memory and by messages, beside torch's own calls.
 
-    python benchmarks/collectives.py [--only reduce_scatter|all_gather] [--world 2|4] [--dtype fp32|bf16|fp16]
-        [--quick] [--save] [--strict]
+    python benchmarks/collectives.py [--only reduce_scatter|all_gather|all_reduce|all_to_all|broadcast] [--world 2|4]
+        [--dtype fp32|bf16|fp16] [--quick] [--save] [--strict]
 
-Two ranks of one thread each, with whole buffers of 1 to 256 MiB, and four ranks with up to 64 MiB. Both ways work on
-memory that is there already, as the plugins' buffers are. Goals, on two ranks from 4 MiB up: reduce-scatter 2.3 times
-and all-gather 2.5 times as fast as torch's. The column `loss` is a sum over a few of the results: a check.
+Two ranks of one thread each, with whole buffers of 64 KiB to 256 MiB, and four ranks with up to 64 MiB. All ways work
+on memory that is there already, as the plugins' buffers are. Goals, on two ranks: through shared memory, from 1 MiB up,
+reductions and all-gather 5 times as fast as torch's calls, and all-to-all and broadcast, of which gloo's are near what
+memory allows, 2 times; by messages, from 4 MiB up, reduce-scatter 2.3 and all-gather 2.5 times. The column `loss` is a
+sum over a few of the results: a check.
 """
 
 from __future__ import annotations
@@ -14,33 +16,31 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 if __name__ != "__mp_main__":  # a rank's sys.path comes from here anyway
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-import torch.distributed as dist
+from _collective_ways import DTYPES, MEMORY, MESSAGES, OPERATIONS, calls_a_step, ways
 from _engine import with_control
 from _goals import Goal, print_goals
-from _pair import Comparison, Engine, RankError, Schedule, Step, World, on_ranks, report_engines, save, time_engines
+from _pair import Comparison, Engine, RankError, Schedule, World, on_ranks, report_engines, save, time_engines
 
-from booster.comm import start_all_gather, start_reduce_scatter
-
-_MIB = 2**20
-_SIZES_MIB = {2: (1, 4, 16, 64, 256), 4: (1, 4, 16, 64)}
-_LEAST_SPEEDUP = {"reduce_scatter": 2.3, "all_gather": 2.5}
+_KIB, _MIB = 2**10, 2**20
+_SIZES = {
+    2: (64 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB),
+    4: (64 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB),
+}
+# By way and operation: how many times as fast as torch's call, on how many bytes and more.
+_LEAST_SPEEDUP = {
+    **{(MEMORY, operation): (5.0, _MIB) for operation in ("reduce_scatter", "all_gather", "all_reduce")},
+    **{(MEMORY, operation): (2.0, _MIB) for operation in ("all_to_all", "broadcast")},
+    (MESSAGES, "reduce_scatter"): (2.3, 4 * _MIB),
+    (MESSAGES, "all_gather"): (2.5, 4 * _MIB),
+}
 _GOALS_WORLD = 2
-_GOALS_FROM_MIB = 4
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BYTES_TIMED = 12 * 2**30  # of each engine, over all its steps: some seconds
 _FEWEST_STEPS, _MOST_STEPS = 40, 400
-_NUM_CHECKED = 1024
-
-# torch 2.13 renamed both and warns at each call of the old names.
-_torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,33 +48,29 @@ class Case:
     """One operation on buffers of one size."""
 
     operation: str
-    size_mib: int
+    num_bytes: int
     dtype: str
     num_ranks: int
 
     @property
     def title(self) -> str:
         """Heads the table."""
-        return f"{self.operation} of {self.size_mib} MiB {self.dtype}"
+        size = f"{self.num_bytes // _MIB} MiB" if self.num_bytes >= _MIB else f"{self.num_bytes // _KIB} KiB"
+        num_calls = calls_a_step(self.num_bytes)
+        return f"{self.operation} of {size} {self.dtype}" + (f", {num_calls} calls a step" if num_calls > 1 else "")
 
     @property
     def numel(self) -> int:
         """Elements of the whole buffer."""
-        return self.size_mib * _MIB // _DTYPES[self.dtype].itemsize
+        return self.num_bytes // DTYPES[self.dtype].itemsize
 
     def engines(self) -> list[Engine]:
         """Returns torch's own call and ours."""
-        torch_build, our_build = _BUILDS[self.operation]
-        return with_control(
-            [
-                Engine(name="torch", build=partial(torch_build, self)),
-                Engine(name="booster.comm", build=partial(our_build, self)),
-            ]
-        )
+        return with_control(ways(self))
 
     def schedule(self, is_quick: bool) -> Schedule:
         """Returns how many steps."""
-        steps = min(_MOST_STEPS, max(_FEWEST_STEPS, _BYTES_TIMED // (self.size_mib * _MIB * self.num_ranks)))
+        steps = min(_MOST_STEPS, max(_FEWEST_STEPS, _BYTES_TIMED // (self.num_bytes * self.num_ranks)))
         return Schedule(steps=steps // 8 if is_quick else steps)
 
 
@@ -99,9 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=sorted(_BUILDS), help="one operation; default: both")
-    parser.add_argument("--world", type=int, choices=sorted(_SIZES_MIB), help="one number of ranks; default: all")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="of the buffers")
+    parser.add_argument("--only", choices=OPERATIONS, help="one operation; default: all")
+    parser.add_argument("--world", type=int, choices=sorted(_SIZES), help="one number of ranks; default: all")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of the buffers")
     parser.add_argument("--quick", action="store_true", help="an eighth of the steps: for a look, not for a figure")
     parser.add_argument("--save", action="store_true", help="write a JSON file under benchmarks/results/")
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if a goal is missed")
@@ -109,13 +105,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[Case, Comparison]]:
-    operations = [options.only] if options.only else sorted(_BUILDS, reverse=True)
-    for num_ranks in [options.world] if options.world else sorted(_SIZES_MIB):
+    operations = [options.only] if options.only else OPERATIONS
+    for num_ranks in [options.world] if options.world else sorted(_SIZES):
         world = World(size=num_ranks)
         cases = [
-            Case(operation=operation, size_mib=size_mib, dtype=options.dtype, num_ranks=num_ranks)
+            Case(operation=operation, num_bytes=num_bytes, dtype=options.dtype, num_ranks=num_ranks)
             for operation in operations
-            for size_mib in _SIZES_MIB[num_ranks]
+            for num_bytes in _SIZES[num_ranks]
         ]
         ranks = on_ranks(measure, world, cases, options.quick)
         for index, case in enumerate(cases):
@@ -129,86 +125,27 @@ def measure(cases: Sequence[Case], is_quick: bool) -> list[tuple]:
     return [time_engines(case.engines(), case.schedule(is_quick)) for case in cases]
 
 
-def _build_torch_reduce_scatter(case: Case) -> Step:
-    payload = _filled(case)
-    output = torch.zeros(case.numel // case.num_ranks, dtype=payload.dtype)
-
-    def step(index: int) -> float:
-        _torch_reduce_scatter(output, payload)
-        return _checked(output)
-
-    return step
-
-
-def _build_our_reduce_scatter(case: Case) -> Step:
-    payload = _filled(case)
-    output = torch.zeros(case.numel // case.num_ranks, dtype=payload.dtype)
-    received = torch.zeros(output.numel() * (case.num_ranks - 1), dtype=payload.dtype)
-
-    def step(index: int) -> float:
-        start_reduce_scatter(payload, received=received).finish(output, accumulate=False)
-        return _checked(output)
-
-    return step
-
-
-def _build_torch_all_gather(case: Case) -> Step:
-    own = _own_piece(_filled(case)).clone()
-    buffer = torch.zeros(case.numel, dtype=own.dtype)
-
-    def step(index: int) -> float:
-        _torch_all_gather(buffer, own)
-        return _checked(buffer)
-
-    return step
-
-
-def _build_our_all_gather(case: Case) -> Step:
-    own = _own_piece(_filled(case))
-    buffer = torch.zeros(case.numel, dtype=own.dtype)
-    _own_piece(buffer).copy_(own)
-
-    def step(index: int) -> float:
-        start_all_gather(buffer).wait()
-        return _checked(buffer)
-
-    return step
-
-
-_BUILDS = {
-    "reduce_scatter": (_build_torch_reduce_scatter, _build_our_reduce_scatter),
-    "all_gather": (_build_torch_all_gather, _build_our_all_gather),
-}
-
-
-def _filled(case: Case) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randn(case.numel, generator=generator).to(_DTYPES[case.dtype])
-
-
-def _own_piece(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def _checked(result: torch.Tensor) -> float:
-    return float(result[:: max(1, result.numel() // _NUM_CHECKED)].float().sum())
-
-
 def _goals(case: Case, comparison: Comparison) -> list[Goal]:
-    if case.num_ranks != _GOALS_WORLD or case.size_mib < _GOALS_FROM_MIB:
+    if case.num_ranks != _GOALS_WORLD:
         return []
-    ours, control = comparison.engine("booster.comm").figures, comparison.control.figures
-    ratio = None if ours is None else ours.ratio
     return [
-        Goal(
-            what=f"speed over torch's, {case.title} on {case.num_ranks} ranks",
-            value=None if ratio is None else 1 / ratio.median,
-            low=_LEAST_SPEEDUP[case.operation],
-            unit="x",
-            interval=None if ratio is None else (1 / ratio.high, 1 / ratio.low),
-            control=None if control is None else 1 / control.ratio.median,
-        )
+        _goal(case, comparison, way, least)
+        for (way, operation), (least, from_bytes) in _LEAST_SPEEDUP.items()
+        if operation == case.operation and case.num_bytes >= from_bytes
     ]
+
+
+def _goal(case: Case, comparison: Comparison, way: str, least: float) -> Goal:
+    ours, control = comparison.engine(way).figures, comparison.control.figures
+    ratio = None if ours is None else ours.ratio
+    return Goal(
+        what=f"speed over torch's by {way}, {case.title} on {case.num_ranks} ranks",
+        value=None if ratio is None else 1 / ratio.median,
+        low=least,
+        unit="x",
+        interval=None if ratio is None else (1 / ratio.high, 1 / ratio.low),
+        control=None if control is None else 1 / control.ratio.median,
+    )
 
 
 if __name__ == "__main__":

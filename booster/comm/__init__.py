@@ -6,6 +6,7 @@ from booster.comm.collectives import (
     all_reduce_max,
     all_reduce_numbers,
     all_reduce_sum,
+    all_to_all_single,
     barrier,
     broadcast,
     collective_device,
@@ -29,6 +30,7 @@ from booster.comm.point_to_point import (
     start_receive_tensor,
     start_send_tensor,
 )
+from booster.comm.shared_memory import transport, use_shared_memory
 from booster.comm.store_barrier import ErrorBarrier
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "all_reduce_max",
     "all_reduce_numbers",
     "all_reduce_sum",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "collective_device",
@@ -65,4 +68,6 @@ __all__ = [
     "start_receive_tensor",
     "start_reduce_scatter",
     "start_send_tensor",
+    "transport",
+    "use_shared_memory",
 ]

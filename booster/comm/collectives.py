@@ -1,20 +1,26 @@
-"""Collectives under one name for every torch version and backend; a world that was never launched has one rank."""
+"""Collectives under one name for every torch version and backend; a world that was never launched has one rank.
+
+Those of CPU tensors go through shared memory where the group's ranks share a host, see `booster.comm.shared_memory`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from booster.comm.operation import begin
+from booster.comm.operation import Operation, begin
 from booster.device import current_device
+from booster.kernels.shared_memory import can_reduce
 
 __all__ = [
     "all_gather_equal",
     "all_reduce_max",
     "all_reduce_numbers",
     "all_reduce_sum",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "collective_device",
@@ -65,7 +71,7 @@ def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None
     if group_size(group) == 1:
         return [float(number) for number in numbers]
     packed = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
-    _all_reduce(packed, dist.ReduceOp.SUM, group)
+    _all_reduce(packed, "sum", group)
     return [float(number) for number in packed.tolist()]
 
 
@@ -81,30 +87,80 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     home, source = tensor.device, tensor.detach().to(collective_device(group)).contiguous()
     joined = source.new_empty((size * source.shape[0], *source.shape[1:]))
     volume = joined.nbytes - source.nbytes
-    with begin("all_gather", group, sent=volume, received=volume).failures_named():
-        _all_gather_single(joined, source, group=group)
+    operation = begin("all_gather", group, sent=volume, received=volume)
+    operation.run(
+        source,
+        in_memory=lambda memory: memory.all_gather(joined, source, operation.number),
+        by_backend=lambda: _all_gather_single(joined, source, group=group),
+    )
     return joined.to(home)
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sums a tensor over the group in place and returns it; it lies where the group's backend takes it. Collective."""
     if group_size(group) > 1:
-        _all_reduce(tensor, dist.ReduceOp.SUM, group)
+        _all_reduce(tensor, "sum", group)
     return tensor
 
 
 def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sets each element to the largest over the group in place and returns the tensor; else as `all_reduce_sum`."""
     if group_size(group) > 1:
-        _all_reduce(tensor, dist.ReduceOp.MAX, group)
+        _all_reduce(tensor, "max", group)
     return tensor
 
 
-def _all_reduce(tensor: torch.Tensor, operator: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: dist.ProcessGroup | None) -> None:
     size = group_size(group)
     volume = 2 * (size - 1) * tensor.nbytes // size
-    with begin("all_reduce", group, sent=volume, received=volume).failures_named():
-        dist.all_reduce(tensor, operator, group=group)
+    operation = begin("all_reduce", group, sent=volume, received=volume)
+
+    def by_backend() -> None:
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if operator == "sum" else dist.ReduceOp.MAX, group=group)
+
+    if can_reduce(tensor.dtype) and tensor.is_contiguous():
+        operation.run(tensor, lambda memory: memory.all_reduce(tensor, operator, operation.number), by_backend)
+    else:  # the backend's affair, and its error where that can't reduce it either
+        with operation.waiting():
+            by_backend()
+
+
+def all_to_all_single(output: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sends the r-th of P equal pieces of the payload to rank r, and sets the r-th of the output to what came from it.
+
+    Args:
+        output: As many elements as the payload, of the same dtype; the two don't overlap. Pieces are cut along
+            dimension 0; both are contiguous and lie where the group's backend takes them.
+        payload: Its length is divisible by the number of ranks.
+        group: None: the world.
+
+    Raises:
+        RankFailedError: A rank is lost or too late; the message names it.
+
+    Collective: every rank of the group must call it with as many elements of the same dtype.
+    """
+    size = group_size(group)
+    _require_equal_pieces(output, payload, size)
+    if size == 1:
+        output.copy_(payload)
+        return
+    volume = (size - 1) * payload.nbytes // size
+    operation = begin("all_to_all", group, sent=volume, received=volume)
+    operation.run(
+        payload,
+        in_memory=lambda memory: memory.all_to_all(output, payload, operation.number),
+        by_backend=lambda: dist.all_to_all_single(output.detach(), payload.detach(), group=group),
+    )
+
+
+def _require_equal_pieces(output: torch.Tensor, payload: torch.Tensor, size: int) -> None:
+    is_divisible = payload.dim() > 0 and payload.shape[0] % size == 0
+    is_alike = output.shape == payload.shape and output.dtype == payload.dtype and output.device == payload.device
+    if not (is_divisible and is_alike and output.is_contiguous() and payload.is_contiguous()):
+        raise AssertionError(
+            f"{payload.dtype} of shape {tuple(payload.shape)} and stride {payload.stride()} is not {size} equal pieces"
+            f" for {output.dtype} of shape {tuple(output.shape)} and stride {output.stride()}"
+        )
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
@@ -114,7 +170,6 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
     """
     if group_size(group) == 1:
         return
-    root = global_rank_of(source, group)
     device = collective_device(group)
     for tensor in tensors:
         if tensor.numel() == 0:
@@ -122,10 +177,17 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         buffer = tensor.detach().to(device).contiguous()
         is_source = group_rank(group) == source
         sent, received = (buffer.nbytes, 0) if is_source else (0, buffer.nbytes)
-        with begin("broadcast", group, sent=sent, received=received).failures_named():
-            dist.broadcast(buffer, src=root, group=group)
+        _broadcast(begin("broadcast", group, sent=sent, received=received), buffer, source)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(buffer)
+
+
+def _broadcast(operation: Operation, buffer: torch.Tensor, source: int) -> None:
+    operation.run(
+        buffer,
+        in_memory=lambda memory: memory.broadcast(buffer, source, operation.number),
+        by_backend=lambda: dist.broadcast(buffer, src=global_rank_of(source, operation.group), group=operation.group),
+    )
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

@@ -24,7 +24,7 @@ from booster.errors import ConfigError
 __all__ = ["EXIT_CODE", "OPERATIONS", "Fault", "InjectedFault", "inject_faults", "strike"]
 
 EXIT_CODE = 86  # of a process that a fault ended, for tests to tell from other ends
-OPERATIONS = ("all_gather", "all_reduce", "broadcast", "receive", "reduce_scatter", "send")
+OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "receive", "reduce_scatter", "send")
 _ACTIONS = ("raise", "delay", "exit")
 
 

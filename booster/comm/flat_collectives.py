@@ -1,19 +1,24 @@
 """Reduce-scatter and all-gather of flat buffers, straight from and into them, several at a time.
 
-On the CPU they are messages between each two ranks: gloo's own reduce-scatter is an all-reduce of which a slice is
-kept, which sends twice the bytes and rounds more often, and its all-gather copies through buffers of its own. Elsewhere
-they are the backend's.
+On the CPU they go through shared memory where the group's ranks share a host, see `booster.comm.shared_memory`. Else
+they are messages between each two ranks: gloo's own reduce-scatter is an all-reduce of which a slice is kept, which
+sends twice the bytes and rounds more often, and its all-gather copies through buffers of its own. On other devices they
+are the backend's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from booster.comm.collectives import group_rank, group_size
 from booster.comm.operation import Operation, begin
+from booster.comm.shared_memory import GroupMemory
+from booster.comm.started import Started
+from booster.kernels.shared_memory import can_reduce
 
 __all__ = ["AllGather", "ReduceScatter", "start_all_gather", "start_reduce_scatter"]
 
@@ -21,7 +26,8 @@ __all__ = ["AllGather", "ReduceScatter", "start_all_gather", "start_reduce_scatt
 # A flat buffer over P ranks is P equal pieces; rank r of the group owns piece r. Rank r sends its copy of piece j to
 # rank j, and so receives P - 1 copies of its own piece: (P-1)/P of the buffer each way, what theory asks for. The
 # copies are summed here, in fp32 where they are lower, in an order that depends on the rank alone: its own first, then
-# those of rank r + 1, r + 2, ... (mod P). The same numbers give the same bits, however the messages arrive.
+# those of rank r + 1, r + 2, ... (mod P). The same numbers give the same bits, however the messages arrive, and through
+# shared memory.
 # Every operation has tags of its own, counted alike on all ranks, so that no message lands in another operation: gloo
 # ends the process where a message is longer than the buffer that takes it.
 
@@ -37,10 +43,9 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class ReduceScatter:
     """A sum over the ranks that is under way; made by `start_reduce_scatter`."""
 
-    def __init__(self, own: torch.Tensor, received: Sequence[torch.Tensor], messages: Messages) -> None:
+    def __init__(self, own: torch.Tensor, finish: Callable[[torch.Tensor, bool], None]) -> None:
         self._own = own
-        self._received = received
-        self._messages = messages
+        self._finish = finish
 
     def finish(self, output: torch.Tensor, *, accumulate: bool) -> None:
         """Waits, then sets `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
@@ -56,15 +61,14 @@ class ReduceScatter:
         To be called once.
         """
         _require_room(output, self._own)
-        self._messages.wait()
-        _sum_into(output.detach(), self._own, self._received, accumulate)
+        self._finish(output.detach(), accumulate)
 
 
 class AllGather:
     """A gathering that is under way; made by `start_all_gather`."""
 
-    def __init__(self, messages: Messages) -> None:
-        self._messages = messages
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
 
     def wait(self) -> None:
         """Returns when all pieces are in the buffer, and its own may be changed.
@@ -72,7 +76,7 @@ class AllGather:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
-        self._messages.wait()
+        self._wait()
 
 
 class Messages:
@@ -91,7 +95,9 @@ class Messages:
 
 
 def start_reduce_scatter(
-    payload: torch.Tensor, group: dist.ProcessGroup | None = None, received: torch.Tensor | None = None
+    payload: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    received: torch.Tensor | Callable[[], torch.Tensor] | None = None,
 ) -> ReduceScatter:
     """Starts to sum a flat buffer over the group, of which each rank gets its own piece: see Note [Pieces].
 
@@ -99,8 +105,8 @@ def start_reduce_scatter(
         payload: 1-D and contiguous, one equal piece for each rank. It must not be changed until the end; on other
             devices than the CPU the own piece is overwritten.
         group: The ranks that sum; None: the world.
-        received: Room for what arrives, (P-1) times a piece, of the payload's dtype; None: allocated. Not needed on
-            other devices than the CPU.
+        received: Room for what arrives, (P-1) times a piece, of the payload's dtype; or a function that gives it,
+            called if messages are sent, as nothing else needs it; None: allocated.
 
     Collective: every rank of the group must call it, with as many elements of the same dtype.
     """
@@ -108,16 +114,21 @@ def start_reduce_scatter(
     pieces = _pieces(payload, size)
     own = pieces[rank]
     if size == 1:
-        return ReduceScatter(own, (), Messages())
-    copies = _room(received, own, size - 1) if _goes_by_messages(payload) else []
+        return ReduceScatter(own, partial(_sum_received, Messages(), own, ()))
+    if isinstance(received, torch.Tensor):
+        _require_scratch(received, own, size - 1)
     volume = (size - 1) * own.nbytes
     operation = begin("reduce_scatter", group, sent=volume, received=volume)
-    if not copies:
+    if not _goes_by_messages(payload):
         with operation.failures_named():
             work = _reduce_scatter_single(own, payload.detach(), group=group, async_op=True)
-        return ReduceScatter(own, copies, Messages(operation, (work,)))
-    incoming = dict(zip(_others(rank, size), copies, strict=True))
-    return ReduceScatter(own, copies, _exchange(operation, pieces, incoming))
+        return ReduceScatter(own, partial(_sum_received, Messages(operation, (work,)), own, ()))
+    home = operation.memory_for(payload) if can_reduce(payload.dtype) else None
+    if home is not None:
+        return ReduceScatter(own, SharedSum(home, operation, payload.detach(), own).finish)
+    copies = _room(received, own, size - 1)
+    messages = _exchange(operation, pieces, dict(zip(_others(rank, size), copies, strict=True)))
+    return ReduceScatter(own, partial(_sum_received, messages, own, copies))
 
 
 def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllGather:
@@ -134,15 +145,50 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     pieces = _pieces(buffer, size)
     own = pieces[rank]
     if size == 1:
-        return AllGather(Messages())
+        return AllGather(Messages().wait)
     volume = (size - 1) * own.nbytes
     operation = begin("all_gather", group, sent=volume, received=volume)
     if not _goes_by_messages(buffer):
         with operation.failures_named():
             work = _all_gather_single(buffer.detach(), own, group=group, async_op=True)
-        return AllGather(Messages(operation, (work,)))
+        return AllGather(Messages(operation, (work,)).wait)
+    home = operation.memory_for(buffer)
+    if home is not None:
+        gather = partial(home.memory.all_gather, buffer.detach(), own, operation.number)
+        return AllGather(Started(home, operation, gather).finish)
     incoming = {other: pieces[other] for other in _others(rank, size)}
-    return AllGather(_exchange(operation, [own] * size, incoming))
+    return AllGather(_exchange(operation, [own] * size, incoming).wait)
+
+
+class SharedSum:
+    """A reduce-scatter through shared memory.
+
+    It sums straight into its output, unless it is performed before that is known.
+    """
+
+    def __init__(self, home: GroupMemory, operation: Operation, payload: torch.Tensor, own: torch.Tensor) -> None:
+        self._memory, self._number = home.memory, operation.number
+        self._payload, self._own = payload, own
+        self._output: torch.Tensor | None = None
+        self._accumulates = False
+        self._early_sum: torch.Tensor | None = None
+        self._started = Started(home, operation, self._perform)
+
+    def finish(self, output: torch.Tensor, accumulates: bool) -> None:
+        """Does what `ReduceScatter.finish` says."""
+        with self._started.lock:
+            if not self._started.is_performed:
+                self._output, self._accumulates = output, accumulates
+        self._started.finish()
+        if self._early_sum is not None:
+            _sum_into(output, self._early_sum, (), accumulates)
+
+    def _perform(self) -> None:
+        output = self._output
+        if output is None:
+            output = self._early_sum = torch.empty_like(self._own, dtype=_sum_dtype(self._own))
+        self._memory.reduce_scatter(self._payload, output, self._number, accumulate=self._accumulates)
+        del self._payload, self._own
 
 
 def _goes_by_messages(tensor: torch.Tensor) -> bool:
@@ -158,14 +204,22 @@ def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [buffer.detach()[index * numel : (index + 1) * numel] for index in range(size)]
 
 
-def _room(received: torch.Tensor | None, own: torch.Tensor, num_copies: int) -> list[torch.Tensor]:
+def _room(
+    received: torch.Tensor | Callable[[], torch.Tensor] | None, own: torch.Tensor, num_copies: int
+) -> list[torch.Tensor]:
     if received is None:
         received = own.new_empty(num_copies * own.numel())
+    elif not isinstance(received, torch.Tensor):
+        received = received()
+    _require_scratch(received, own, num_copies)
+    return _pieces(received, num_copies)
+
+
+def _require_scratch(received: torch.Tensor, own: torch.Tensor, num_copies: int) -> None:
     if received.numel() != num_copies * own.numel() or received.dtype != own.dtype:
         raise AssertionError(
             f"{received.numel()} {received.dtype} are no room for {num_copies} copies of {own.numel()} {own.dtype}"
         )
-    return _pieces(received, num_copies)
 
 
 def _others(rank: int, size: int) -> list[int]:
@@ -185,6 +239,17 @@ def _require_room(output: torch.Tensor, own: torch.Tensor) -> None:
         raise AssertionError(f"a sum of {own.numel()} {own.dtype} can't go into {output.numel()} {output.dtype}")
 
 
+def _sum_dtype(own: torch.Tensor) -> torch.dtype:
+    return torch.float32 if own.dtype in _LOW_PRECISION else own.dtype
+
+
+def _sum_received(
+    messages: Messages, own: torch.Tensor, received: Sequence[torch.Tensor], output: torch.Tensor, accumulate: bool
+) -> None:
+    messages.wait()
+    _sum_into(output, own, received, accumulate)
+
+
 def _sum_into(output: torch.Tensor, own: torch.Tensor, received: Sequence[torch.Tensor], accumulate: bool) -> None:
     if own.device.type != "cpu":  # no cache to stay in, and own is the sum already
         _ = output.add_(own) if accumulate else output.copy_(own)
@@ -194,8 +259,7 @@ def _sum_into(output: torch.Tensor, own: torch.Tensor, received: Sequence[torch.
         for target, terms in blocks:
             _sum_directly(target, terms)
         return
-    dtype = torch.float32 if own.dtype in _LOW_PRECISION else own.dtype
-    total, term = own.new_empty((2, min(own.numel(), _BLOCK_NUMEL)), dtype=dtype)
+    total, term = own.new_empty((2, min(own.numel(), _BLOCK_NUMEL)), dtype=_sum_dtype(own))
     for target, terms in blocks:
         all_terms = (*terms, target) if accumulate else terms
         target.copy_(_sum_widened(all_terms, total[: target.numel()], term[: target.numel()]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,10 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.comm.counter import record
 from booster.comm.faults import strike
+from booster.comm.shared_memory import GroupMemory, memory_of
+from booster.comm.started import Started, perform_started
 from booster.comm.waiting import Place, failures_named
+from booster.kernels.shared_memory import SharedMemory
 
 __all__ = ["Operation", "begin"]
 
@@ -71,8 +75,51 @@ class Operation:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
-        with self.failures_named():
+        with self.waiting():
             work.wait()
+
+    def memory_for(self, tensor: torch.Tensor) -> GroupMemory | None:
+        """Returns the shared memory that this collective of CPU tensors goes through; None: the group's backend.
+
+        Raises:
+            RankFailedError: The group had to decide, and a rank is lost or too late.
+        """
+        with self.failures_named():
+            return memory_of(self.group, tensor)
+
+    def run(
+        self, tensor: torch.Tensor, in_memory: Callable[[SharedMemory], None], by_backend: Callable[[], object]
+    ) -> None:
+        """Performs a collective of this tensor and waits for it, in one of two ways.
+
+        Args:
+            tensor: What is sent, or received.
+            in_memory: Called with the group's shared memory where the tensor goes through that.
+            by_backend: Called otherwise.
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+        """
+        home = self.memory_for(tensor)
+        if home is None:
+            with self.waiting():
+                by_backend()
+        else:
+            perform_started()  # first: where it fails, this operation has not begun
+            Started(home, self, lambda: in_memory(home.memory)).finish()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surrounds what waits for other ranks elsewhere than in shared memory.
+
+        What was started in shared memory is performed before: see Note [Started operations].
+
+        Raises:
+            RankFailedError: A rank is lost or too late; the message names it.
+        """
+        perform_started()
+        with self.failures_named():
+            yield
 
     def failures_named(self) -> AbstractContextManager[None]:
         """Returns a context in which torch's error about a lost or late rank becomes one that names the rank."""

@@ -1,4 +1,4 @@
-"""Torch's error about a lost connection becomes one that names the ranks that are missing, and where the others are."""
+"""An error about a lost connection becomes one that names the ranks that are missing, and where the others are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
 
+from booster.comm.shared_memory import abort_shared_memory
 from booster.errors import RankFailedError
+from booster.kernels.shared_memory import SharedMemoryError
 
 __all__ = ["REPORT_SECONDS", "Place", "failures_named"]
 
@@ -23,10 +25,11 @@ __all__ = ["REPORT_SECONDS", "Place", "failures_named"]
 # A connection that breaks doesn't tell whose fault it was: one rank waits in vain for another, gives up, and thereby
 # breaks its connections to all others. And in a ring only the neighbours of a dead rank see it at all. So each rank
 # that fails writes into the store, which isn't part of the group, where it stands; closes its own connections of the
-# group, which wakes those who wait for it; and waits until the others have written, too. Who writes nothing in
-# REPORT_SECONDS is missing: it has ended, it hangs, or it is busy elsewhere. The first that has counted writes the
-# verdict (by compare_set, so once) and all obey it, also a rank that was late and finds its connections closed: it
-# reads that it was given up. Of a message between two ranks the verdict is about those two.
+# group and ends its shared memory, which wakes those who wait for it; and waits until the others have written, too. Who
+# writes nothing in REPORT_SECONDS is missing: it has ended, it hangs, or it is busy elsewhere. The first that has
+# counted writes the verdict (by compare_set, so once) and all obey it, also a rank that was late and finds its
+# connections closed: it reads that it was given up. Of a message between two ranks the verdict is about those two.
+# Where shared memory has shown that a rank's process has ended there is nothing to wait for: that one is missing.
 # The keys belong to the group and stay: gloo never mends a group, and what is called on it later fails the same way.
 # Nobody waits inside of the store: see Note [Error barrier].
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL a barrier of torch's own goes ahead of each collective, over connections that stay
@@ -39,7 +42,8 @@ _AT_ONCE = timedelta(milliseconds=1)
 _MAX_TEXT = 300
 _MAX_LISTED = 10  # ranks in a message
 
-# What gloo, nccl and torch's debug mode write when a rank is lost or late. Other errors are about the call itself.
+# What gloo, nccl, torch's debug mode and our shared memory write when a rank is lost or late. Other errors are about
+# the call itself.
 _LOST = re.compile(
     r"timed? ?out|connection|closed|reset by peer|broken pipe|socket|monitoredBarrier|remote (process|error)|abort",
     re.IGNORECASE,
@@ -63,10 +67,10 @@ class Place:
 
 @contextmanager
 def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turns torch's error about a lost or late rank into `RankFailedError`; every blocking wait goes through it.
+    """Turns an error about a lost or late rank into `RankFailedError`; every blocking wait goes through it.
 
     Raises:
-        RankFailedError: With the operation, the ranks that are missing and torch's own error.
+        RankFailedError: With the operation, the ranks that are missing and the error of torch or of shared memory.
     """
     try:
         yield
@@ -77,15 +81,22 @@ def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[No
 
 
 def _explanation(place: Place, group: dist.ProcessGroup, error: RuntimeError) -> str:
-    head, tail = f"rank {dist.get_rank()} could not finish {place}", f"torch says: {_first_line(error)}"
+    witness = "shared memory" if isinstance(error, SharedMemoryError) else "torch"
+    head, tail = f"rank {dist.get_rank()} could not finish {place}", f"{witness} says: {_first_line(error)}"
     try:
-        finding = _Inquiry(place, group).finding()
+        finding = _Inquiry(place, group).finding(_known_to_have_ended(error, group))
     except dist.DistError as failure:
         return (
             f"{head}, and the store of torch.distributed is gone too ({_first_line(failure)}): the process that serves"
             f" it (rank 0 or torchrun) has ended, see its log; {tail}"
         )
     return f"{head}: {finding}; {tail}"
+
+
+def _known_to_have_ended(error: RuntimeError, group: dist.ProcessGroup) -> list[int]:
+    if not isinstance(error, SharedMemoryError) or error.ended_rank is None:
+        return []
+    return [dist.get_global_rank(group, error.ended_rank)]
 
 
 class _Inquiry:
@@ -99,12 +110,17 @@ class _Inquiry:
         self._ranks = dist.get_process_group_ranks(group) if pair is None else pair
         self._verdict_key = "missing" if pair is None else f"missing/{pair[0]}-{pair[1]}"
 
-    def finding(self) -> str:
-        """Returns a sentence about the missing ranks, who are the same for all that are there."""
+    def finding(self, ended: Sequence[int] = ()) -> str:
+        """Returns a sentence about the missing ranks, who are the same for all that are there.
+
+        Args:
+            ended: World ranks of which it is known; none: time has to show.
+        """
         self._store.set(_report_key(self._rank), json.dumps(asdict(self._place)))
         _hang_up(self._group)
-        self._wait_for_reports()
-        self._store.compare_set(self._verdict_key, "", json.dumps(self._silent()))
+        if not ended:
+            self._wait_for_reports()
+        self._store.compare_set(self._verdict_key, "", json.dumps(list(ended) or self._silent()))
         missing: list[int] = json.loads(self._store.get(self._verdict_key))
         if self._rank in missing:
             return f"the others had given this rank up before it came; {self._whereabouts()}"
@@ -136,7 +152,11 @@ class _Inquiry:
 
 
 def _hang_up(group: dist.ProcessGroup) -> None:
-    """Closes this rank's connections of a gloo group: what gloo does where a message does not come in time."""
+    """Ends what this rank shares with the others, and closes its connections of a gloo group.
+
+    Gloo closes them itself where a message does not come in time.
+    """
+    abort_shared_memory(group)
     if "gloo" not in str(dist.get_backend(group)):
         return
     for other in dist.get_process_group_ranks(group):

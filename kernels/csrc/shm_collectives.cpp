@@ -1,8 +1,8 @@
 // Collectives of processes on one host through memory that they share: the module that Python sees.
 //
-// One Collectives object is one rank's end of a group's memory. Every call releases the GIL while it works and waits, and
-// returns None, or (reason, rank) where it could not be finished; see Failure. Addresses, lengths and types are checked
-// in kernels/shared_memory.py.
+// One Collectives object is one rank's end of a group's memory. Every call releases the GIL while it works and waits,
+// and returns None, or (reason, rank) where it could not be finished; see Failure. Addresses, lengths and types are
+// checked in kernels/shared_memory.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,10 +30,10 @@ namespace {
 
 constexpr uint64_t ELEMENT_BYTES[NUM_ELEMENT_TYPES] = {4, 2, 2, 8, 1, 4, 8};
 
-// From here on a result does not fit the caches beside what else is in use, and goes past them.
-constexpr uint64_t PAST_CACHES_BYTES = 8u << 20;
-// Up to here one meeting costs less than that every rank reduces all terms.
-constexpr uint64_t SHORT_ALL_REDUCE_BYTES = 128u << 10;
+// Up to here a second meeting would cost more than that every rank reduces all terms; two have little to repeat.
+constexpr uint64_t short_all_reduce_bytes(int num_ranks) {
+    return num_ranks == 2 ? 512u << 10 : (256u << 10) / static_cast<uint64_t>(num_ranks);
+}
 
 enum OperationCode : int64_t { ALL_REDUCE = 0, REDUCE_SCATTER = 1, ALL_GATHER = 2, ALL_TO_ALL = 3, BROADCAST = 4 };
 
@@ -57,8 +57,6 @@ Functions functions_of(const std::string& instruction_set) {
 #endif
 }
 
-void copy_through_caches(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
-
 // Runs what Python's signal handlers have to do; true if one of them raised.
 bool has_interrupt() {
     py::gil_scoped_acquire holds_gil;
@@ -69,10 +67,11 @@ char* address(uint64_t number) { return reinterpret_cast<char*>(static_cast<uint
 
 class Collectives {
   public:
-    Collectives(Segment segment, int rank, double timeout_seconds, const std::string& instruction_set)
+    Collectives(Segment segment, int rank, double timeout_seconds, const Functions& functions)
         : process_id_(getpid()), rank_(rank), segment_(std::move(segment)),
           waiter_(segment_, rank, static_cast<int64_t>(timeout_seconds * 1e9), has_interrupt),
-          pipeline_(segment_, rank, waiter_), functions_(functions_of(instruction_set)) {
+          pipeline_(segment_, rank, waiter_),
+          around_{segment_, rank, segment_.num_ranks(), functions.reduce, functions.copy_past_caches} {
         Card& card = segment_.card(rank);
         card.process_id = process_id_;
         CPU_ZERO(&card.processors);
@@ -83,54 +82,55 @@ class Collectives {
     void begin() {
         segment_.close_file();
         waiter_.meet_peers();
+        has_begun_ = true;
     }
 
     int file_number() const { return segment_.file(); }
 
     py::object all_reduce(int64_t number, uint64_t data, uint64_t count, int type, int reduction_operator) {
-        const Reduction reduction = {type, type, reduction_operator, false};
+        const Reduction reduction = {type, type, reduction_operator, false, false};
         const uint64_t bytes = count * ELEMENT_BYTES[type];
-        const Surroundings around = surroundings(bytes);
         const Facts facts = {ALL_REDUCE, number, static_cast<int64_t>(count), type, reduction_operator};
-        if (bytes <= SHORT_ALL_REDUCE_BYTES) {
-            return run(ShortAllReduce(around, reduction, ELEMENT_BYTES[type], address(data), count), facts);
+        if (bytes <= short_all_reduce_bytes(segment_.num_ranks())) {
+            return run(ShortAllReduce(around_, reduction, ELEMENT_BYTES[type], address(data), count), facts);
         }
-        return run(LongAllReduce(around, reduction, ELEMENT_BYTES[type], address(data), count), facts);
+        return run(LongAllReduce(around_, reduction, ELEMENT_BYTES[type], address(data), count), facts);
     }
 
     py::object reduce_scatter(int64_t number, uint64_t payload, uint64_t output, uint64_t piece_count, int type,
                               int output_type, bool accumulates) {
-        const Reduction reduction = {type, output_type, SUM, accumulates};
-        const Surroundings around = surroundings(piece_count * ELEMENT_BYTES[output_type]);
+        const uint64_t rank_offset = static_cast<uint64_t>(rank_) * piece_count * ELEMENT_BYTES[type];
+        const bool is_in_place = output == payload + rank_offset;
+        const bool is_large = piece_count * ELEMENT_BYTES[output_type] >= PAST_CACHES_BYTES;
+        const Reduction reduction = {type, output_type, SUM, accumulates, is_large && !is_in_place};
         // Where each rank's sum goes is its own affair.
         const Facts facts = {REDUCE_SCATTER, number, total(piece_count), type, 0};
-        return run(ReduceScatter(around, reduction, ELEMENT_BYTES[type], ELEMENT_BYTES[output_type], address(payload),
+        return run(ReduceScatter(around_, reduction, ELEMENT_BYTES[type], ELEMENT_BYTES[output_type], address(payload),
                                  address(output), piece_count),
                    facts);
     }
 
     py::object all_gather(int64_t number, uint64_t buffer, uint64_t own, uint64_t piece_bytes) {
-        const Surroundings around = surroundings(piece_bytes * segment_.num_ranks());
         const Facts facts = {ALL_GATHER, number, total(piece_bytes), 0, 0};
-        return run(AllGather(around, address(buffer), address(own), piece_bytes), facts);
+        return run(AllGather(around_, address(buffer), address(own), piece_bytes), facts);
     }
 
     py::object all_to_all(int64_t number, uint64_t output, uint64_t input, uint64_t piece_bytes) {
-        const Surroundings around = surroundings(piece_bytes * segment_.num_ranks());
         const Facts facts = {ALL_TO_ALL, number, total(piece_bytes), 0, 0};
-        return run(AllToAll(around, address(output), address(input), piece_bytes), facts);
+        return run(AllToAll(around_, address(output), address(input), piece_bytes), facts);
     }
 
     py::object broadcast(int64_t number, uint64_t data, uint64_t bytes, int source) {
-        const Surroundings around = surroundings(bytes);
         const Facts facts = {BROADCAST, number, static_cast<int64_t>(bytes), 0, source};
-        return run(Broadcast(around, address(data), bytes, source), facts);
+        return run(Broadcast(around_, address(data), bytes, source), facts);
     }
 
     // Makes all calls fail, here and on the other ranks. Needs no lock: another thread may be within a call.
-    void abort() const { if (is_usable()) waiter_.abort(HUNG_UP, rank_); }
+    void abort() const {
+        if (is_usable()) waiter_.abort(HUNG_UP, rank_);
+    }
 
-    // What each rank had written at the step where they were found to differ: (operation, number, length, type, detail).
+    // What each rank had written at the step where they were found to differ: operation, number, length, type, detail.
     std::vector<std::vector<int64_t>> facts_of_ranks() const {
         std::vector<std::vector<int64_t>> all;
         const uint64_t step = segment_.header().abortion_step.load();
@@ -149,15 +149,10 @@ class Collectives {
         return static_cast<int64_t>(of_piece * static_cast<uint64_t>(segment_.num_ranks()));
     }
 
-    Surroundings surroundings(uint64_t result_bytes) const {
-        const bool goes_past = result_bytes >= PAST_CACHES_BYTES;
-        return {segment_, rank_, segment_.num_ranks(), functions_.reduce,
-                goes_past ? functions_.copy_past_caches : copy_through_caches};
-    }
-
     template <class Operation>
     py::object run(Operation&& operation, const Facts& facts) {
         if (!is_usable()) throw std::runtime_error("a forked process can't take part in its parent's collectives");
+        if (!has_begun_) throw std::logic_error("begin() was not called");
         try {
             py::gil_scoped_release without_gil;
             pipeline_.run(operation, facts);
@@ -173,20 +168,21 @@ class Collectives {
     Segment segment_;
     Waiter waiter_;
     Pipeline pipeline_;
-    const Functions functions_;
+    const Surroundings around_;
+    bool has_begun_ = false;
 };
 
 std::unique_ptr<Collectives> create(int num_ranks, uint64_t slot_bytes, uint64_t key, double timeout_seconds,
                                     const std::string& instruction_set) {
-    return std::unique_ptr<Collectives>(
-        new Collectives(Segment::create(num_ranks, slot_bytes, key), 0, timeout_seconds, instruction_set));
+    return std::make_unique<Collectives>(Segment::create(num_ranks, slot_bytes, key), 0, timeout_seconds,
+                                         functions_of(instruction_set));
 }
 
 std::unique_ptr<Collectives> attach(int process_id, int file_number, int num_ranks, int rank, uint64_t slot_bytes,
                                     uint64_t key, double timeout_seconds, const std::string& instruction_set) {
-    return std::unique_ptr<Collectives>(
-        new Collectives(Segment::attach(process_id, file_number, num_ranks, slot_bytes, key), rank, timeout_seconds,
-                        instruction_set));
+    return std::make_unique<Collectives>(
+        Segment::attach(process_id, file_number, num_ranks, slot_bytes, key), rank, timeout_seconds,
+        functions_of(instruction_set));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 //   reduce_scatter   N (P-1)/P into the slot, then one pass over N that writes N/P
 //   all_reduce       short: N into the slot, then one pass over N P that writes N; every rank sums everything.
 //                    long: a reduce_scatter and an all_gather, block by block.
+// Results of many bytes that are only copied are written past the caches: they won't fit, and needn't be read first.
 // Sums are in an order that depends on nothing but the ranks' numbers: a reduce_scatter takes its own piece first and
 // then those of the next ranks, as Note [Pieces] in flat_collectives.py has it; an all_reduce goes from rank 0 on.
 #pragma once
@@ -22,13 +23,24 @@ namespace booster {
 using ReduceFunction = void (*)(const Reduction&, const void* const*, int, void*, int64_t);
 using CopyFunction = void (*)(void*, const void*, int64_t);
 
+constexpr uint64_t PAST_CACHES_BYTES = 8u << 20;
+
 // Where an operation runs, and with which functions.
 struct Surroundings {
     const Segment& segment;
     int rank;
     int num_ranks;
     ReduceFunction reduce;
-    CopyFunction copy_result;  // to memory that is read later
+    CopyFunction copy_past_caches;
+
+    // Copies a part of a result that has `of_bytes` in all.
+    void copy_result(char* to, const char* from, uint64_t bytes, uint64_t of_bytes) const {
+        if (of_bytes >= PAST_CACHES_BYTES) {
+            copy_past_caches(to, from, static_cast<int64_t>(bytes));
+        } else {
+            std::memcpy(to, from, bytes);
+        }
+    }
 
     uint64_t slot_bytes() const { return segment.slot_bytes(); }
     const char* slot(int of_rank, uint64_t step) const { return segment.slot(of_rank, step); }
@@ -61,7 +73,8 @@ class Broadcast {
 
     void drain(uint64_t step, uint64_t global_step) {
         if (around_.rank == source_) return;
-        around_.copy_result(data_ + chunks_.begin(step), around_.slot(source_, global_step), chunks_.length(step));
+        around_.copy_result(data_ + chunks_.begin(step), around_.slot(source_, global_step), chunks_.length(step),
+                            chunks_.total);
     }
 
   private:
@@ -84,17 +97,21 @@ class AllGather {
         const char* from = own_ + chunks_.begin(step);
         std::memcpy(slot, from, chunks_.length(step));
         char* to = place(around_.rank, step);
-        if (to != from) around_.copy_result(to, from, chunks_.length(step));
+        if (to != from) copy_piece(to, from, step);
     }
 
     void drain(uint64_t step, uint64_t global_step) {
         for (int distance = 1; distance < around_.num_ranks; ++distance) {
             const int other = around_.other(distance);
-            around_.copy_result(place(other, step), around_.slot(other, global_step), chunks_.length(step));
+            copy_piece(place(other, step), around_.slot(other, global_step), step);
         }
     }
 
   private:
+    void copy_piece(char* to, const char* from, uint64_t step) const {
+        around_.copy_result(to, from, chunks_.length(step), chunks_.total * around_.num_ranks);
+    }
+
     char* place(int rank, uint64_t step) const {
         return buffer_ + static_cast<uint64_t>(rank) * chunks_.total + chunks_.begin(step);
     }
@@ -158,7 +175,7 @@ class AllToAll {
     void take(int rank, uint64_t step, const char* from) const {
         const Chunks& chunks = blocks_.chunks();
         char* to = output_ + static_cast<uint64_t>(rank) * chunks.total + chunks.begin(step);
-        around_.copy_result(to, from, chunks.length(step));
+        around_.copy_result(to, from, chunks.length(step), chunks.total * around_.num_ranks);
     }
 
     const Surroundings& around_;
@@ -234,7 +251,8 @@ class LongAllReduce {
     LongAllReduce(const Surroundings& around, const Reduction& reduction, uint64_t element_bytes, char* data,
                   uint64_t count)
         : around_(around), reduction_(reduction), element_bytes_(element_bytes), data_(data),
-          block_(block_bytes(around, count * element_bytes)), chunks_{count * element_bytes, block_ * around.num_ranks} {}
+          block_(block_bytes(around, count * element_bytes)),
+          chunks_{count * element_bytes, block_ * around.num_ranks} {}
 
     uint64_t num_steps() const { return 2 * chunks_.number(); }
     uint64_t lag() const { return chunks_.number() > 1 ? 1 : 0; }
@@ -256,18 +274,15 @@ class LongAllReduce {
         if (!spreads(step)) return reduce(chunk, global_step);
         for (int distance = 1; distance < around_.num_ranks; ++distance) {
             const int other = around_.other(distance);
-            around_.copy_result(data_ + begin(chunk, other), around_.slot(other, global_step), length(chunk, other));
+            std::memcpy(data_ + begin(chunk, other), around_.slot(other, global_step), length(chunk, other));
         }
     }
 
   private:
-    // Some chunks at least, so that they overlap, unless they would be tiny.
     static uint64_t block_bytes(const Surroundings& around, uint64_t bytes) {
-        constexpr uint64_t FEWEST_CHUNKS = 4, SMALLEST = 16384;
         const uint64_t num_ranks = static_cast<uint64_t>(around.num_ranks);
-        const uint64_t largest = around.slot_bytes() / num_ranks / 64 * 64;
-        const uint64_t wanted = (bytes / num_ranks / FEWEST_CHUNKS + 63) / 64 * 64;
-        return smaller(largest, wanted < SMALLEST ? SMALLEST : wanted);
+        const uint64_t shared_out = (bytes + num_ranks - 1) / num_ranks;
+        return smaller(around.slot_bytes() / num_ranks, shared_out + 63) / 64 * 64;
     }
 
     bool spreads(uint64_t step) const {

@@ -1,4 +1,4 @@
-// Sums and maxima of what the ranks have written, and copies that leave the caches alone.
+// Sums and maxima of what the ranks have written, element by element, and copies that leave the caches alone.
 #include <string.h>
 
 #include "shm_vector.h"
@@ -28,9 +28,8 @@ void sum_tail(const void* const* terms, int num_terms, Target* to, int64_t from,
     store_partial(to + from, total, count);
 }
 
-template <class Source, class Target>
-void sum(const void* const* terms, int num_terms, void* output, int64_t count, bool accumulates) {
-    Target* to = static_cast<Target*>(output);
+template <class Source, class Target, bool STREAMS>
+void sum(const void* const* terms, int num_terms, Target* to, int64_t count, bool accumulates) {
     constexpr int STRIDE = UNROLL * WIDTH;
     int64_t at = 0;
     for (; at + STRIDE <= count; at += STRIDE) {
@@ -43,11 +42,26 @@ void sum(const void* const* terms, int num_terms, void* output, int64_t count, b
         if (accumulates) {
             for (int i = 0; i < UNROLL; ++i) total[i] = add(total[i], load(to + at + i * WIDTH));
         }
-        for (int i = 0; i < UNROLL; ++i) store(to + at + i * WIDTH, total[i]);
+        for (int i = 0; i < UNROLL; ++i) {
+            if (STREAMS) stream(to + at + i * WIDTH, total[i]);
+            else store(to + at + i * WIDTH, total[i]);
+        }
     }
+    if (STREAMS) stream_fence();
     for (; at < count; at += WIDTH) {
         const int left = count - at < WIDTH ? static_cast<int>(count - at) : WIDTH;
         sum_tail<Source>(terms, num_terms, to, at, left, accumulates);
+    }
+}
+
+template <class Source, class Target>
+void sum(const Reduction& what, const void* const* terms, int num_terms, void* output, int64_t count) {
+    const bool is_aligned = reinterpret_cast<uintptr_t>(output) % VECTOR_BYTES == 0;
+    Target* to = static_cast<Target*>(output);
+    if (what.goes_past_caches && is_aligned && !what.accumulates) {
+        sum<Source, Target, true>(terms, num_terms, to, count, false);
+    } else {
+        sum<Source, Target, false>(terms, num_terms, to, count, what.accumulates);
     }
 }
 
@@ -119,9 +133,9 @@ void reduce_halves(const Reduction& what, const void* const* terms, int num_term
     if (what.reduction_operator == MAX) {
         max_of_halves<Half>(terms, num_terms, output, count, what.accumulates);
     } else if (what.output_type == ELEMENT_FLOAT32) {
-        sum<Half, float>(terms, num_terms, output, count, what.accumulates);
+        sum<Half, float>(what, terms, num_terms, output, count);
     } else {
-        sum<Half, Half>(terms, num_terms, output, count, what.accumulates);
+        sum<Half, Half>(what, terms, num_terms, output, count);
     }
 }
 
@@ -130,9 +144,7 @@ void reduce_halves(const Reduction& what, const void* const* terms, int num_term
 void reduce(const Reduction& what, const void* const* terms, int num_terms, void* output, int64_t count) {
     switch (what.element_type) {
         case ELEMENT_FLOAT32:
-            if (what.reduction_operator == SUM) {
-                return sum<float, float>(terms, num_terms, output, count, what.accumulates);
-            }
+            if (what.reduction_operator == SUM) return sum<float, float>(what, terms, num_terms, output, count);
             return reduce_plainly<float>(what, terms, num_terms, output, count);
         case ELEMENT_BFLOAT16: return reduce_halves<BFloat16>(what, terms, num_terms, output, count);
         case ELEMENT_FLOAT16: return reduce_halves<Float16>(what, terms, num_terms, output, count);

@@ -26,12 +26,13 @@ struct Reduction {
     int output_type;  // the same, or fp32 for sums of the 16-bit formats
     int reduction_operator;
     bool accumulates;  // the output's own values are the last term
+    bool goes_past_caches;  // the output is neither a term nor read soon
 };
 
-#define BOOSTER_SHM_VECTOR(isa)                                                                           \
-    namespace isa {                                                                                       \
+#define BOOSTER_SHM_VECTOR(isa) \
+    namespace isa {             \
     void reduce(const Reduction& what, const void* const* terms, int num_terms, void* output, int64_t count); \
-    void copy_past_caches(void* to, const void* from, int64_t bytes);                                     \
+    void copy_past_caches(void* to, const void* from, int64_t bytes); \
     }
 
 #if defined(BOOSTER_ISA)

@@ -1,4 +1,5 @@
-// How a rank waits for the others: it spins for a moment, then sleeps, and now and then looks whether they still live.
+// How a rank waits for the others: it looks and yields for a moment, then sleeps, and now and then looks whether they
+// still live.
 //
 // Note [Waiting]: a rank that arrives counts up a word that all can see; the last one wakes those that sleep on it
 // (a futex that processes share). A sleeper gets up every SLICE at the latest, and looks whether somebody gave up, the
@@ -179,7 +180,9 @@ class Waiter {
         return result == 0 || errno == EAGAIN;
     }
 
-    static void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+    static void wake(std::atomic<uint32_t>& word) {
+        syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    }
 
     void look_after_peers(Phase phase, uint64_t step) const {
         for (int rank = 0; rank < segment_.num_ranks(); ++rank) {

@@ -1,4 +1,4 @@
-"""A rank that dies, hangs, raises or comes late is named on all the others, within seconds."""
+"""A rank that dies, hangs, raises or comes late is named on all the others, within seconds, by either transport."""
 
 from __future__ import annotations
 
@@ -28,16 +28,29 @@ from booster.comm import (
     send_tensor,
     start_all_gather,
     start_reduce_scatter,
+    transport,
+    use_shared_memory,
     waiting,
 )
 from booster.errors import RankFailedError
+from booster.kernels.shared_memory import is_available
 
 GROUP_SECONDS = 2
 SOON_SECONDS = 20  # all of it on a busy machine: the group's timeout, the wait for reports, and slack
 
 
-def _impatient_group():
+MEMORY, GLOO = "shared memory", "gloo"
+WITNESSES = {MEMORY: "shared memory", GLOO: "torch"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernel():
+    assert is_available()  # built before groups of little patience ask for it
+
+
+def _impatient_group(wanted=MEMORY):
     waiting.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
+    use_shared_memory(wanted == MEMORY)
     # As in a user's run. With DETAIL a barrier of torch's own goes ahead of every collective, and waits by other rules.
     dist.set_debug_level(dist.DebugLevel.OFF)
     return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=GROUP_SECONDS))
@@ -59,15 +72,19 @@ CALLS = {
 
 
 SLOW_CASES = [
-    pytest.param(call, marks=pytest.mark.slow) for call in ("all_gather", "all_gather_equal", "all_reduce", "broadcast")
+    pytest.param(call, way, marks=pytest.mark.slow)
+    for call in ("all_gather", "all_gather_equal", "all_reduce", "broadcast")
+    for way in WITNESSES
 ]
+FAST_CASES = [("reduce_scatter", MEMORY), ("reduce_scatter", GLOO), ("barrier", MEMORY)]
 OPERATIONS = {"all_gather_equal": "all_gather", "barrier": "all_reduce"}  # of the others the name is the operation's
 
 
-def _call_twice(call, *faults):
+def _call_twice(call, way, *faults):
     """Returns this rank's error at the second call, and how long that took."""
-    group = _impatient_group()
+    group = _impatient_group(way)
     CALLS[call](group)
+    assert transport(group) == way
     start = time.monotonic()
     try:
         with inject_faults(*faults):
@@ -77,33 +94,36 @@ def _call_twice(call, *faults):
     return "no error", time.monotonic() - start
 
 
-def _expect_named(results, call):
+def _expect_named(results, call, way):
     operation = OPERATIONS.get(call, call)
     for rank, (text, seconds) in results.items():
         assert text.startswith(
             f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 gave no sign"
         )
-        assert "; torch says: " in text
+        assert f"; {WITNESSES[way]} says: " in text
         assert seconds < SOON_SECONDS
 
 
-@pytest.mark.parametrize("call", ["reduce_scatter", "barrier", *SLOW_CASES])
-def test_a_rank_that_died_is_named(call):
+@pytest.mark.parametrize(("call", "way"), [*FAST_CASES, *SLOW_CASES])
+def test_a_rank_that_died_is_named(call, way):
     """By four ranks: in a ring rank 0 is no neighbour of rank 2, and learns of its end from the others."""
     fault = Fault(rank=2, operation=OPERATIONS.get(call, call), action="exit")
     with pytest.raises(RanksFailed, match="rank 2 of 4 died: left with exit code 86") as caught:
-        run_ranks(_call_twice, 4, call, fault, fresh=True)
+        run_ranks(_call_twice, 4, call, way, fault, fresh=True)
     assert caught.value.results.keys() == {0, 1, 3}
-    _expect_named(caught.value.results, call)
+    _expect_named(caught.value.results, call, way)
+    if way == MEMORY:  # nobody waits for the timeout, nor for a report of a process that is known to have ended
+        assert all(seconds < GROUP_SECONDS for _, seconds in caught.value.results.values())
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", WITNESSES)
 @pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "all_reduce", "broadcast"])
-def test_a_rank_that_hangs_is_named_and_learns_it(call):
+def test_a_rank_that_hangs_is_named_and_learns_it(call, way):
     delay = GROUP_SECONDS + 4.0
     fault = Fault(rank=2, operation=call, action="delay", seconds=delay)
-    results = run_ranks(_call_twice, 3, call, fault, fresh=True)
-    _expect_named(dict(enumerate(results[:2])), call)
+    results = run_ranks(_call_twice, 3, call, way, fault, fresh=True)
+    _expect_named(dict(enumerate(results[:2])), call, way)
     late, _ = results[2]
     assert late.startswith(
         f"RankFailedError: rank 2 could not finish {call} number 2: the others had given this rank up"
@@ -111,24 +131,26 @@ def test_a_rank_that_hangs_is_named_and_learns_it(call):
     assert f"rank 0 is at {call} number 2" in late
 
 
-def test_a_rank_that_raises_is_named():
+@pytest.mark.parametrize("way", WITNESSES)
+def test_a_rank_that_raises_is_named(way):
     fault = Fault(rank=2, operation="reduce_scatter", action="raise")
-    results = run_ranks(_call_twice, 3, "reduce_scatter", fault, fresh=True)
-    _expect_named(dict(enumerate(results[:2])), "reduce_scatter")
+    results = run_ranks(_call_twice, 3, "reduce_scatter", way, fault, fresh=True)
+    _expect_named(dict(enumerate(results[:2])), "reduce_scatter", way)
     assert results[2][0].startswith("InjectedFault: Fault(rank=2, operation='reduce_scatter', call=1, action='raise'")
 
 
-def _make_different_calls():
-    group = _impatient_group()
+def _make_different_calls(way):
+    group = _impatient_group(way)
     call = _reduce_scatter if dist.get_rank() == 0 else CALLS["all_gather"]
     with pytest.raises(RankFailedError) as caught:
         call(group)
     return str(caught.value)
 
 
-def test_ranks_in_different_operations_learn_where_each_is():
+@pytest.mark.parametrize("way", WITNESSES)
+def test_ranks_in_different_operations_learn_where_each_is(way):
     """Without tags the messages would match, and the wrong numbers would be taken for the right ones."""
-    for text in run_ranks(_make_different_calls, 2, fresh=True):
+    for text in run_ranks(_make_different_calls, 2, way, fresh=True):
         assert (
             "no rank is missing; rank 0 is at reduce_scatter number 1, rank 1 is at all_gather number 1: all must make"
             " the same calls in the same order"

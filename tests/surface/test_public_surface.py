@@ -9,6 +9,7 @@ import inspect
 from pathlib import Path
 
 import booster
+import booster.optim
 import booster.plugins
 
 FROZEN = Path(__file__).with_name("public_surface.txt")
@@ -18,6 +19,7 @@ def surface() -> str:
     """Returns one line for every public function, class and method."""
     names = {name: getattr(booster, name) for name in booster.__all__}
     names |= {f"plugins.{cls}": getattr(booster.plugins, cls) for _, cls in booster.plugins.BUILT_IN.values()}
+    names |= {f"optim.{name}": getattr(booster.optim, name) for name in booster.optim.__all__}
     return "\n".join(line for name in sorted(names) for line in _lines(name, names[name])) + "\n"
 
 

@@ -1,0 +1,190 @@
+"""Adam in plain torch, in blocks that stay in the caches between one operation and the next.
+
+What the compiled kernel does in one pass is here a row of torch's own operations: cast and scale the gradient, the
+fused update, write the working copy, zero the gradient. Over a whole model each of them would fetch everything from
+memory anew. Also what tests compare the kernel with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from booster.kernels.stochastic_rounding import round_stochastically
+
+__all__ = ["AdamSettings", "adam_reference"]
+
+_BLOCK_ELEMENTS = 512 * 1024  # with smaller ones, starting the operations takes longer than the caches save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSettings:
+    """What the tensors of one step share; `booster.kernels.adam.adam_step` says what each means."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool = True
+    bias_correction: bool = True
+    multiplier: float = 1.0
+    multiplier_tensor: torch.Tensor | None = None
+    zero_grads: bool = False
+    stochastic_rounding_seed: int | None = None
+
+
+class _Piece(NamedTuple):
+    """A range of one parameter with what belongs to it."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    copy: torch.Tensor | None
+    step: torch.Tensor
+    tensor_number: int
+    begin: int
+
+
+@torch.no_grad()
+def adam_reference(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor | None],
+    steps: Sequence[float],
+    settings: AdamSettings,
+) -> None:
+    """Does what `booster.kernels.adam.adam_step` does, for any floating dtypes; computes in fp64 where one is fp64."""
+    multiplier = settings.multiplier
+    if settings.multiplier_tensor is not None:
+        multiplier *= float(settings.multiplier_tensor)
+    # After infinitely many steps there is nothing left to correct.
+    counts = steps if settings.bias_correction else [torch.inf] * len(steps)
+    scratch = torch.empty(0)
+    for dtype, block in _blocks(_pieces(params, grads, exp_avgs, exp_avg_sqs, copies, counts)):
+        # Kept from block to block: memory that is new to the process takes longer to get than to compute with.
+        numel = sum(piece.param.numel() for piece in block)
+        if scratch.dtype is not dtype or scratch.numel() < numel:
+            scratch = torch.empty(numel, dtype=dtype)
+        _update(block, scratch, multiplier, settings)
+
+
+def _pieces(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor | None],
+    counts: Sequence[float],
+) -> Iterator[_Piece]:
+    """Cuts the tensors into ranges of at most a block."""
+    lists = zip(params, grads, exp_avgs, exp_avg_sqs, copies, counts, strict=True)
+    for number, (*tensors, copy, count) in enumerate(lists):
+        parts = zip(*(_cut(tensor) for tensor in tensors), strict=True)
+        copy_parts = itertools.repeat(None) if copy is None else _cut(copy)
+        step = torch.tensor(float(count))
+        for index, (part, copy_part) in enumerate(zip(parts, copy_parts, strict=False)):
+            param, grad, exp_avg, exp_avg_sq = part
+            if param.numel() > 0:
+                begin = index * _BLOCK_ELEMENTS
+                yield _Piece(param, grad, exp_avg, exp_avg_sq, copy_part, step, number, begin)
+
+
+def _cut(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(tensor.detach().view(-1), _BLOCK_ELEMENTS)
+
+
+def _blocks(pieces: Iterator[_Piece]) -> Iterator[tuple[torch.dtype, list[_Piece]]]:
+    """Joins small pieces that are computed in the same dtype, up to a block."""
+    block: list[_Piece] = []
+    dtype, size = torch.float32, 0
+    for piece in pieces:
+        its_dtype = _compute_dtype(piece)
+        if block and (its_dtype is not dtype or size + piece.param.numel() > _BLOCK_ELEMENTS):
+            yield dtype, block
+            block, size = [], 0
+        block.append(piece)
+        dtype, size = its_dtype, size + piece.param.numel()
+    if block:
+        yield dtype, block
+
+
+def _compute_dtype(piece: _Piece) -> torch.dtype:
+    dtypes = (piece.param.dtype, piece.exp_avg.dtype, piece.exp_avg_sq.dtype)
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _update(block: list[_Piece], scratch: torch.Tensor, multiplier: float, settings: AdamSettings) -> None:
+    dtype = scratch.dtype
+    params = [_in_dtype(piece.param, dtype) for piece in block]
+    exp_avgs = [_in_dtype(piece.exp_avg, dtype) for piece in block]
+    exp_avg_sqs = [_in_dtype(piece.exp_avg_sq, dtype) for piece in block]
+    _fused_update(params, _true_gradients(block, scratch, multiplier), exp_avgs, exp_avg_sqs, block, settings)
+    for piece, param, exp_avg, exp_avg_sq in zip(block, params, exp_avgs, exp_avg_sqs, strict=True):
+        _write_back(piece.exp_avg, exp_avg)
+        _write_back(piece.exp_avg_sq, exp_avg_sq)
+        for result in (piece.param, piece.copy):
+            if result is not None:
+                _write_result(result, param, piece, settings.stochastic_rounding_seed)
+        if settings.zero_grads:
+            piece.grad.zero_()
+
+
+def _true_gradients(block: Sequence[_Piece], scratch: torch.Tensor, multiplier: float) -> list[torch.Tensor]:
+    if multiplier == 1.0 and all(piece.grad.dtype is scratch.dtype for piece in block):
+        return [piece.grad for piece in block]
+    sizes = [piece.grad.numel() for piece in block]
+    grads = list(scratch[: sum(sizes)].split(sizes))
+    # Cast first: a product of bf16 numbers would be rounded to bf16.
+    for grad, piece in zip(grads, block, strict=True):
+        grad.copy_(piece.grad).mul_(multiplier)
+    return grads
+
+
+def _fused_update(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    block: Sequence[_Piece],
+    settings: AdamSettings,
+) -> None:
+    update = torch._fused_adamw_ if settings.decoupled_weight_decay else torch._fused_adam_
+    update(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [piece.step for piece in block],
+        lr=settings.lr,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the tensor itself where it has this dtype."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _write_back(to: torch.Tensor, values: torch.Tensor) -> None:
+    if to is not values:
+        to.copy_(values)
+
+
+def _write_result(to: torch.Tensor, values: torch.Tensor, piece: _Piece, seed: int | None) -> None:
+    if seed is None or to.dtype is not torch.bfloat16:
+        _write_back(to, values)
+    else:
+        to.copy_(round_stochastically(values.float(), seed, piece.tensor_number, piece.begin))

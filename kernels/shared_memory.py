@@ -1,0 +1,246 @@
+"""Collectives of CPU tensors between processes of one host, through memory that they share. Linux only.
+
+There is no reference: where the kernel can't be had, gloo does the same (see `booster.comm.shared_memory`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from booster.kernels.loader import load_kernel
+
+__all__ = ["MAX_RANKS", "SharedMemory", "SharedMemoryError", "Ticket", "can_reduce", "is_available"]
+
+MAX_RANKS = 64
+# A slot: large enough that waiting for each other costs little, small enough that those of a few ranks stay in a cache.
+_SLOT_BYTES = 256 * 2**10
+_MOST_BYTES = 16 * 2**20  # of all slots, two a rank
+_PAGE_BYTES = 4096
+
+_ELEMENT_TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.uint8: 4,
+    torch.int32: 5,
+    torch.int64: 6,
+}
+_DTYPES = {code: dtype for dtype, code in _ELEMENT_TYPES.items()}
+_OPERATORS = {"sum": 0, "max": 1}
+_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+_REDUCTIONS = _OPERATIONS[:2]
+_TIMED_OUT, _PEER_ENDED, _DIFFERS, _INTERRUPTED = 1, 2, 3, 4
+
+
+class SharedMemoryError(RuntimeError):
+    """A collective that could not be finished; none will be any more in this memory, on any rank.
+
+    Attributes:
+        ended_rank: The rank of the group whose process has ended; None where that is not the cause.
+    """
+
+    def __init__(self, message: str, ended_rank: int | None = None) -> None:
+        super().__init__(message)
+        self.ended_rank = ended_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where a process finds the memory that another one has made.
+
+    Attributes:
+        process_id: Who has made it.
+        file_number: The number of its file there.
+        key: A random number within it.
+        slot_bytes: Size of a slot.
+    """
+
+    process_id: int
+    file_number: int
+    key: int
+    slot_bytes: int
+
+
+def is_available() -> bool:
+    """Returns whether the kernel can be had; builds it at its first use in a machine's life, which takes seconds."""
+    return load_kernel("shm_collectives") is not None
+
+
+def can_reduce(dtype: torch.dtype) -> bool:
+    """Returns whether elements of this format can be summed and compared; those of all formats can be moved."""
+    return dtype in _ELEMENT_TYPES
+
+
+class SharedMemory:
+    """One rank's end of the memory of a group of ranks; made by `create` on rank 0 and by `attach` on the others.
+
+    Every method but `abort` is collective: all ranks call the same ones in the same order, one thread at a time, with
+    the same lengths and dtypes, and no two give an operation another number. Tensors lie on the CPU and are contiguous.
+
+    Raises:
+        SharedMemoryError: By all of them: a rank has ended, is too late, or calls something else.
+    """
+
+    def __init__(self, native: Any, num_ranks: int, timeout_seconds: float) -> None:
+        self._native = native
+        self._num_ranks = num_ranks
+        self._timeout_seconds = timeout_seconds
+
+    @classmethod
+    def create(
+        cls, num_ranks: int, timeout_seconds: float, *, instruction_set: str = ""
+    ) -> tuple[SharedMemory, Ticket]:
+        """Returns rank 0's end, and what the others need to attach theirs.
+
+        Raises:
+            RuntimeError: The host has no memory for it, or does not allow it; the message says what failed.
+        """
+        slot_bytes, key = _slot_bytes(num_ranks), secrets.randbits(63)
+        native = _module().create(num_ranks, slot_bytes, key, timeout_seconds, instruction_set)
+        ticket = Ticket(os.getpid(), native.file_number(), key, slot_bytes)
+        return cls(native, num_ranks, timeout_seconds), ticket
+
+    @classmethod
+    def attach(
+        cls, ticket: Ticket, num_ranks: int, rank: int, timeout_seconds: float, *, instruction_set: str = ""
+    ) -> SharedMemory:
+        """Returns another rank's end.
+
+        Raises:
+            RuntimeError: The memory can't be reached; the message says what failed.
+        """
+        native = _module().attach(
+            ticket.process_id,
+            ticket.file_number,
+            num_ranks,
+            rank,
+            ticket.slot_bytes,
+            ticket.key,
+            timeout_seconds,
+            instruction_set,
+        )
+        return cls(native, num_ranks, timeout_seconds)
+
+    def begin(self) -> None:
+        """Makes this end ready; called when all ranks have theirs. No communication."""
+        self._native.begin()
+
+    def all_reduce(self, tensor: torch.Tensor, operator: Literal["sum", "max"], number: int) -> None:
+        """Reduces a tensor in place, from rank 0 on, to the same bits on every rank; 16-bit formats sum in fp32."""
+        _require_flat(tensor)
+        arguments = tensor.data_ptr(), tensor.numel(), _ELEMENT_TYPES[tensor.dtype], _OPERATORS[operator]
+        self._require_done(self._native.all_reduce(number, *arguments))
+
+    def reduce_scatter(
+        self, payload: torch.Tensor, output: torch.Tensor, number: int, *, accumulate: bool = False
+    ) -> None:
+        """Sets `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
+
+        Args:
+            payload: One equal piece for each rank.
+            output: As many elements as a piece, of the payload's dtype or fp32 for the 16-bit ones. It may be this
+                rank's own piece.
+            number: The how manieth reduce_scatter of the group it is.
+            accumulate: Whether to add to what `output` holds.
+
+        Sums in fp32 where the payload is lower: this rank's piece first, then those of the next ranks.
+        """
+        _require_flat(payload, output)
+        is_widened = output.dtype == torch.float32 and payload.dtype in (torch.bfloat16, torch.float16)
+        if payload.numel() != self._num_ranks * output.numel() or not (is_widened or payload.dtype == output.dtype):
+            raise AssertionError(f"{payload.numel()} {payload.dtype} into {output.numel()} {output.dtype}")
+        types = _ELEMENT_TYPES[payload.dtype], _ELEMENT_TYPES[output.dtype]
+        addresses = payload.data_ptr(), output.data_ptr()
+        self._require_done(self._native.reduce_scatter(number, *addresses, output.numel(), *types, accumulate))
+
+    def all_gather(self, buffer: torch.Tensor, own: torch.Tensor, number: int) -> None:
+        """Fills a buffer with the ranks' pieces. `own` may be this rank's place in it."""
+        _require_flat(buffer, own)
+        self._require_pieces(buffer, own)
+        self._require_done(self._native.all_gather(number, buffer.data_ptr(), own.data_ptr(), own.nbytes))
+
+    def all_to_all(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None:
+        """Sends piece r of the payload to rank r, whose piece of the output it becomes. The two don't overlap."""
+        _require_flat(output, payload)
+        if (output.numel(), output.dtype) != (payload.numel(), payload.dtype) or payload.numel() % self._num_ranks:
+            raise AssertionError(
+                f"{payload.numel()} {payload.dtype} into {output.numel()} {output.dtype} of {self._num_ranks} ranks"
+            )
+        piece_bytes = payload.nbytes // self._num_ranks
+        self._require_done(self._native.all_to_all(number, output.data_ptr(), payload.data_ptr(), piece_bytes))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, number: int) -> None:
+        """Overwrites a tensor with that of rank `source` of the group."""
+        _require_flat(tensor)
+        if not 0 <= source < self._num_ranks:
+            raise AssertionError(f"rank {source} of {self._num_ranks}")
+        self._require_done(self._native.broadcast(number, tensor.data_ptr(), tensor.nbytes, source))
+
+    def abort(self) -> None:
+        """Lets this and every later call of all ranks fail. Any thread may call it at any time."""
+        self._native.abort()
+
+    def _require_pieces(self, buffer: torch.Tensor, own: torch.Tensor) -> None:
+        if (buffer.numel(), buffer.dtype) != (self._num_ranks * own.numel(), own.dtype):
+            raise AssertionError(
+                f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} pieces of {own.numel()} {own.dtype}"
+            )
+
+    def _require_done(self, failure: tuple[int, int] | None) -> None:
+        if failure is not None:
+            raise self._error(*failure)
+
+    def _error(self, reason: int, rank: int) -> SharedMemoryError:
+        if reason == _TIMED_OUT:
+            return SharedMemoryError(f"rank {rank} of the group timed out after {self._timeout_seconds:g} s")
+        if reason == _PEER_ENDED:
+            return SharedMemoryError(f"the connection is lost: the process of rank {rank} of the group has ended", rank)
+        if reason == _DIFFERS:
+            return SharedMemoryError(f"aborted, as the ranks are in different calls: {self._calls()}")
+        cause = "was interrupted" if reason == _INTERRUPTED else "gave up"
+        return SharedMemoryError(f"aborted, as rank {rank} of the group {cause}")
+
+    def _calls(self) -> str:
+        """Returns what the ranks are doing, those that do the same together."""
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in enumerate(self._native.facts_of_ranks()):
+            ranks.setdefault(_call_text(*facts), []).append(rank)
+        return ", ".join(f"{text} on {_listed(those)} of the group" for text, those in ranks.items())
+
+
+def _module() -> ModuleType:
+    module = load_kernel("shm_collectives")
+    if module is None:
+        raise RuntimeError("the kernel 'shm_collectives' can't be had")
+    return module
+
+
+def _slot_bytes(num_ranks: int) -> int:
+    return min(_SLOT_BYTES, _MOST_BYTES // (2 * num_ranks)) // _PAGE_BYTES * _PAGE_BYTES
+
+
+def _require_flat(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise AssertionError(f"a tensor on {tensor.device} with stride {tensor.stride()}")
+
+
+def _call_text(operation: int, number: int, length: int, element_type: int, detail: int) -> str:
+    name = _OPERATIONS[operation]
+    text = f"{name} number {number} of {length} "
+    if name not in _REDUCTIONS:
+        return text + "bytes" + (f" from rank {detail}" if name == "broadcast" else "")
+    dtype = str(_DTYPES[element_type]).removeprefix("torch.")
+    return text + dtype + (" (max)" if detail == _OPERATORS["max"] else "")
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
