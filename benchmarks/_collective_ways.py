@@ -26,7 +26,7 @@ __all__ = ["DTYPES", "MEMORY", "MESSAGES", "OPERATIONS", "TORCH", "Buffers", "ca
 TORCH, MESSAGES, MEMORY = "torch", "messages", "shared memory"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NUM_CHECKED = 1024
-_BYTES_A_STEP = 8 * 2**20  # short calls are repeated: the ranks come to a step some hundred microseconds apart
+_BYTES_A_STEP = 2 * 2**20  # short calls are repeated: the ranks come to a step some hundred microseconds apart
 
 # torch 2.13 renamed both and warns at each call of the old names.
 _torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

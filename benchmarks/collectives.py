@@ -40,7 +40,7 @@ _LEAST_SPEEDUP = {
 }
 _GOALS_WORLD = 2
 _BYTES_TIMED = 12 * 2**30  # of each engine, over all its steps: some seconds
-_FEWEST_STEPS, _MOST_STEPS = 40, 400
+_FEWEST_STEPS, _MOST_STEPS = 40, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,7 @@ class AllocatesStates(Protocol):
         """
         ...
 
-    def allocate_state(
-        self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor | None:
+    def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Returns the memory for a state that is about to be filled; None: any memory in the usual format will do.
 
         Args:
