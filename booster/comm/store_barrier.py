@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from booster.comm.collectives import group_rank, group_size
+from booster.comm.started import perform_started
 from booster.errors import BoosterError, DesyncError, RankFailedError
 
 __all__ = ["ErrorBarrier"]
@@ -99,6 +100,7 @@ class ErrorBarrier:
             if error is not None:
                 raise error
             return [payload], payload
+        perform_started()
         self._num_phases += 1
         store = PrefixStore(str(self._num_phases), self._store)
         meeting = Meeting(store, self._rank, self._size, f"{phase!r} of {self._name!r}", self._timeout_seconds)

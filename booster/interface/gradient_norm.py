@@ -1,4 +1,4 @@
-"""The norm of gradients in any number format."""
+"""The norm of gradients in any number format, and whether all of them are finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
 
-__all__ = ["gradient_norm"]
+__all__ = ["any_nonfinite", "gradient_norm"]
 
 
 @torch.no_grad()
@@ -25,3 +25,20 @@ def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
         return torch.tensor(math.sqrt(sum_of_squares(gradients)), dtype=torch.float32)
     wide = [one.float() if one.dtype in (torch.float16, torch.bfloat16) else one for one in gradients]
     return nn.utils.get_total_norm(wide, norm_type)
+
+
+@torch.no_grad()
+def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Returns whether an element is inf or nan.
+
+    Args:
+        gradients: Sparse ones may be among them.
+    """
+    dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    dense = [gradient for gradient in dense if gradient.numel() > 0]
+    if not dense:
+        return False
+    if takes_sum_of_squares(dense):
+        return not math.isfinite(sum_of_squares(dense))
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
+    return not bool(torch.isfinite(largest).all())

@@ -15,7 +15,7 @@ from booster.comm import raise_on_all_ranks
 from booster.errors import BoosterError, ConfigError
 from booster.interface.fused_update import FusedUpdate
 from booster.interface.gradient_factors import GradientFactors
-from booster.interface.gradient_norm import gradient_norm
+from booster.interface.gradient_norm import any_nonfinite, gradient_norm
 from booster.interface.gradient_window import GradientWindow
 from booster.interface.loss import require_scalar_loss
 from booster.interface.mixed_precision import LossScaler, MasterWeights
@@ -452,12 +452,7 @@ class OptimizerWrapper(OptimizerPassThrough):
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Returns whether any rank holds a gradient with inf or nan. Here all ranks hold the same gradients."""
-        dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
-        dense = [gradient for gradient in dense if gradient.numel() > 0]
-        if not dense:
-            return False
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
-        return not bool(torch.isfinite(largest).all())
+        return any_nonfinite(gradients)
 
     def _multiply(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         if gradients:
