@@ -158,7 +158,7 @@ def _cpu_features() -> str:
 
 
 def _expected_seconds(source: KernelSource) -> int:
-    return 10 if source.vector_sources else 5
+    return 20 if source.vector_sources else 8
 
 
 def _private_folder(folder: Path) -> Path:
@@ -167,6 +167,8 @@ def _private_folder(folder: Path) -> Path:
         is_usable = os.access(folder, os.W_OK | os.X_OK)
     except OSError:  # no home, or one that can't be written
         is_usable = False
+    if not is_usable and os.environ.get(FOLDER_VARIABLE):
+        raise BuildError(f"{FOLDER_VARIABLE}={folder} can't be made or written to: set it to a folder of your own")
     if not is_usable:
         folder = Path(tempfile.gettempdir()).absolute() / f"torch-booster-kernels-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -164,7 +164,8 @@ def _version_of(compiler: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} can't be run: {error}") from error
     if done.returncode != 0:
-        raise BuildError(f"{compiler} --version ends with {done.returncode}: {_end_of(done.stdout + done.stderr)}")
+        first = (done.stdout + done.stderr).strip().partition("\n")[0][:_MAX_LINE]
+        raise BuildError(f"{compiler} --version ends with {done.returncode}: {first or 'it says nothing'}")
     return done.stdout.partition("\n")[0].strip()
 
 

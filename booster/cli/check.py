@@ -43,7 +43,7 @@ def check(arguments: argparse.Namespace) -> int:
     _print_rows("versions", [("python", platform.python_version()), *_version_rows(problems)])
     _print_rows("torch", _torch_rows(problems))
     _print_rows("compiler", [("c++", _compiler())])
-    _print_rows("kernels", _kernel_rows())
+    _print_rows("kernels", _kernel_rows(problems))
     if problems:
         print(f"MISSING: {'; '.join(problems)}")
         return 1
@@ -111,15 +111,21 @@ def _compiler() -> str:
     try:
         toolchain = find_toolchain()
     except BuildError as error:
-        return f"kernels run as their reference in plain torch: {error}"
+        return f"nothing can be compiled: {error}"
     return f"{toolchain.version} ({toolchain.compiler})"
 
 
-def _kernel_rows() -> list[tuple[str, str]]:
+def _kernel_rows(problems: list[str]) -> list[tuple[str, str]]:
     try:
         from booster.device import device_type
+        from booster.kernels.loader import kernel_mode
         from booster.kernels.registry import kernel_status
+        from booster.kernels.sources import KERNELS
     except ImportError as error:  # torch itself is missing: said above
         return [("kernels", f"can't be looked at ({error})")]
+    if kernel_mode() == "native":
+        missing = [one.name for one in kernel_status() if one.name in KERNELS and one.status == "reference"]
+        if missing:
+            problems.append(f"BOOSTER_KERNELS=native asks for kernels that can't be had: {', '.join(missing)}")
     rows = [(kernel.name, f"{kernel.status} ({kernel.reason})") for kernel in kernel_status(device_type())]
     return rows or [("none", "no kernel is registered")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from booster.errors import CheckpointError, ConfigError
+from booster.optim.checks import check_hyperparameters, check_stored_state, require_bool
 from booster.optim.offload.disk_states import DiskStates
 from booster.optim.offload.settings import OffloadSettings
 from booster.optim.state_form import complete_moments, complete_step, moment_dtype
@@ -56,17 +56,21 @@ class AdamBase(Optimizer):
         adamw_mode: bool,
         offload: OffloadSettings,
     ) -> None:
+        require_bool("bias_correction", bias_correction)
+        require_bool("adamw_mode", adamw_mode)
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": False,
             "maximize": False,
-            "decoupled_weight_decay": bool(adamw_mode),
+            "decoupled_weight_decay": adamw_mode,
         }
         if not bias_correction:  # not among torch's: only there where its AdamW would compute something else
             defaults["bias_correction"] = False
+        check_hyperparameters(defaults)
+        defaults["betas"] = tuple(betas)
         self._offload = offload
         self._open()
         super().__init__(params, defaults)
@@ -83,7 +87,7 @@ class AdamBase(Optimizer):
         Raises:
             ConfigError: A hyperparameter or a parameter that can't work.
         """
-        _check_hyperparameters({**self.defaults, **param_group})
+        check_hyperparameters({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
@@ -276,10 +280,12 @@ class AdamBase(Optimizer):
         """Takes over a `state_dict` of this class or of torch.optim.Adam or AdamW; fp32 states stay fp32.
 
         Raises:
-            ConfigError: There is no room on the disk, or the state is of a variant that there is not.
+            ConfigError: There is no room on the disk, or the state is another optimizer's, of a variant that there is
+                not, or of parameters of other shapes.
         """
+        check_stored_state(state_dict, self.param_groups)
         for group in state_dict["param_groups"]:
-            _check_hyperparameters({**self.defaults, **group})
+            check_hyperparameters({**self.defaults, **group})
         self.prepare_states()
         handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's own hooks
         try:
@@ -309,20 +315,6 @@ class AdamBase(Optimizer):
         if memory.device == value.device and memory.dtype == value.dtype and not self._disk.holds(parameter):
             return value  # as torch's optimizers, which take the tensors themselves
         return memory if memory.data_ptr() == value.data_ptr() else memory.copy_(value)
-
-
-def _check_hyperparameters(group: Mapping[str, Any]) -> None:
-    hyperparameters = Hyperparameters.of(group)
-    lr, betas = hyperparameters.lr, hyperparameters.betas
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ConfigError(f"lr is a tensor of shape {tuple(lr.shape)}: give one with one element, or a number")
-    amounts = {"lr": float(lr), "eps": hyperparameters.eps, "weight_decay": hyperparameters.weight_decay}
-    for name, value in amounts.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{name}={value} must be a finite number from 0 on")
-    for beta in betas:
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"betas={betas} must both be from 0 on and less than 1")
 
 
 def _check_alike(gradient: Tensor, parameter: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from booster.errors import ConfigError
 
-__all__ = ["MOMENTS", "GroupUpdate", "Hyperparameters", "ParameterUpdate", "StepArguments"]
+__all__ = ["MOMENTS", "GroupUpdate", "Hyperparameters", "ParameterUpdate", "StepArguments", "refuse_variants"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,12 +35,7 @@ class Hyperparameters:
         Raises:
             ConfigError: It asks for a variant that there is not.
         """
-        for variant in ("amsgrad", "differentiable"):
-            if group.get(variant):
-                raise ConfigError(
-                    f"{variant}=True in a param group is not offered by this optimizer: use torch.optim.AdamW, or set"
-                    " it to False"
-                )
+        refuse_variants(group)
         beta1, beta2 = group["betas"]
         return cls(
             lr=group["lr"],
@@ -106,3 +101,17 @@ class GroupUpdate:
     def part(self, updates: list[ParameterUpdate]) -> GroupUpdate:
         """Returns some of the updates, with the same hyperparameters."""
         return GroupUpdate(self.hyperparameters, updates)
+
+
+def refuse_variants(group: Mapping[str, Any]) -> None:
+    """Returns if a param group asks for plain Adam or AdamW.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    for variant in ("amsgrad", "differentiable"):
+        if group.get(variant):
+            raise ConfigError(
+                f"{variant}=True in a param group is not offered by this optimizer: use torch.optim.AdamW, or set it to"
+                " False"
+            )

@@ -72,6 +72,7 @@ AdamSettings settings_of(const Options& options) {
     settings.kept_share = is_decoupled ? static_cast<float>(1.0 - options.lr * options.weight_decay) : 1.0f;
     settings.zeroes_grads = options.zeroes_grads;
     settings.rounds_stochastically = options.rounds_stochastically;
+    settings.streams_copies = false;
     return settings;
 }
 
@@ -130,6 +131,7 @@ std::vector<AdamTensor> tensors_of(const std::vector<int64_t>& table, const std:
 constexpr int64_t OVERHEAD = 64;  // a tensor's own cost, in elements
 constexpr int64_t GRANULE = 64;   // ranges begin at multiples of it: threads don't write to the same cache line
 constexpr int64_t FEWEST = 65536;  // elements that a thread works on for longer than waking it takes
+constexpr int64_t FEWEST_STREAMED = int64_t{1} << 20;  // elements; see Note [Memory] in adam_vector.cpp
 constexpr int64_t RANDOM_RANGE = int64_t{1} << 32;  // see Note [Random numbers] in adam_vector.cpp
 
 void run_range(AdamRange function, const AdamTensor& tensor, const AdamSettings& settings, int64_t begin, int64_t end) {
@@ -147,11 +149,16 @@ int64_t cut(int64_t position, int64_t start, int64_t numel) {
     return offset >= numel ? numel : offset / GRANULE * GRANULE;
 }
 
+int64_t length_of(const std::vector<AdamTensor>& tensors) {
+    int64_t total = 0;
+    for (const AdamTensor& tensor : tensors) total += tensor.numel + OVERHEAD;
+    return total;
+}
+
 // Splits the tensors, laid end to end, into one share a thread: many small ones and a large one are shared out alike.
 void run_all(AdamRange function, const std::vector<AdamTensor>& tensors, const AdamSettings& settings,
              int num_threads) {
-    int64_t total = 0;
-    for (const AdamTensor& tensor : tensors) total += tensor.numel + OVERHEAD;
+    const int64_t total = length_of(tensors);
     const int64_t most = (total + FEWEST - 1) / FEWEST;
     run_parts(static_cast<int>(most < num_threads ? most : num_threads), [&](int part, int num_parts) {
         const int64_t first = total / num_parts * part;
@@ -174,7 +181,10 @@ void adam_step(const std::vector<int64_t>& table, const std::vector<double>& ste
                           multiplier_address, zero_grads, rounds_stochastically, seed, num_threads};
     const AdamRange function = range_function(instruction_set);
     pybind11::gil_scoped_release released;
-    run_all(function, tensors_of(table, steps, options), settings_of(options), num_threads);
+    const std::vector<AdamTensor> tensors = tensors_of(table, steps, options);
+    AdamSettings settings = settings_of(options);
+    settings.streams_copies = length_of(tensors) >= FEWEST_STREAMED;
+    run_all(function, tensors, settings, num_threads);
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ struct AdamSettings {
     float kept_share;         // AdamW's weight decay: what it leaves of a parameter
     bool zeroes_grads;
     bool rounds_stochastically;
+    bool streams_copies;  // writes working copies past the caches
 };
 
 // Does one step on the elements begin <= i < end of a tensor; one such function per instruction set.

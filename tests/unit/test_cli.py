@@ -159,6 +159,17 @@ def test_check_without_distributed(capsys, monkeypatch):
     assert "without torch.distributed" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_check_where_compiled_kernels_are_insisted_on(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("BOOSTER_KERNELS", "native")
+    find_toolchain.cache_clear()
+    try:
+        assert main(["check", "-i"]) == 1
+    finally:
+        find_toolchain.cache_clear()
+    assert "BOOSTER_KERNELS=native asks for kernels that can't be had: adam, " in capsys.readouterr().out
+
+
 def test_check_without_a_compiler(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     find_toolchain.cache_clear()
@@ -168,7 +179,7 @@ def test_check_without_a_compiler(capsys, monkeypatch):
         find_toolchain.cache_clear()
     lines = capsys.readouterr().out.splitlines()
     [compiler] = [line for line in lines if line.startswith("  c++ ")]
-    assert "plain torch: CXX='no-such-compiler' names no program" in compiler
+    assert "nothing can be compiled: CXX='no-such-compiler' names no program" in compiler
 
 
 def test_check_alone_says_what_to_write(capsys):

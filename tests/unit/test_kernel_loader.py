@@ -56,7 +56,7 @@ def test_first_use_builds_and_says_so(folder, log):
         assert status().status == "buildable"
         assert load_kernel("tiny").answer() == 42
         assert status().status == "native"
-        assert "about 5 s" in log[0][1]
+        assert "about 8 s" in log[0][1]
         assert str(folder / "cache") in log[0][1]
         assert "built the kernel 'tiny' in" in log[1][1]
         forget()
@@ -175,6 +175,14 @@ def test_a_cache_behind_a_link(folder, log):
     with tiny_kernel(folder):
         assert load_kernel("tiny") is None
     assert "is a link" in log[-1][1]
+
+
+def test_a_chosen_cache_that_can_not_be_made(folder, log):
+    (folder / "cache").write_text("a file, where a folder cannot be made")
+    with tiny_kernel(folder):
+        assert load_kernel("tiny") is None
+    assert "BOOSTER_KERNEL_CACHE=" in log[-1][1]
+    assert "can't be made or written to" in log[-1][1]
 
 
 def test_where_there_is_no_home(folder, log, monkeypatch):

@@ -541,3 +541,47 @@ def test_gradients_of_another_shape():
     params = parameters()
     with pytest.raises(ConfigError, match=r"gradient of shape \(3,\)"):
         CPUAdam(params).fused_step(gradients={params[1]: torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bias_correction": (0.9, 0.95)}, "by keyword"),  # betas, in torch's order of arguments
+        ({"adamw_mode": "false"}, "neither True nor False"),
+        ({"lr": "1e-3"}, "lr='1e-3'"),
+        ({"lr": True}, "lr=True"),
+        ({"eps": "1e-8"}, "eps='1e-8'"),
+        ({"weight_decay": "x"}, "weight_decay='x'"),
+        ({"betas": 0.9}, "two numbers"),
+        ({"betas": (0.9, 0.99, 0.999)}, "two numbers"),
+        ({"betas": "ab"}, "two numbers"),
+        ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": 3}, "is no path"),
+        ({"nvme_offload_fraction": 0.5, "nvme_offload_dir": ""}, "is no path"),
+        ({"nvme_offload_dir": "somewhere"}, "would hold nothing"),
+    ],
+)
+def test_arguments_of_another_kind(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        HybridAdam([nn.Parameter(torch.zeros(2))], **arguments)
+
+
+def test_a_state_of_another_optimizer_or_model():
+    def stepped(cls, shape, **arguments):
+        parameter = nn.Parameter(torch.ones(shape))
+        parameter.grad = torch.ones(shape)
+        optimizer = cls([parameter], lr=0.1, **arguments)
+        optimizer.step()
+        return optimizer
+
+    ours = stepped(HybridAdam, (4, 6))
+    before = {key: value.clone() for key, value in next(iter(ours.state.values())).items()}
+    for other, message in (
+        (stepped(HybridAdam, (6, 4)), r"shape \(6, 4\) for a parameter of shape \(4, 6\)"),
+        (stepped(torch.optim.AdamW, (3, 8)), r"shape \(3, 8\) for a parameter of shape \(4, 6\)"),
+        (stepped(torch.optim.SGD, (4, 6), momentum=0.9), "no 'betas'.*other than Adam"),
+        (stepped(torch.optim.Adamax, (4, 6)), "no 'exp_avg_sq'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ours.load_state_dict(other.state_dict())
+    after = next(iter(ours.state.values()))
+    assert all(torch.equal(after[key], value) for key, value in before.items())

@@ -35,6 +35,15 @@ class OffloadSettings:
                 f"nvme_offload_fraction={fraction!r} is no fraction: give a number from 0 (all optimizer states in"
                 " memory) to 1 (all on the disk)"
             )
+        if directory is not None and (not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory)):
+            raise ConfigError(
+                f"nvme_offload_dir={directory!r} is no path: give a directory, or None for a temporary one"
+            )
+        if directory is not None and fraction == 0:
+            raise ConfigError(
+                f"nvme_offload_dir={str(directory)!r} with nvme_offload_fraction=0 would hold nothing: give the"
+                " fraction of the optimizer states that is to be there, up to 1, or leave the directory out"
+            )
         path = None if directory is None else os.path.abspath(os.fspath(directory))
         if fraction > 0 and path is not None:
             _make_writable(path)
