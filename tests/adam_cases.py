@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from booster.kernels import adam
 from booster.kernels.adam_reference import AdamSettings, adam_reference
+from booster.kernels.loader import kernel_mode, load_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
@@ -50,6 +53,15 @@ def operands(numel, *, seed=0, param=torch.float32, grad=torch.float32, copy=Non
         exp_avg_sq=torch.rand(numel, generator=random) * scale.square(),
         copy=None if copy is None else torch.full((numel,), 7.0).to(copy),
     )
+
+
+def load_native():
+    """Returns the kernel; skips the test where nothing can be compiled, and fails it where compiling goes wrong."""
+    module = load_kernel("adam")
+    if module is None and (kernel_mode() == "reference" or shutil.which("c++") is None):
+        pytest.skip("no compiler, or the references are asked for")
+    assert module is not None, "the kernel could not be built"
+    return module
 
 
 def run_native(native, cases, settings=SETTINGS, *, steps=None, instruction_set=""):

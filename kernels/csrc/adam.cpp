@@ -129,8 +129,8 @@ std::vector<AdamTensor> tensors_of(const std::vector<int64_t>& table, const std:
 }
 
 constexpr int64_t OVERHEAD = 64;  // a tensor's own cost, in elements
-constexpr int64_t GRANULE = 64;   // ranges begin at multiples of it: threads don't write to the same cache line
-constexpr int64_t FEWEST = 65536;  // elements that a thread works on for longer than waking it takes
+constexpr int64_t GRANULE = 64;  // ranges begin at multiples of it: threads don't write to the same cache line
+constexpr int64_t FEWEST = 32768;  // elements that a thread works on for longer than waking it takes
 constexpr int64_t FEWEST_STREAMED = int64_t{1} << 20;  // elements; see Note [Memory] in adam_vector.cpp
 constexpr int64_t RANDOM_RANGE = int64_t{1} << 32;  // see Note [Random numbers] in adam_vector.cpp
 

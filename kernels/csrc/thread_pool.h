@@ -1,10 +1,11 @@
-// A pool of threads that split one job into fixed parts, for code that runs without the GIL.
+// Splits a job into fixed parts and runs them on threads, for code that runs without the GIL.
 //
 //     booster::run_parts(num_threads, [&](int part, int num_parts) { ... });
 //     booster::parallel_for(num_threads, length, granule, [&](int64_t begin, int64_t end) { ... });
 //
-// Part t always runs on worker t (part 0 on the caller), so the same memory meets the same core from call to call.
-// The function must not throw. Only for sources that are compiled for the baseline CPU; see simd.h.
+// On torch's threads where it has any, see openmp_team.h, else on a pool of our own. Part t always runs on thread t
+// (part 0 on the caller), so the same memory meets the same core from call to call. The function must not throw. Only
+// for sources that are compiled for the baseline CPU; see simd.h.
 //
 // Note [Fork and exit]: workers are detached and never joined, so nothing waits for them at exit. A forked child has
 // none of its parent's threads, and perhaps a mutex that one of them held. So it leaves the parent's pool alone and
@@ -23,6 +24,8 @@
 #include <system_error>
 #include <thread>
 #include <type_traits>
+
+#include "openmp_team.h"
 
 namespace booster {
 
@@ -147,7 +150,12 @@ void run_parts(int num_parts, Function&& function) {
     const ThreadPool::Job job = [](void* context, int part, int parts) {
         (*static_cast<Stored*>(context))(part, parts);
     };
-    ThreadPool::of_this_process().run(num_parts, job, const_cast<void*>(static_cast<const void*>(&function)));
+    void* const context = const_cast<void*>(static_cast<const void*>(&function));
+    if (const OpenMpTeam* team = OpenMpTeam::of_torch()) {
+        team->run(num_parts, job, context);
+    } else {
+        ThreadPool::of_this_process().run(num_parts, job, context);
+    }
 }
 
 // Calls `function(begin, end)` for consecutive ranges of 0..length, one a thread, that begin at multiples of `granule`.

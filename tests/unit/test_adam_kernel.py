@@ -7,9 +7,20 @@ import threading
 
 import pytest
 import torch
-from adam_cases import DTYPES, SETTINGS, UNIT, Operands, changed, operands, run_native, run_reference, same_bits
+from adam_cases import (
+    DTYPES,
+    SETTINGS,
+    UNIT,
+    Operands,
+    changed,
+    load_native,
+    operands,
+    run_native,
+    run_reference,
+    same_bits,
+)
 
-from booster.kernels import adam, loader
+from booster.kernels import adam
 from booster.kernels.adam import adam_step
 
 FP32, BF16, FP16 = DTYPES
@@ -18,8 +29,7 @@ BIG = 300_007  # elements: more than one thread takes, and not whole vectors
 
 @pytest.fixture(scope="module")
 def native():
-    module = loader.load_kernel("adam")
-    return module if module is not None else pytest.skip("this machine has no such kernel")
+    return load_native()
 
 
 @pytest.fixture
