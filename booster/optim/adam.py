@@ -58,7 +58,7 @@ class AdamBase(Optimizer):
     ) -> None:
         require_bool("bias_correction", bias_correction)
         require_bool("adamw_mode", adamw_mode)
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,

@@ -1,8 +1,8 @@
 // The threads of the OpenMP runtime that torch has loaded, for jobs in parts.
 //
-// Note [Torch's threads]: torch's threads spin for a moment after each of its operations, ready for the next one. Threads
-// of our own that wake meanwhile find the processors taken, and lose a tenth of a short step. So a job runs on torch's
-// threads, through the entry point that every OpenMP runtime has (gcc's own, and Intel's and LLVM's for compatibility);
+// Note [Torch's threads]: torch's threads spin for a moment after each of its operations, ready for the next one.
+// Threads of our own that wake meanwhile find the processors taken, and lose a tenth of a short step. So a job runs on
+// torch's threads, through the entry point that every OpenMP runtime has (gcc's own, and Intel's and LLVM's for compatibility);
 // it is looked up, not linked, as a second runtime would bring a second set of spinning threads.
 // A forked child has none of its parent's threads, and gcc's runtime does not notice: there this finds no team.
 #pragma once
