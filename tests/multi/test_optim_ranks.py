@@ -101,7 +101,8 @@ def test_ddp_equals_torch_in_one_process(fraction, tmp_path):
     booster = Booster(plugin=TorchDDPPlugin())
     plain, raw = mlp(), mlp()
     reference = adamw(plain)
-    model, optimizer, *_ = booster.boost(raw, hybrid(raw, nvme_offload_fraction=fraction, nvme_offload_dir=tmp_path))
+    offload = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path} if fraction else {}
+    model, optimizer, *_ = booster.boost(raw, hybrid(raw, **offload))
     rank = dist.get_rank()
     for step in range(4):
         batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
