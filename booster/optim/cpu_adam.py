@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 from torch import Tensor
 
 from booster.errors import ConfigError
-from booster.optim.adam import AdamBase
-from booster.optim.offload.settings import OffloadSettings
+from booster.optim.hybrid_adam import HybridAdam
 
 __all__ = ["CPUAdam"]
 
 
-class CPUAdam(AdamBase):
+class CPUAdam(HybridAdam):
     """Adam and AdamW for parameters on the CPU, in one pass over memory; states may live on a disk.
 
     Args:
@@ -33,29 +29,6 @@ class CPUAdam(AdamBase):
     Raises:
         ConfigError: An argument that can't work, or a parameter that is not on the CPU.
     """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        adamw_mode: bool = True,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            adamw_mode=adamw_mode,
-            offload=OffloadSettings.checked(nvme_offload_fraction, nvme_offload_dir),
-        )
 
     def _check_parameter(self, parameter: Tensor) -> None:
         super()._check_parameter(parameter)

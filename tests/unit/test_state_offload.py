@@ -1,87 +1,41 @@
-"""Optimizer states on a disk: the same results in bounded memory, states that load and save, and disks that fail."""
+"""Optimizer states on a disk: the same results in bounded memory, and states that load and save."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from offload_cases import (
+    assert_alike,
+    bytes_in,
+    files_in,
+    give_gradients,
+    groups_of,
+    parameters,
+    params_of,
+    train,
+    twins,
+)
 from torch import nn
 
-from booster import Booster, CheckpointError, ConfigError
-from booster.kernels.disk_io import DiskQueue
+from booster import Booster
 from booster.optim import CPUAdam, HybridAdam
-from booster.optim.offload import directory, layout, pipeline
-from booster.optim.offload.interrupts import interrupts_later
+from booster.optim.offload import directory, layout
 from booster.optim.offload.layout import PlaneLayout
-
-# Sizes around the small chunks below: several parameters in a chunk, and several chunks of a parameter.
-SHAPES = [(300, 17), (7,), (), (0, 3), (5000,), (64, 64), (1,), (3000, 3)]
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """4 pages: 4096 fp32 numbers."""
     monkeypatch.setattr(layout, "CHUNK_BYTES", 4 * 4096)
-
-
-def parameters(dtype=torch.float32, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def give_gradients(params, step=0):
-    generator = torch.Generator().manual_seed(1000 + step)
-    for parameter in params:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-
-
-def train(optimizer, steps=range(4)):
-    for step in steps:
-        give_gradients(params_of(optimizer), step=step)
-        optimizer.step()
-
-
-def params_of(optimizer):
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def groups_of(params):
-    return [{"params": params[:3], "lr": 0.02, "weight_decay": 0.1}, {"params": params[3:], "betas": (0.5, 0.9)}]
-
-
-def twins(directory, dtype=torch.float32, fraction=1.0, **settings):
-    """Returns the same optimizer with its states on the disk and in memory."""
-    offloaded = CPUAdam(
-        groups_of(parameters(dtype)), nvme_offload_fraction=fraction, nvme_offload_dir=directory, **settings
-    )
-    return offloaded, CPUAdam(groups_of(parameters(dtype)), **settings)
-
-
-def assert_alike(one, other):
-    """Bit for bit: parameters and states."""
-    for p, q in zip(params_of(one), params_of(other), strict=True):
-        assert torch.equal(p, q)
-        assert one.state[p].keys() == other.state[q].keys()
-        for key, value in one.state[p].items():
-            assert torch.equal(value, other.state[q][key]), (tuple(p.shape), key)
-
-
-def files_in(directory):
-    return sorted(Path(directory).glob("booster-states-*/*"))
-
-
-def bytes_in(directory):
-    return sum(path.stat().st_size for path in files_in(directory))
 
 
 # The same results.
@@ -311,258 +265,6 @@ def test_checkpoints(tmp_path, shard):
     back.load_optimizer(last, again)
     for p, q in zip(params_of(last), params_of(plain), strict=True):
         assert torch.equal(last.state[p]["exp_avg"], plain.state[q]["exp_avg"])
-
-
-# Disks that fail.
-
-
-class FailingQueue(DiskQueue):
-    """Fails requests by their number, counted over all queues."""
-
-    reads: set[int] = set()
-    writes: set[int] = set()
-    counts = {"read": 0, "write": 0}
-
-    def read(self, descriptor, tensor, offset):
-        return self._maybe("read", self.reads, super().read(descriptor, tensor, offset))
-
-    def write(self, descriptor, tensor, offset):
-        return self._maybe("write", self.writes, super().write(descriptor, tensor, offset))
-
-    def _maybe(self, kind, failing, ticket):
-        self.counts[kind] += 1
-        return FailedTicket(ticket) if self.counts[kind] - 1 in failing else ticket
-
-
-class FailedTicket:
-    def __init__(self, ticket) -> None:
-        self.ticket = ticket
-
-    def done(self):
-        return self.ticket.done()
-
-    def wait(self):
-        self.ticket.wait()
-        raise OSError(5, "made up for the test", "/the/file")
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    monkeypatch.setattr(pipeline, "DiskQueue", FailingQueue)
-
-    def fail(reads=(), writes=()):
-        FailingQueue.reads, FailingQueue.writes = set(reads), set(writes)
-        FailingQueue.counts = {"read": 0, "write": 0}
-
-    fail()
-    return fail
-
-
-@pytest.mark.parametrize("kind", ["reads", "writes"])
-@pytest.mark.parametrize(
-    ("fraction", "number"),
-    [*((1.0, number) for number in (0, 1, 2, 5, 6, 7, 11)), *((0.6, number) for number in range(6))],
-)
-def test_a_failed_step_is_finished_by_the_next_call(tmp_path, failing, kind, number, fraction):
-    offloaded, plain = twins(tmp_path, fraction=fraction)
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(2))
-    failing(**{kind: [number]})
-    with pytest.raises(OSError, match="made up for the test: /the/file, which holds optimizer states, failed") as error:
-        train(offloaded, [2])
-    assert error.value.errno == 5
-    train(offloaded, [2])  # the same gradients again
-    train(plain, [2])
-    assert_alike(offloaded, plain)
-    failing()
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(3, 6))
-    assert_alike(offloaded, plain)
-
-
-@pytest.mark.parametrize(("kind", "number"), [("reads", 6), ("writes", 0)])  # noticed before all is computed
-def test_after_a_failure_parameters_and_states_belong_together(tmp_path, failing, kind, number):
-    offloaded, before = twins(tmp_path)
-    for optimizer in (offloaded, before):
-        train(optimizer, range(2))
-    after = copy.deepcopy(before)
-    train(after, [2])
-    failing(**{kind: [number]})
-    with pytest.raises(OSError, match=r"Call step\(\) again"):
-        train(offloaded, [2])
-    places = []
-    for p, old, new in zip(params_of(offloaded), params_of(before), params_of(after), strict=True):
-        states = [
-            (optimizer.state[q]["exp_avg"], optimizer.state[q]["exp_avg_sq"])
-            for optimizer, q in ((offloaded, p), (before, old), (after, new))
-        ]
-        is_old, is_new = (p == old), (p == new)
-        for mine, olds, news in zip(*states, strict=True):
-            is_old = is_old & (mine == olds)
-            is_new = is_new & (mine == news)
-        assert bool((is_old | is_new).all())
-        places.append((bool(is_old.all()), bool(is_new.all())))
-        expected = 3.0 if is_new.all() and p.numel() > 0 else 2.0
-        if p.numel() > 0:
-            assert float(offloaded.state[p]["step"]) == expected
-    assert any(is_new for _, is_new in places)
-    assert any(is_old for is_old, _ in places)
-
-
-def test_other_gradients_after_a_failure_are_refused(tmp_path, failing):
-    offloaded, _ = twins(tmp_path)
-    train(offloaded, range(2))
-    failing(reads=[6])
-    with pytest.raises(OSError, match="of one of these, of shape"):
-        train(offloaded, [2])
-    values = [parameter.detach().clone() for parameter in params_of(offloaded)]
-    with pytest.raises(ConfigError, match="did not finish"):
-        train(offloaded, [3])
-    with pytest.raises(CheckpointError, match="in parts"):
-        offloaded.state_dict()
-    for parameter, value in zip(params_of(offloaded), values, strict=True):
-        assert torch.equal(parameter, value)
-    state = torch.optim.Adam(groups_of(parameters())).state_dict()
-    offloaded.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
-    train(offloaded, [3])  # what was loaded replaces it
-
-
-def test_a_step_that_changed_nothing_need_not_be_finished(tmp_path, failing):
-    shapes = [(5000,), (64,)]
-    offloaded = CPUAdam(parameters(shapes=shapes), nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path)
-    plain = CPUAdam(parameters(shapes=shapes))
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(2))
-    failing(reads=[0])
-    with pytest.raises(OSError, match="0 of 2 parameters were updated"):
-        train(offloaded, [2])
-    for p, q in zip(params_of(offloaded), params_of(plain), strict=True):
-        assert torch.equal(p, q)
-    failing()
-    for optimizer in (offloaded, plain):
-        train(optimizer, [3])
-    assert_alike(offloaded, plain)
-
-
-def test_states_that_could_not_be_written_are_saved_all_the_same(tmp_path, failing):
-    offloaded, plain = twins(tmp_path)
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(2))
-    last = 2 * len(offloaded._disk._files[0].layout.chunks) - 1
-    failing(writes=[last])
-    with pytest.raises(OSError, match="All 8 parameters were updated"):
-        train(offloaded, [2])
-    train(plain, [2])
-    assert_alike(offloaded, plain)
-    offloaded.state_dict()
-    for optimizer in (offloaded, plain):
-        train(optimizer, [3])
-    assert_alike(offloaded, plain)
-
-
-def test_a_file_that_was_cut(tmp_path):
-    offloaded, _ = twins(tmp_path)
-    train(offloaded, range(2))
-    state = copy.deepcopy(offloaded.state_dict())
-    (path,) = files_in(tmp_path)
-    os.truncate(path, 4096)
-    with pytest.raises(OSError, match=f"{path}.*shorter than it should be|shorter than it should be.*{path}"):
-        train(offloaded, [2])
-    with pytest.raises(CheckpointError, match="load them from a checkpoint"):
-        offloaded.state_dict()
-    offloaded.load_state_dict(state)  # into a new file
-    offloaded.state_dict()
-    train(offloaded, [2])
-
-
-def test_a_file_that_was_deleted_goes_on(tmp_path):
-    offloaded, plain = twins(tmp_path)
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(2))
-    (path,) = files_in(tmp_path)
-    path.unlink()
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(2, 4))
-    assert_alike(offloaded, plain)
-
-
-@contextmanager
-def largest_file(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("way", ["step", "load_state_dict", "disk usage"])
-def test_no_room(tmp_path, monkeypatch, way):
-    offloaded, plain = twins(tmp_path)
-    train(plain, [0])
-    before = copy.deepcopy(offloaded.state_dict())
-    values = [parameter.detach().clone() for parameter in params_of(offloaded)]
-    give_gradients(params_of(offloaded))
-    if way == "disk usage":
-        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with largest_file(8192), pytest.raises(ConfigError, match=r"need \d+ bytes.*\d+ bytes are free"):
-        offloaded.load_state_dict(plain.state_dict()) if way == "load_state_dict" else offloaded.step()
-    assert offloaded.state_dict() == before
-    assert files_in(tmp_path) == []
-    for parameter, value in zip(params_of(offloaded), values, strict=True):
-        assert torch.equal(parameter, value)
-    monkeypatch.undo()
-    offloaded.step()
-
-
-def test_directories_that_can_not_be_used(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="can't be made"):
-        CPUAdam(parameters(), nvme_offload_fraction=1.0, nvme_offload_dir=tmp_path / "file" / "below")
-    offloaded, _ = twins(tmp_path / "disk")
-    (tmp_path / "disk").rmdir()
-    with pytest.raises(ConfigError, match="can't be made"):
-        train(offloaded, [0])
-    assert not offloaded.state
-
-
-# Ctrl-C.
-
-
-def test_interrupts_come_after_the_part_that_belongs_together():
-    done = []
-
-    def work():
-        with interrupts_later():
-            signal.raise_signal(signal.SIGINT)
-            done.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == [True]
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_an_interrupted_step_is_finished_by_the_next_call(tmp_path, monkeypatch):
-    offloaded, plain = twins(tmp_path)
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(2))
-    waits = []
-    wait = pipeline._Transfer.wait
-
-    def interrupted(self):
-        waits.append(True)
-        if len(waits) == 4:
-            raise KeyboardInterrupt
-        return wait(self)
-
-    monkeypatch.setattr(pipeline._Transfer, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(offloaded, [2])
-    for optimizer in (offloaded, plain):
-        train(optimizer, range(2, 4))
-    assert_alike(offloaded, plain)
 
 
 # Directories.
