@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_numbers, group_size, raise_on_all_ranks
+from booster.comm import group_size
 from booster.errors import ConfigError
-from booster.interface import OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
+from booster.interface import Shard, Shards
 from booster.interface.mixed_precision import LossScaler
-from booster.plugins.low_level_zero.checkpoint import ZeroOptimizerState, ZeroPendingGradients, shard_slice
-from booster.plugins.low_level_zero.elementwise import shard_state
 from booster.plugins.low_level_zero.gathering import WeightGathering
 from booster.plugins.low_level_zero.model import ZeroModel
-from booster.plugins.low_level_zero.norms import norm_over_ranks
 from booster.plugins.low_level_zero.reducer import GradientReducer
 from booster.plugins.low_level_zero.settings import ZeroSettings
 from booster.plugins.low_level_zero.slots import GradientBucket, Slot
 from booster.plugins.low_level_zero.weights import FlatGroup, OwnedPart
+from booster.plugins.sharding.elementwise import shard_state
+from booster.plugins.sharding.optimizer import ShardedOptimizer
 
 __all__ = ["ZeroOptimizer"]
 
 
-class ZeroOptimizer(OptimizerWrapper):
+class ZeroOptimizer(ShardedOptimizer):
     """An optimizer whose states, and in stage 2 gradients, are divided among the data-parallel ranks.
 
     `param_groups` hold this rank's shards in place of the parameters (and frozen parameters, whole); everything else in
@@ -45,7 +41,6 @@ class ZeroOptimizer(OptimizerWrapper):
     """
 
     model: ZeroModel
-    shards: Shards
 
     def __init__(
         self,
@@ -56,29 +51,25 @@ class ZeroOptimizer(OptimizerWrapper):
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
-        super().__init__(optim, model, data_parallel_group=settings.data_parallel_group, is_primary=is_primary)
-        self.loss_scaler = loss_scaler
+        super().__init__(
+            optim,
+            model,
+            data_parallel_group=settings.data_parallel_group,
+            shard_group=settings.shard_group,
+            max_norm=settings.max_norm,
+            norm_type=settings.norm_type,
+            loss_scaler=loss_scaler,
+            is_primary=is_primary,
+        )
         self._settings = settings
         self._synchronizes = True
-        self._known_norm: torch.Tensor | None = None
-        self._is_stepping = False
-        optim.register_step_pre_hook(partial(_refuse_step_of_its_own, weakref.ref(self)))
         self._flat_groups: list[FlatGroup] = []
-        self._working_of: dict[int, nn.Parameter] = {}
-        self._names = {id(parameter): name for name, parameter in reversed(list(model.unwrap().named_parameters()))}
-        self.logical_groups: list[list[tuple[str, nn.Parameter]]] = []
         for index in range(len(optim.param_groups)):
             self._note_group(index)
             self._shard_group(index)
         self._connect()
-        model.register_load_hook(self._refresh_masters)
-        model.register_exact_copies(self._master_slices)
 
     # Sharding.
-
-    def _note_group(self, index: int) -> None:
-        parameters = self.param_groups[index]["params"]
-        self.logical_groups.append([(self._names[id(parameter)], parameter) for parameter in parameters])
 
     def _shard_group(self, index: int) -> None:
         """Shards the parameters of a group that train and are still whole."""
@@ -122,9 +113,7 @@ class ZeroOptimizer(OptimizerWrapper):
             for flat in self._flat_groups
             for name, place in zip(flat.names, flat.layout.places, strict=True)
         }
-        self.shards = Shards(parts, list(shapes), settings.shard_group, shapes=shapes)
-        if isinstance(self.optim, ShardAware):
-            self.optim.use_shards(self.shards)
+        self._use_shards(Shards(parts, list(shapes), settings.shard_group, shapes=shapes))
 
     def _model_order(self) -> list[nn.Parameter]:
         return list(self.model.unwrap().parameters())
@@ -137,31 +126,6 @@ class ZeroOptimizer(OptimizerWrapper):
         for flat in self._flat_groups:
             flat.refresh_masters()
 
-    def _master_slices(self) -> list[TensorSlice]:
-        masters = (shard for shard in self.shards.parts if shard.has_master)
-        return [shard_slice(shard, shard.name, shard.parameter.detach()) for shard in masters]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the user's optimizer and shards it.
-
-        Collective: every rank must add the same group.
-
-        Raises:
-            ConfigError: Gradients wait for their step, or a parameter is not the model's.
-        """
-        self._check_nothing_waits("add_param_group()")
-        given = param_group["params"]
-        members = [given] if isinstance(given, torch.Tensor) else list(given)
-        foreign = [tuple(one.shape) for one in members if id(one) not in self._names]
-        if foreign:
-            raise ConfigError(
-                f"add_param_group() got {len(foreign)} parameters that are not the model's (the first has shape"
-                f" {foreign[0]}): add parameters of the model that was boosted with this optimizer"
-            )
-        self.optim.add_param_group({**param_group, "params": members})
-        self._note_group(len(self.param_groups) - 1)
-        self._reshard([len(self.param_groups) - 1])
-
     def _reshard(self, indices: Sequence[int]) -> None:
         self.gathering.wait()
         self._reducer.close()
@@ -169,29 +133,7 @@ class ZeroOptimizer(OptimizerWrapper):
             self._shard_group(index)
         self._connect()
 
-    def _shard_unfrozen(self) -> None:
-        """Notices parameters that were frozen when they came here and train now."""
-        found = [
-            index
-            for index, group in enumerate(self.param_groups)
-            if any(one.requires_grad and id(one) not in self._working_of for one in group["params"])
-        ]
-        if found:
-            self._check_nothing_waits("unfreezing a parameter")
-            self._reshard(found)
-
-    def _check_nothing_waits(self, what: str) -> None:
-        if self._window.is_open:
-            raise ConfigError(
-                f"{what} while gradients wait for their step would change how they are divided among the ranks: do it"
-                " after optimizer.step() and zero_grad()"
-            )
-
     # Backward.
-
-    def _open_window(self, num_items: float | None) -> None:
-        self._shard_unfrozen()
-        super()._open_window(num_items)
 
     def _collecting_gradients(self) -> AbstractContextManager[None]:
         return self._reducer.collecting(synchronizes=self._synchronizes)
@@ -207,9 +149,6 @@ class ZeroOptimizer(OptimizerWrapper):
 
     # Gradients.
 
-    def _gradients_are_true(self) -> bool:
-        return False  # they are neither reduced nor averaged
-
     def _reduce_gradients(self) -> float:
         self._known_norm = None
         self._reducer.finish()
@@ -218,95 +157,10 @@ class ZeroOptimizer(OptimizerWrapper):
                 owned.shard.parameter.grad = _gradient_of(bucket, slot, owned)
         return 1.0 / group_size(self.data_parallel_group)
 
-    def _finalize_gradients(self) -> None:
-        window = self._window
-        may_have_others = not window.is_final and window.num_backwards == 0 and self.loss_scaler is None
-        if may_have_others and self._any_rank_has_gradients():
-            # Of a plain loss.backward(), or of another boosted model's backward that reaches into this one.
-            window.count_backward(None)
-        super()._finalize_gradients()
-        if self._window.is_final:
-            self._window.was_multiplied = True  # the local gradients are gone
-
-    def _any_rank_has_gradients(self) -> bool:
-        return all_reduce_numbers([float(self._reducer.has_gradients)], self.data_parallel_group)[0] > 0
-
-    def _check_nothing_bypassed(self) -> None:
-        error = None
-        if self._reducer.has_gradients:
-            error = ConfigError(
-                "some gradients did not come from booster.backward(loss, optimizer) with this optimizer, and lack its"
-                " loss scale: replace loss.backward() by booster.backward(loss, optimizer). A loss that goes through"
-                " two boosted models takes one of them in half precision with a loss scale of its own: use bf16 or fp32"
-            )
-        raise_on_all_ranks(error, self.data_parallel_group)
-
-    def _defers_factors(self) -> bool:
-        return self._fused_update is not None and not self._gradient_hooks
-
-    def _gradients(self) -> list[torch.Tensor]:
-        # The shards' own, raw or not: their sums are in fp32 already.
-        return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
-
-    def _total_norm(self, norm_type: float) -> torch.Tensor:
-        if norm_type == 2.0 and self._known_norm is not None:
-            norm = self._known_norm
-        else:
-            norm = norm_over_ranks(self._gradients(), norm_type, self._settings.shard_group)
-        return norm if self._window.factors is None else self._window.factors.true_norm(norm)
-
-    def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
-        self._known_norm = norm_over_ranks(gradients, 2.0, self._settings.shard_group)
-        return not bool(torch.isfinite(self._known_norm))
-
-    def clip_grad_by_norm(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor | None:
-        norm = super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
-        self._known_norm = None
-        return norm
-
-    def clip_grad_by_value(self, clip_value: float) -> None:
-        super().clip_grad_by_value(clip_value)
-        self._known_norm = None
-
     def _has_gradients(self) -> bool:
         return self._reducer.has_gradients
 
     # Step.
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates this rank's shards, or skips if a loss-scaled gradient overflowed on any rank; spreads the weights.
-
-        Args:
-            closure: Computes the loss and calls backward; called once, before the step.
-
-        Collective: every rank must call it.
-
-        Raises:
-            ConfigError: The model's weights are no longer where they were put, or gradients came from another backward.
-        """
-        result = None
-        if closure is not None and not self._defers_step:
-            with torch.enable_grad():
-                result = closure()
-        if not self._defers_step:
-            self._check_weights()
-            self._clip_to_max_norm()
-        super().step()
-        return result
-
-    def _clip_to_max_norm(self) -> None:
-        window = self._window
-        if self._settings.max_norm <= 0 or window.has_stepped:
-            return
-        self._finalize_gradients()  # which finds the gradients of a plain loss.backward()
-        if window.num_backwards == 0:
-            return
-        norm_of_user = window.norm
-        self.clip_grad_by_norm(self._settings.max_norm, self._settings.norm_type)
-        if norm_of_user is not None:
-            window.norm = self._last_norm = norm_of_user
 
     def _update_parameters(self) -> None:
         self.gathering.wait()  # no forward came since the last step: own pieces may still be on their way
@@ -355,24 +209,7 @@ class ZeroOptimizer(OptimizerWrapper):
 
     # Parameters.
 
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns the model's parameter for one of `param_groups`, which may hold a shard of it."""
-        return self._working_of.get(id(parameter), parameter)
-
-    def group_parameters(self, index: int) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.logical_groups[index]]
-
-    def group_masters(self, index: int) -> list[nn.Parameter]:
-        parts = [self.shards.of(parameter) for parameter in self.param_groups[index]["params"]]
-        return [part.parameter for part in parts if part is not None and part.has_master]
-
     # What a checkpoint reads and fills.
-
-    def checkpoint_state(self) -> ZeroOptimizerState:
-        return ZeroOptimizerState(self)
-
-    def pending_gradients(self) -> ZeroPendingGradients:
-        return ZeroPendingGradients(self)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         """Returns this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
@@ -413,15 +250,6 @@ class ZeroOptimizer(OptimizerWrapper):
                 slot.is_used = True
             if used:
                 self._reducer.zero_sums(bucket)
-
-
-def _refuse_step_of_its_own(wrapper: weakref.ref[ZeroOptimizer], *_: Any) -> None:
-    alive = wrapper()
-    if alive is not None and not alive._is_stepping:
-        raise ConfigError(
-            f"step() was called on the {type(alive.optim).__name__} that went into boost(), which knows nothing of the"
-            " other ranks' gradients: call step() and zero_grad() on the optimizer that boost() returned"
-        )
 
 
 def _gradient_of(bucket: GradientBucket, slot: Slot, owned: OwnedPart) -> torch.Tensor | None:

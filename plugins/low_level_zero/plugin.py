@@ -29,12 +29,12 @@ from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.placement import make_replicas_equal, move_to_device
-from booster.plugins.low_level_zero.elementwise import require_elementwise
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
-from booster.plugins.low_level_zero.precision import DTYPES, WeightPrecision
 from booster.plugins.low_level_zero.settings import ZeroArguments, ZeroSettings
 from booster.plugins.low_level_zero.weights import Sharding
+from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigError
-from booster.plugins.low_level_zero.precision import DTYPES
 from booster.plugins.low_level_zero.weights import Sharding
+from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["ZeroArguments", "ZeroSettings"]
 

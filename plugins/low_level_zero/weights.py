@@ -10,8 +10,9 @@ from torch import nn
 
 from booster.interface import Shard
 from booster.plugins.low_level_zero.layout import FlatLayout, Part
+from booster.plugins.sharding.masters import follow_weights
 
-__all__ = ["FlatGroup", "OwnedPart", "Sharding", "follow_weights"]
+__all__ = ["FlatGroup", "OwnedPart", "Sharding"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,16 +165,3 @@ class FlatGroup:
             has_master=self.masters is not None and self.masters.dtype != self.dtype,
             is_primary=self.sharding.is_primary,
         )
-
-
-@torch.no_grad()
-def follow_weights(shard: Shard) -> None:
-    """Takes the model's weights over into a shard that is a copy of them.
-
-    An element that still rounds to its weight keeps its extra digits, so the order of loading weights and masters does
-    not matter.
-    """
-    master = shard.parameter.detach()
-    weights = shard.working.detach().reshape(-1)[slice(*shard.span)].to(master.device)
-    is_same = master.to(weights.dtype) == weights
-    master.copy_(torch.where(is_same, master, weights.to(master.dtype)))

@@ -17,8 +17,8 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from booster import ConfigError
-from booster.plugins.low_level_zero.elementwise import require_elementwise
-from booster.plugins.low_level_zero.probe import find_obstacle
+from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.probe import find_obstacle
 
 TORCH = {
     "adam": partial(optim.Adam, lr=1e-2),
@@ -90,7 +90,7 @@ def test_torchs_own_are_accepted_and_pass_the_trial_too(name):
 
 
 def test_every_torch_optimizer_is_accepted_or_refused_by_name():
-    from booster.plugins.low_level_zero import elementwise
+    from booster.plugins.sharding import elementwise
 
     known = {*elementwise._ELEMENTWISE, *elementwise._REFUSED, optim.Optimizer}
     every = {thing for thing in vars(optim).values() if isinstance(thing, type) and issubclass(thing, optim.Optimizer)}

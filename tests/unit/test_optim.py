@@ -17,8 +17,8 @@ from booster.optim.host_update import update_on_host
 from booster.optim.memory_order import flat, is_dense, laid_out_like, shaped_like
 from booster.optim.state_form import complete_moments
 from booster.optim.update import GroupUpdate, Hyperparameters, ParameterUpdate, StepArguments
-from booster.plugins.low_level_zero.elementwise import require_elementwise
-from booster.plugins.low_level_zero.probe import find_obstacle
+from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.probe import find_obstacle
 
 CLASSES = [CPUAdam, FusedAdam, HybridAdam]
 SHAPES = [(33, 17), (7,), (), (0, 3), (5, 2, 3), (1,)]

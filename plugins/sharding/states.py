@@ -13,12 +13,12 @@ from torch import nn
 from booster.comm import gather_distinct, global_rank_of, raise_on_all_ranks
 from booster.errors import CheckpointError
 from booster.interface import OptimizerState, PendingGradients, ReducedGradients, Shard, TensorSlice, TensorSpec
-from booster.plugins.low_level_zero.weights import follow_weights
+from booster.plugins.sharding.masters import follow_weights
 
 if TYPE_CHECKING:
-    from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
+    from booster.plugins.sharding.optimizer import ShardedOptimizer
 
-__all__ = ["ZeroOptimizerState", "ZeroPendingGradients", "shard_slice"]
+__all__ = ["ShardedOptimizerState", "ShardedPendingGradients", "shard_slice"]
 
 # Note [States of shards]
 # A state of the shard's own shape holds one value per element and is a span of the logical state. Every other state
@@ -29,16 +29,16 @@ __all__ = ["ZeroOptimizerState", "ZeroPendingGradients", "shard_slice"]
 _NUMBER_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
-class ZeroOptimizerState(OptimizerState):
+class ShardedOptimizerState(OptimizerState):
     """The view of an optimizer whose parameters are cut into shards; frozen ones it has whole, as any other.
 
     Args:
         optimizer: The optimizer to read and fill.
     """
 
-    optimizer: ZeroOptimizer
+    optimizer: ShardedOptimizer
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
         super().__init__(optimizer)
         self._shards = _shards_by_name(optimizer)
         self._number_states: Collection[str] = _NUMBER_STATES
@@ -107,16 +107,16 @@ class ZeroOptimizerState(OptimizerState):
                     follow_weights(shard)
 
 
-class ZeroPendingGradients(PendingGradients):
+class ShardedPendingGradients(PendingGradients):
     """The view of gradients of which some are a rank's own, whole, and others sums over the ranks, cut into shards.
 
     Args:
         optimizer: The optimizer to read and fill.
     """
 
-    optimizer: ZeroOptimizer
+    optimizer: ShardedOptimizer
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
         super().__init__(optimizer)
         self._reduced: list[TensorSlice] | None = None
 
@@ -162,7 +162,7 @@ class ZeroPendingGradients(PendingGradients):
             self.optimizer.set_local_gradient(name, rescaled(raw))
 
 
-def _shards_by_name(optimizer: ZeroOptimizer) -> dict[str, list[Shard]]:
+def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
     """Returns this rank's shards of every sharded parameter, of some parameters none."""
     found: dict[str, list[Shard]] = {name: [] for name in optimizer.shards.names}
     for shard in optimizer.shards.parts:

@@ -1,5 +1,5 @@
 """Tries an optimizer out on whole parameters and on parts of them: the only way to know about a foreign class."""
 
-from booster.plugins.low_level_zero.probe.trial import find_obstacle
+from booster.plugins.sharding.probe.trial import find_obstacle
 
 __all__ = ["find_obstacle"]

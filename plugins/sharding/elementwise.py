@@ -7,8 +7,8 @@ from torch import optim
 from booster.errors import ConfigError
 from booster.interface import ShardAware
 from booster.optim import CPUAdam, FusedAdam, HybridAdam
-from booster.plugins.low_level_zero.probe import find_obstacle
-from booster.plugins.low_level_zero.shard_states import shard_state
+from booster.plugins.sharding.probe import find_obstacle
+from booster.plugins.sharding.shard_states import shard_state
 
 __all__ = ["require_elementwise", "shard_state"]
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import Shard
-from booster.plugins.low_level_zero.probe.isolation import nothing_changed
-from booster.plugins.low_level_zero.probe.optimizer_copy import CopyError, copy_optimizer
-from booster.plugins.low_level_zero.probe.outcome import ObstacleFound, Outcome, Place, check_tells_something, compare
-from booster.plugins.low_level_zero.shard_states import shard_state
+from booster.plugins.sharding.probe.isolation import nothing_changed
+from booster.plugins.sharding.probe.optimizer_copy import CopyError, copy_optimizer
+from booster.plugins.sharding.probe.outcome import ObstacleFound, Outcome, Place, check_tells_something, compare
+from booster.plugins.sharding.shard_states import shard_state
 from booster.random_state import set_seed
 
 __all__ = ["find_obstacle"]

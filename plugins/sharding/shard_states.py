@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import Shard
-from booster.plugins.low_level_zero.deep_copies import copy_with_tensors
+from booster.plugins.sharding.deep_copies import copy_with_tensors
 
 __all__ = ["shard_state"]
 

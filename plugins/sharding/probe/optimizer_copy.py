@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.plugins.low_level_zero.deep_copies import copy_with_tensors
+from booster.plugins.sharding.deep_copies import copy_with_tensors
 
 __all__ = ["CopyError", "copy_optimizer"]
 

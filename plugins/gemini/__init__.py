@@ -1,0 +1,1 @@
+"""ZeRO stage 3: parameters, gradients and optimizer states in chunks, divided among ranks, over tiers of memory."""

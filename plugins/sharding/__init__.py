@@ -1,0 +1,1 @@
+"""What all strategies share that give each rank parts of parameters to update."""

@@ -1,0 +1,22 @@
+"""Master weights that follow the model's weights."""
+
+from __future__ import annotations
+
+import torch
+
+from booster.interface import Shard
+
+__all__ = ["follow_weights"]
+
+
+@torch.no_grad()
+def follow_weights(shard: Shard) -> None:
+    """Takes the model's weights over into a shard that is a copy of them.
+
+    An element that still rounds to its weight keeps its extra digits, so the order of loading weights and masters does
+    not matter.
+    """
+    master = shard.parameter.detach()
+    weights = shard.working.detach().reshape(-1)[slice(*shard.span)].to(master.device)
+    is_same = master.to(weights.dtype) == weights
+    master.copy_(torch.where(is_same, master, weights.to(master.dtype)))

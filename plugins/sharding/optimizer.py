@@ -1,0 +1,283 @@
+"""What every optimizer over shards does alike: norm, clipping, step, and what a checkpoint asks of it."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.comm import all_reduce_numbers, raise_on_all_ranks
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
+from booster.interface.mixed_precision import LossScaler
+from booster.plugins.sharding.norms import norm_over_ranks
+from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients, shard_slice
+
+__all__ = ["ShardedOptimizer"]
+
+
+class ShardedOptimizer(OptimizerWrapper):
+    """An optimizer whose `param_groups` hold this rank's shards in place of parameters that train.
+
+    Parameters that don't train stay in the groups, whole; everything else in a group is the user's own, live.
+
+    Args:
+        optim: The user's optimizer, elementwise or `ShardAware`.
+        model: The boosted model.
+        data_parallel_group: All ranks among which data are divided; None: the world.
+        shard_group: The ranks among them that share the shards; None: the world.
+        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
+        norm_type: Order of that norm.
+        loss_scaler: Of half precision; None: losses are not scaled.
+        is_primary: True on the rank that writes what all ranks hold alike.
+
+    Attributes:
+        shards: This rank's shards.
+        logical_groups: For every param group the names and parameters that it is made of.
+    """
+
+    shards: Shards
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: ModelWrapper,
+        *,
+        data_parallel_group: dist.ProcessGroup | None,
+        shard_group: dist.ProcessGroup | None,
+        max_norm: float,
+        norm_type: float,
+        loss_scaler: LossScaler | None = None,
+        is_primary: bool = True,
+    ) -> None:
+        super().__init__(optim, model, data_parallel_group=data_parallel_group, is_primary=is_primary)
+        self.loss_scaler = loss_scaler
+        self._shard_group_of_ranks = shard_group
+        self._max_norm = max_norm
+        self._norm_type = norm_type
+        self._known_norm: torch.Tensor | None = None
+        self._is_stepping = False
+        optim.register_step_pre_hook(partial(_refuse_step_of_its_own, weakref.ref(self)))
+        self._working_of: dict[int, nn.Parameter] = {}
+        self._names = {id(parameter): name for name, parameter in reversed(list(model.unwrap().named_parameters()))}
+        self.logical_groups: list[list[tuple[str, nn.Parameter]]] = []
+        model.register_load_hook(self._refresh_masters)
+        model.register_exact_copies(self._master_slices)
+
+    # What a strategy has to say.
+
+    @abstractmethod
+    def _refresh_masters(self) -> None:
+        """Takes over weights that were changed from outside."""
+
+    @abstractmethod
+    def _reshard(self, indices: Sequence[int]) -> None:
+        """Shards the parameters of these param groups that train and are still whole. Collective."""
+
+    @abstractmethod
+    def _check_weights(self) -> None:
+        """Raises if updates would not reach the model any more.
+
+        Raises:
+            ConfigError: They would not.
+        """
+
+    @abstractmethod
+    def local_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's raw gradients that were not reduced yet, by name, in the parameters' shapes."""
+
+    @abstractmethod
+    def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
+        """Returns the raw gradients that were summed over the ranks already, shard by shard, as live memory.
+
+        Args:
+            allocate: Forget all gradients, and make zeros of these parameters, to be filled; None: as it is.
+
+        Without `allocate` collective over the data-parallel ranks; with it no communication, and every rank gives the
+        same names.
+        """
+
+    @abstractmethod
+    def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Makes a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
+
+    # Sharding.
+
+    def _note_group(self, index: int) -> None:
+        parameters = self.param_groups[index]["params"]
+        self.logical_groups.append([(self._names[id(parameter)], parameter) for parameter in parameters])
+
+    def _use_shards(self, shards: Shards) -> None:
+        self.shards = shards
+        if isinstance(self.optim, ShardAware):
+            self.optim.use_shards(shards)
+
+    def _master_slices(self) -> list[TensorSlice]:
+        masters = (shard for shard in self.shards.parts if shard.has_master)
+        return [shard_slice(shard, shard.name, shard.parameter.detach()) for shard in masters]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the user's optimizer and shards it.
+
+        Collective: every rank must add the same group.
+
+        Raises:
+            ConfigError: Gradients wait for their step, or a parameter is not the model's.
+        """
+        self._check_nothing_waits("add_param_group()")
+        given = param_group["params"]
+        members = [given] if isinstance(given, torch.Tensor) else list(given)
+        foreign = [tuple(one.shape) for one in members if id(one) not in self._names]
+        if foreign:
+            raise ConfigError(
+                f"add_param_group() got {len(foreign)} parameters that are not the model's (the first has shape"
+                f" {foreign[0]}): add parameters of the model that was boosted with this optimizer"
+            )
+        self.optim.add_param_group({**param_group, "params": members})
+        self._note_group(len(self.param_groups) - 1)
+        self._reshard([len(self.param_groups) - 1])
+
+    def _shard_unfrozen(self) -> None:
+        """Notices parameters that were frozen when they came here and train now."""
+        found = [
+            index
+            for index, group in enumerate(self.param_groups)
+            if any(one.requires_grad and id(one) not in self._working_of for one in group["params"])
+        ]
+        if found:
+            self._check_nothing_waits("unfreezing a parameter")
+            self._reshard(found)
+
+    def _check_nothing_waits(self, what: str) -> None:
+        if self._window.is_open:
+            raise ConfigError(
+                f"{what} while gradients wait for their step would change how they are divided among the ranks: do it"
+                " after optimizer.step() and zero_grad()"
+            )
+
+    # Gradients.
+
+    def _open_window(self, num_items: float | None) -> None:
+        self._shard_unfrozen()
+        super()._open_window(num_items)
+
+    def _gradients_are_true(self) -> bool:
+        return False  # they are neither reduced nor averaged
+
+    def _finalize_gradients(self) -> None:
+        window = self._window
+        may_have_others = not window.is_final and window.num_backwards == 0 and self.loss_scaler is None
+        if may_have_others and self._any_rank_has_gradients():
+            # Of a plain loss.backward(), or of another boosted model's backward that reaches into this one.
+            window.count_backward(None)
+        super()._finalize_gradients()
+        if self._window.is_final:
+            self._window.was_multiplied = True  # the local gradients are gone
+
+    def _any_rank_has_gradients(self) -> bool:
+        return all_reduce_numbers([float(self._has_gradients())], self.data_parallel_group)[0] > 0
+
+    def _check_nothing_bypassed(self) -> None:
+        error = None
+        if self._has_gradients():
+            error = ConfigError(
+                "some gradients did not come from booster.backward(loss, optimizer) with this optimizer, and lack its"
+                " loss scale: replace loss.backward() by booster.backward(loss, optimizer). A loss that goes through"
+                " two boosted models takes one of them in half precision with a loss scale of its own: use bf16 or fp32"
+            )
+        raise_on_all_ranks(error, self.data_parallel_group)
+
+    def _defers_factors(self) -> bool:
+        return self._fused_update is not None and not self._gradient_hooks
+
+    def _gradients(self) -> list[torch.Tensor]:
+        # The shards' own, raw or not: their sums are in fp32 already.
+        return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
+
+    def _total_norm(self, norm_type: float) -> torch.Tensor:
+        if norm_type == 2.0 and self._known_norm is not None:
+            norm = self._known_norm
+        else:
+            norm = norm_over_ranks(self._gradients(), norm_type, self._shard_group_of_ranks)
+        return norm if self._window.factors is None else self._window.factors.true_norm(norm)
+
+    def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
+        self._known_norm = norm_over_ranks(gradients, 2.0, self._shard_group_of_ranks)
+        return not bool(torch.isfinite(self._known_norm))
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor | None:
+        norm = super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+        self._known_norm = None
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        super().clip_grad_by_value(clip_value)
+        self._known_norm = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates this rank's shards, or skips if a loss-scaled gradient overflowed on any rank; spreads the weights.
+
+        Args:
+            closure: Computes the loss and calls backward; called once, before the step.
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: The model's weights are no longer where they were put, or gradients came from another backward.
+        """
+        result = None
+        if closure is not None and not self._defers_step:
+            with torch.enable_grad():
+                result = closure()
+        if not self._defers_step:
+            self._check_weights()
+            self._clip_to_max_norm()
+        super().step()
+        return result
+
+    def _clip_to_max_norm(self) -> None:
+        window = self._window
+        if self._max_norm <= 0 or window.has_stepped:
+            return
+        self._finalize_gradients()  # which finds the gradients of a plain loss.backward()
+        if window.num_backwards == 0:
+            return
+        norm_of_user = window.norm
+        self.clip_grad_by_norm(self._max_norm, self._norm_type)
+        if norm_of_user is not None:
+            window.norm = self._last_norm = norm_of_user
+
+    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns the model's parameter for one of `param_groups`, which may hold a shard of it."""
+        return self._working_of.get(id(parameter), parameter)
+
+    def group_parameters(self, index: int) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.logical_groups[index]]
+
+    def group_masters(self, index: int) -> list[nn.Parameter]:
+        parts = [self.shards.of(parameter) for parameter in self.param_groups[index]["params"]]
+        return [part.parameter for part in parts if part is not None and part.has_master]
+
+    def checkpoint_state(self) -> ShardedOptimizerState:
+        return ShardedOptimizerState(self)
+
+    def pending_gradients(self) -> ShardedPendingGradients:
+        return ShardedPendingGradients(self)
+
+
+def _refuse_step_of_its_own(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:
+    alive = wrapper()
+    if alive is not None and not alive._is_stepping:
+        raise ConfigError(
+            f"step() was called on the {type(alive.optim).__name__} that went into boost(), which knows nothing of the"
+            " other ranks' gradients: call step() and zero_grad() on the optimizer that boost() returned"
+        )
