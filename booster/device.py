@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ __all__ = [
     "current_device",
     "default_backend",
     "device_type",
+    "free_memory",
     "has_sync_batch_norm",
     "max_memory_allocated",
     "memory_allocated",
@@ -88,6 +90,14 @@ def memory_allocated() -> int:
     if device_type() != "cpu":
         return int(torch.accelerator.memory_allocated())
     return int(psutil.Process().memory_info().rss)
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes that this process may still take: of an accelerator, or its share of the host's memory."""
+    if device.type != "cpu":
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def max_memory_allocated() -> int:

@@ -6,13 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from booster.plugins.gemini import GeminiPlugin
     from booster.plugins.low_level_zero import LowLevelZeroPlugin
     from booster.plugins.torch_ddp import TorchDDPPlugin
 
-__all__ = ["BUILT_IN", "LowLevelZeroPlugin", "TorchDDPPlugin"]
+__all__ = ["BUILT_IN", "GeminiPlugin", "LowLevelZeroPlugin", "TorchDDPPlugin"]
 
 # The name for Booster(plugin="..."), the module, the class.
 BUILT_IN: dict[str, tuple[str, str]] = {
+    "gemini": ("booster.plugins.gemini", "GeminiPlugin"),
     "low_level_zero": ("booster.plugins.low_level_zero", "LowLevelZeroPlugin"),
     "torch_ddp": ("booster.plugins.torch_ddp", "TorchDDPPlugin"),
 }

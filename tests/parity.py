@@ -169,13 +169,15 @@ def _one_thread() -> Iterator[None]:
 
 def _reference_precision(case: Case) -> str | None:
     """Returns what `train_serial` calls the numbers of a plugin that has a precision of its own."""
-    if case.plugin == "low_level_zero" and case.precision is not None:
+    if case.plugin in ("low_level_zero", "gemini") and case.precision is not None:
         return {"fp16": "fp16_naive", "bf16": "bf16_weights"}[case.precision]
     return case.precision
 
 
 def _fp32_sums(case: Case) -> Fp32Sums:
     """Returns which gradients of low-precision weights the plugin adds up in fp32."""
+    if case.plugin == "gemini" and case.precision is not None:
+        return "all"
     if case.plugin != "low_level_zero" or case.precision is None:
         return "none"
     arguments = case.plugin_arguments
@@ -243,6 +245,15 @@ def make_booster(case: Case, entry):
         if case.precision == "fp16":
             arguments.setdefault("initial_scale", 2**10)  # of oracles.serial_training.HalfLoop: nothing overflows
         return Booster(plugin=LowLevelZeroPlugin(precision=case.precision or "fp32", **arguments))
+    if case.plugin == "gemini":
+        from booster.plugins import GeminiPlugin
+
+        if case.precision == "fp16":
+            arguments.setdefault("initial_scale", 2**10)
+        if case.precision is not None:
+            arguments.setdefault("force_outputs_fp32", True)
+        arguments.setdefault("chunk_config_dict", {"chunk_size": 512})  # several chunks in the zoo's small models
+        return Booster(plugin=GeminiPlugin(precision=case.precision or "fp32", **arguments))
     assert not arguments, f"say here how {case.plugin} takes {arguments}"
     return Booster(plugin=plugin_from_name(case.plugin), mixed_precision=make_precision(case.precision))
 

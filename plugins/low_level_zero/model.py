@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import broadcast
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.plugins.low_level_zero.gathering import WaitingForWeights
+from booster.plugins.sharding.buffers import broadcast_joined
 
 if TYPE_CHECKING:
     from booster.plugins.low_level_zero.gathering import WeightGathering
@@ -60,7 +60,7 @@ class ZeroModel(ModelWrapper):
         Collective in training, if the model has buffers.
         """
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
-            _broadcast_joined(list(self.module.buffers()), self._group)
+            broadcast_joined(list(self.module.buffers()), self._group)
         with self._waiting():
             outputs = super().forward(*args, **kwargs)
         self.wait_for_weights()
@@ -119,14 +119,3 @@ class ZeroModel(ModelWrapper):
     def tensor_slices(self) -> list[TensorSlice]:
         self.wait_for_weights()
         return super().tensor_slices()
-
-
-@torch.no_grad()
-def _broadcast_joined(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Gives all ranks the first rank's tensors, with one message per number format."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        members = [tensor for tensor in tensors if tensor.dtype == dtype]
-        joined = torch.cat([tensor.reshape(-1) for tensor in members])
-        broadcast([joined], group)
-        for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
-            tensor.copy_(part.view(tensor.shape))

@@ -33,6 +33,7 @@ from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.low_level_zero.settings import ZeroArguments, ZeroSettings
 from booster.plugins.low_level_zero.weights import Sharding
+from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -144,7 +145,7 @@ class LowLevelZeroPlugin(Plugin):
             hysteresis,
             min_scale,
             max_scale,
-            report=log_on_master if verbose else _report_first_skip(),
+            report=log_on_master if verbose else report_first_skip(),
         )
         self._new_loss_scaler()  # checks the numbers now
         self._device = current_device()
@@ -189,7 +190,7 @@ class LowLevelZeroPlugin(Plugin):
         return self._arguments.communication_dtype or parameter_dtype
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        raise_on_all_ranks(_error_of(lambda: self._check(model, optimizer)))
+        raise_on_all_ranks(error_of(lambda: self._check(model, optimizer)))
         facts = self._facts(model, optimizer)
         require_same_on_all_ranks("the plugin's arguments or the optimizer's param groups", facts)
         move_to_device(model, optimizer, self._device)
@@ -200,14 +201,14 @@ class LowLevelZeroPlugin(Plugin):
     def _facts(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
         """Returns what must be the same on all ranks, each of which updates its own part by it."""
         facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
-        return facts + ([] if optimizer is None else _optimizer_facts(model, optimizer))
+        return facts + ([] if optimizer is None else optimizer_facts(model, optimizer))
 
     def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is None:
             return
         require_elementwise(optimizer)
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        _check_memory_is_apart(model, trained)
+        check_memory_is_apart(model, trained)
         if self._arguments.communication_dtype is not None and any(
             one.dtype.itemsize > 4 for one in trained if self._arguments.dtype is None
         ):
@@ -281,50 +282,3 @@ class LowLevelZeroPlugin(Plugin):
         from booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
-
-
-def _report_first_skip() -> Callable[[str], None]:
-    """Returns a report that logs the first skipped step: the first ones of a run are usually skipped."""
-    reported: list[str] = []
-
-    def report(text: str) -> None:
-        if "skipped" in text and not reported:
-            reported.append(text)
-            log_on_master(
-                f"{text}. More may follow while the scale falls to where gradients fit: start lower with"
-                " initial_scale=2**16, see them all with verbose=True, ask optimizer.step_was_skipped"
-            )
-
-    return report
-
-
-def _error_of(check: Callable[[], None]) -> ConfigError | None:
-    try:
-        check()
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seen: dict[int, str] = {}
-    for parameter in trained:
-        if parameter.numel() == 0 or parameter.is_meta:
-            continue
-        other = seen.setdefault(parameter.data_ptr(), names[id(parameter)])
-        if other != names[id(parameter)]:
-            raise ConfigError(
-                f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
-                " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
-            )
-
-
-def _optimizer_facts(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    facts = [f"optimizer {type(optimizer).__name__}"]
-    for index, group in enumerate(optimizer.param_groups):
-        facts.append(f"group {index}: {', '.join(names[id(parameter)] for parameter in group['params'])}")
-        plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-        facts += [f"group {index}: {key}={value!r}" for key, value in sorted(plain.items())]
-    return facts

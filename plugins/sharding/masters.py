@@ -6,7 +6,7 @@ import torch
 
 from booster.interface import Shard
 
-__all__ = ["follow_weights"]
+__all__ = ["follow_weights", "take_over"]
 
 
 @torch.no_grad()
@@ -16,7 +16,13 @@ def follow_weights(shard: Shard) -> None:
     An element that still rounds to its weight keeps its extra digits, so the order of loading weights and masters does
     not matter.
     """
-    master = shard.parameter.detach()
-    weights = shard.working.detach().reshape(-1)[slice(*shard.span)].to(master.device)
+    weights = shard.working.detach().reshape(-1)[slice(*shard.span)]
+    take_over(shard.parameter.detach(), weights)
+
+
+@torch.no_grad()
+def take_over(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """Sets each element of a master that does not round to its weight to that weight; of as many elements."""
+    weights = weights.to(master.device)
     is_same = master.to(weights.dtype) == weights
     master.copy_(torch.where(is_same, master, weights.to(master.dtype)))

@@ -17,6 +17,7 @@ from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.interface.mixed_precision import LossScaler
+from booster.plugins.sharding.masters import follow_weights
 from booster.plugins.sharding.norms import norm_over_ranks
 from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients, shard_slice
 
@@ -76,6 +77,10 @@ class ShardedOptimizer(OptimizerWrapper):
     @abstractmethod
     def _refresh_masters(self) -> None:
         """Takes over weights that were changed from outside."""
+
+    def follow_weights(self, shard: Shard) -> None:
+        """Takes the model's weights over into a shard that is a copy of them."""
+        follow_weights(shard)
 
     @abstractmethod
     def _reshard(self, indices: Sequence[int]) -> None:

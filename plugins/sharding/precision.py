@@ -22,10 +22,12 @@ class WeightPrecision(MixedPrecision):
     Args:
         dtype: Number format of weights, buffers and computation.
         cast_inputs: Give the model floating inputs in that format.
+        outputs_fp32: Give the user low-precision outputs in fp32.
     """
 
-    def __init__(self, dtype: torch.dtype, *, cast_inputs: bool) -> None:
+    def __init__(self, dtype: torch.dtype, *, cast_inputs: bool, outputs_fp32: bool = True) -> None:
         self._dtype = dtype
+        self._outputs_fp32 = outputs_fp32
         self._cast_inputs = cast_inputs
 
     @property
@@ -45,4 +47,4 @@ class WeightPrecision(MixedPrecision):
         return cast_floats(self._dtype, (args, kwargs)) if self._cast_inputs else (args, kwargs)
 
     def convert_outputs(self, outputs: Any) -> Any:
-        return low_precision_to_fp32(outputs)
+        return low_precision_to_fp32(outputs) if self._outputs_fp32 else outputs

@@ -13,7 +13,6 @@ from torch import nn
 from booster.comm import gather_distinct, global_rank_of, raise_on_all_ranks
 from booster.errors import CheckpointError
 from booster.interface import OptimizerState, PendingGradients, ReducedGradients, Shard, TensorSlice, TensorSpec
-from booster.plugins.sharding.masters import follow_weights
 
 if TYPE_CHECKING:
     from booster.plugins.sharding.optimizer import ShardedOptimizer
@@ -104,7 +103,7 @@ class ShardedOptimizerState(OptimizerState):
         for name, shards in self._shards.items():
             for shard in shards if f"{name}.master" not in stored else ():
                 if shard.has_master:
-                    follow_weights(shard)
+                    self.optimizer.follow_weights(shard)
 
 
 class ShardedPendingGradients(PendingGradients):

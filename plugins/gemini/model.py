@@ -1,0 +1,267 @@
+"""The model side: weights come when they are used, and the user's own names and tensors are whole to those who ask."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.comm import start_all_gather
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, TensorSlice
+from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.chunk_manager import ChunkManager
+from booster.plugins.gemini.module_hooks import ModuleHooks
+from booster.plugins.gemini.settings import GeminiSettings
+from booster.plugins.sharding.buffers import broadcast_joined
+
+__all__ = ["GeminiModel"]
+
+
+class GeminiModel(ModelWrapper):
+    """The boosted model; every rank holds its pieces of the weights, and the rest only while it is used.
+
+    Between forwards a parameter shows its shape, and nan in every place: `state_dict()` gives whole weights, and
+    `with model.gathered():` shows them in the parameters. Both are collective.
+
+    Args:
+        module: The user's model.
+        manager: Of its chunks, which hold all parameters.
+        settings: How it is sharded.
+        make_chunks: Makes chunks of parameters with known values; see `regroup`.
+        is_primary: True on the rank that writes what all ranks hold alike.
+        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manager: ChunkManager,
+        settings: GeminiSettings,
+        make_chunks: Callable[[Mapping[str, nn.Parameter], Mapping[int, torch.Tensor], int], list[Chunk]],
+        *,
+        is_primary: bool,
+        broadcasts_buffers: bool,
+    ) -> None:
+        super().__init__(module, is_primary=is_primary)
+        self.manager = manager
+        self._settings = settings
+        self._make_chunks = make_chunks
+        self._broadcasts_buffers = broadcasts_buffers
+        self._clear_gradients: Callable[[bool], None] | None = None
+        self.hooks = ModuleHooks(module, manager, self._slots())
+
+    def _slots(self) -> dict[int, Slot]:
+        return {id(slot.parameter): slot for chunk in self.manager.chunks for slot in chunk.slots}
+
+    def connect(self, clear_gradients: Callable[[bool], None]) -> None:
+        """Tells what clears the gradients."""
+        self._clear_gradients = clear_gradients
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's forward; arguments and result are those of the user's model.
+
+        Collective: weights are gathered.
+        """
+        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+            broadcast_joined(list(self.module.buffers()), self._settings.data_parallel_group)
+        return super().forward(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the model and of its optimizer."""
+        super().zero_grad(set_to_none)
+        if self._clear_gradients is not None:
+            self._clear_gradients(set_to_none)
+
+    # Weights.
+
+    def weights_changed(self) -> None:
+        """Spreads this rank's pieces of kept chunks; graphs from before know that they are too old. Collective."""
+        kept = [chunk for chunk in self.manager.chunks if chunk.is_kept]
+        flights = [start_all_gather(one.payload, self._settings.shard_group) for one in kept if one.payload is not None]
+        for chunk in self.manager.chunks:
+            chunk.version += 1
+        for flight in flights:
+            flight.wait()
+        torch.autograd.graph.increment_version(list(self.module.parameters()))
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Shows all weights in the parameters of the user's model, which it gives; changes made inside are kept.
+
+        Needs memory for the whole model. Every rank must make the same changes. Collective.
+        """
+        chunks = [chunk for chunk in self.manager.chunks if chunk.slots]
+        with self.manager.aside():
+            for chunk in chunks:
+                self.manager.need(chunk.slots)
+                chunk.pin(chunk.slots)
+            try:
+                yield self.module
+            finally:
+                for chunk in chunks:
+                    chunk.unpin(chunk.slots)
+                self._take_back(chunks)
+        self.notify_loaded()
+
+    @torch.no_grad()
+    def _take_back(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            payload = chunk.payload
+            if payload is None:
+                continue
+            for slot in chunk.slots:
+                shown = slot.parameter.detach()
+                if shown.data_ptr() != slot.within(payload).data_ptr():  # `.data =` inside
+                    slot.within(payload).copy_(shown)
+            if not chunk.is_kept:
+                chunk.weights.store(payload[chunk.layout.piece(chunk.rank)])
+
+    def notify_loaded(self) -> None:
+        super().notify_loaded()
+        self.weights_changed()
+
+    def moved_parameter(self) -> str | None:
+        """Returns the name of a parameter that shows other memory than its chunk's; None: there is none."""
+        for chunk in self.manager.chunks:
+            for slot in chunk.slots:
+                parameter = slot.parameter
+                is_shown = chunk.payload is not None and chunk.is_kept and parameter.numel() > 0
+                if is_shown and parameter.data_ptr() != slot.within(chunk.payload).data_ptr():
+                    return slot.name
+                if not chunk.is_kept and parameter.numel() > 1 and any(parameter.stride()):
+                    return slot.name
+        return None
+
+    def regroup(self, parameters: list[nn.Parameter]) -> list[Chunk]:
+        """Moves parameters, which train from now on, into new chunks; returns these. Collective."""
+        slots = self._slots()
+        moved = [slots[id(parameter)] for parameter in parameters]
+        values: dict[int, torch.Tensor] = {}
+        with self.manager.aside():
+            for slot in moved:
+                self.manager.need((slot,))
+                values[id(slot.parameter)] = slot.parameter.detach().clone()
+        for slot in moved:
+            slot.chunk.remove(slot)
+        names = {slot.name: slot.parameter for slot in moved}
+        chunks = self._make_chunks(names, values, len(self.manager.chunks))
+        self.manager.add(chunks)
+        self.hooks.remove()
+        self.hooks = ModuleHooks(self.module, self.manager, self._slots())
+        return chunks
+
+    # The user's own names.
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
+        kwargs.pop("keep_vars", None)
+        state = self.module.state_dict(*args, keep_vars=True, **kwargs)
+        slots, whole = self._slots(), OrderedDict(state)
+        by_chunk: dict[int, list[tuple[str, Slot]]] = {}
+        for name, value in state.items():
+            slot = slots.get(id(value))
+            if slot is not None:
+                by_chunk.setdefault(slot.chunk.index, []).append((name, slot))
+            elif isinstance(value, torch.Tensor):
+                whole[name] = value.detach()
+        with self.manager.aside():
+            for index in sorted(by_chunk):
+                copies: dict[int, torch.Tensor] = {}
+                self.manager.need([slot for _, slot in by_chunk[index]])
+                for name, slot in by_chunk[index]:
+                    whole[name] = copies.setdefault(id(slot), slot.parameter.detach().clone())
+        return whole
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads into the user's model; fp32 master weights follow.
+
+        Collective: every rank loads the same.
+
+        Raises:
+            ConfigError: assign=True, which would take the parameters away from the optimizer.
+        """
+        if assign:
+            raise ConfigError(
+                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would go on with"
+                " the old ones: leave assign out, or load before boost()"
+            )
+        with self.gathered():
+            return self.module.load_state_dict(state_dict, strict=strict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+        """Returns a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
+        with self.gathered():
+            copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
+        for module in copied.module.modules():
+            _forget_hooks(module)
+        copied.precision = self.precision
+        return copied.train(self.training)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiModel:
+        for parameter in self.module.parameters():
+            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
+            if probe.dtype != parameter.dtype or probe.device != parameter.device:
+                raise ConfigError(
+                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
+                    f" and is {parameter.dtype} on {parameter.device}, where its chunks have it: do it before boost()"
+                )
+        return self
+
+    # What a CheckpointIO reads and fills.
+
+    def tensor_slices(self) -> list[TensorSlice]:
+        slots, slices = self._slots(), []
+        for names, value in self._named_state():
+            slot = slots.get(id(value))
+            if slot is None:
+                slices.append(TensorSlice.whole(names[0], value.detach(), primary=self._is_primary, shared=False))
+            else:
+                slices += self._slices_of(names[0], slot)
+        return slices
+
+    def _slices_of(self, name: str, slot: Slot) -> Iterator[TensorSlice]:
+        chunk = slot.chunk
+        for part in chunk.layout.parts(chunk.rank):
+            if chunk.layout.places[part.place_index] is slot.place:
+                yield TensorSlice(
+                    name=name,
+                    dtype=chunk.layout.dtype,
+                    global_shape=slot.place.shape,
+                    box=tuple((0, size) for size in slot.place.shape),
+                    span=part.span,
+                    tensor=chunk.weights.as_tensor()[part.in_piece],
+                    primary=self._settings.is_primary,
+                )
+        if slot.place.start == slot.place.stop:
+            yield TensorSlice.whole(name, slot.parameter.detach(), primary=self._is_primary)
+
+    def tied_names(self) -> dict[str, tuple[str, ...]]:
+        return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
+
+    def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
+        """Returns the tensors of the model's state, each with all of its names."""
+        state, slots = self.module.state_dict(keep_vars=True), self._slots()
+        parameters = {name: value for name, value in state.items() if id(value) in slots}
+        others = {name: value for name, value in state.items() if id(value) not in slots}
+        groups: dict[int, list[str]] = {}
+        for name, value in parameters.items():
+            groups.setdefault(id(value), []).append(name)
+        found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
+        return [found[name] for name in state if name in found]
+
+
+def _forget_hooks(module: nn.Module) -> None:
+    """Takes hooks of this package, which do nothing in a copy, off a module."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if type(hook).__module__ == ModuleHooks.__module__:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

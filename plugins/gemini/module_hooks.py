@@ -1,0 +1,276 @@
+"""Brings a module's weights before it runs: hooks of the user's own modules, and of how they read their parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.chunk_manager import ChunkManager
+from booster.plugins.gemini.meeting import Phase
+from booster.plugins.gemini.saved_weights import SavedTensors
+
+__all__ = ["ModuleHooks"]
+
+# Note [Whose weights]
+# A module's own parameters are gathered before it runs and may go when it has ended. A module may also read those of
+# another one that is never called: `nn.MultiheadAttention` does with its `out_proj`, a language model with a tied
+# embedding. Python reads a parameter out of its module's `_parameters`; that dictionary is replaced by one that notes
+# who reads, and while some module runs a parameter that is read is gathered, for as long as that module runs.
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A module that runs.
+
+    Attributes:
+        module: Which.
+        pinned: What it uses.
+        error: The exception that was being handled when it began.
+    """
+
+    module: nn.Module
+    pinned: list[tuple[Chunk, list[Slot]]] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's parameters by name, that says when one is read."""
+
+    __slots__ = ("_hooks",)
+
+    def __init__(self, parameters: dict[str, Any], hooks: ModuleHooks) -> None:
+        super().__init__(parameters)
+        self._hooks: ModuleHooks | None = hooks
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None and self._hooks is not None and self._hooks.is_running:
+            self._hooks.note_read(parameter)
+        return parameter
+
+    def __reduce__(self) -> Any:  # type: ignore[override]
+        return dict, (dict(self),)  # a copy of the module is an ordinary one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        import copy
+
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+
+class ModuleHooks:
+    """The hooks of a model; `remove` takes them off.
+
+    Args:
+        model: The user's model.
+        manager: Of its chunks.
+        slots: What each parameter is in the chunks, by its `id`.
+    """
+
+    def __init__(self, model: nn.Module, manager: ChunkManager, slots: dict[int, Slot]) -> None:
+        self._manager = manager
+        self._slots = slots
+        self._running: list[_Running] = []
+        self._saved_bytes = 0
+        self._saved = SavedTensors(self)
+        self._handles: list[Any] = []
+        self._watched: list[nn.Module] = []
+        self._chunk_at: dict[int, Chunk] = {}
+        self._is_in_backward = False
+        self._is_queued = False
+        for module in model.modules():
+            self._watch(module)
+        self.watch_gradients()
+
+    def _watch(self, module: nn.Module) -> None:
+        own = [self._slots[id(one)] for one in module.parameters(recurse=False) if id(one) in self._slots]
+        if not own and not any(True for _ in module.children()):
+            return
+        self._handles.append(module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True))
+        self._handles.append(module.register_forward_hook(_AfterForward(self), always_call=True))
+        if own:
+            module._parameters = WatchedParameters(module._parameters, self)
+            self._watched.append(module)
+
+    def watch_gradients(self) -> None:
+        """Has the chunks take gradients of parameters that train and were not watched yet."""
+        for slot in self._slots.values():
+            if slot.parameter.requires_grad and slot.chunk.layout.trains and not slot.is_watched:
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(_GradientArrived(self, slot)))
+                slot.is_watched = True
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._watched:
+            module._parameters = dict(module._parameters)
+        for slot in self._slots.values():
+            slot.is_watched = False
+
+    # Forward.
+
+    @property
+    def is_running(self) -> bool:
+        """Whether some module runs, or a backward does."""
+        return bool(self._running) or self._is_in_backward
+
+    def enter(self, module: nn.Module, own: Sequence[Slot]) -> None:
+        """Called before a module runs."""
+        if not self._running:
+            self._begin_outermost()
+        running = _Running(module, error=sys.exc_info()[1])
+        self._running.append(running)
+        if own:
+            self._manager.need(own)
+            self._pin(running, own)
+
+    def exit(self, module: nn.Module) -> None:
+        """Called when a module has ended, by an exception too."""
+        while self._running:
+            running = self._running.pop()
+            for chunk, slots in running.pinned:
+                chunk.unpin(slots)
+            if running.module is module:
+                break
+        if not self._running:
+            self._end_outermost(has_failed=sys.exc_info()[1] not in (None, running.error))
+
+    def note_read(self, parameter: nn.Parameter) -> None:
+        """Called when a module's parameter is read; see Note [Whose weights]."""
+        slot = self._slots.get(id(parameter))
+        if slot is None or slot.num_pins > 0 and not slot.is_overwritten and slot.chunk.is_gathered:
+            return
+        self._manager.need((slot,))
+        if self._running:
+            self._pin(self._running[-1], (slot,))
+
+    def _pin(self, running: _Running, slots: Sequence[Slot]) -> None:
+        by_chunk: dict[int, tuple[Chunk, list[Slot]]] = {}
+        for slot in slots:
+            by_chunk.setdefault(slot.chunk.index, (slot.chunk, []))[1].append(slot)
+        for chunk, members in by_chunk.values():
+            chunk.pin(members)
+            running.pinned.append((chunk, members))
+
+    def _begin_outermost(self) -> None:
+        if self._is_in_backward:  # activation checkpointing computes a part of the forward again
+            self._packs = torch.is_grad_enabled() and not SavedTensors.is_somebody_packing()
+        else:
+            self._packs = torch.is_grad_enabled()
+            self._manager.begin_forward(trains=torch.is_grad_enabled())
+        if self._packs:
+            self._saved.begin(counts=self._manager.is_recording)
+
+    def _end_outermost(self, *, has_failed: bool) -> None:
+        if self._packs:
+            self._saved.end()
+        if not self._is_in_backward and not has_failed:
+            self._manager.end_forward(trains=torch.is_grad_enabled())
+
+    # Backward.
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surrounds autograd. Collective."""
+        self._begin_backward()
+        try:
+            yield
+        except BaseException:
+            self._is_in_backward = False
+            raise
+        self._end_backward()
+
+    def _begin_backward(self) -> None:
+        self._is_in_backward = True
+        self._manager.phase = Phase.BACKWARD
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        self._manager.end_backward()
+
+    def _note_backward(self) -> None:
+        """Begins a backward that was called past `backward`, by a plain loss.backward()."""
+        if not self._is_in_backward:
+            self._begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def gradient_arrived(self, slot: Slot) -> None:
+        """Called when a gradient is complete in `.grad`."""
+        self._note_backward()
+        self._manager.reduction.receive(slot)
+
+    # What `SavedTensors` asks.
+
+    def chunk_at(self, address: int) -> Chunk | None:
+        """Returns the chunk whose payload begins at an address."""
+        return self._manager.chunk_at(address)
+
+    def gather_for_backward(self, slot: Slot) -> torch.Tensor:
+        """Returns the payload with the weights of a parameter."""
+        self._note_backward()
+        if not slot.chunk.is_gathered or slot.is_overwritten:
+            self._manager.need((slot,))
+        else:
+            self._manager.note_use(slot.chunk)
+        payload = slot.chunk.payload
+        assert payload is not None
+        return payload
+
+    def note_saved(self, num_bytes: int) -> None:
+        """Counts what autograd keeps."""
+        self._saved_bytes += num_bytes
+        if num_bytes > 0:
+            self._manager.note_other_bytes()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps, as far as they were counted; the same memory counts as often as it is saved."""
+        return self._saved_bytes
+
+
+class _BeforeForward:
+    """Hooks are objects with weights of their own left out, so that a model with hooks can be copied."""
+
+    def __init__(self, hooks: ModuleHooks, own: Sequence[Slot]) -> None:
+        self._hooks: ModuleHooks | None = hooks
+        self._own = own
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.enter(module, self._own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
+        copied = _BeforeForward.__new__(_BeforeForward)
+        copied._hooks, copied._own = None, ()
+        return copied
+
+
+class _AfterForward:
+    def __init__(self, hooks: ModuleHooks) -> None:
+        self._hooks: ModuleHooks | None = hooks
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.exit(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AfterForward:
+        copied = _AfterForward.__new__(_AfterForward)
+        copied._hooks = None
+        return copied
+
+
+class _GradientArrived:
+    def __init__(self, hooks: ModuleHooks, slot: Slot) -> None:
+        self._hooks = hooks
+        self._slot = slot
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if self._slot.is_watched:
+            self._hooks.gradient_arrived(self._slot)

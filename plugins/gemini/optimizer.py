@@ -1,0 +1,324 @@
+"""The optimizer side: the user's own optimizer updates this rank's shards of every chunk, wherever they are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
+from booster.errors import ConfigError
+from booster.interface import Shard, Shards
+from booster.interface.mixed_precision import LossScaler
+from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.model import GeminiModel
+from booster.plugins.gemini.settings import GeminiSettings
+from booster.plugins.gemini.shard_update import ChunkUpdate, OwnedShard, all_shards
+from booster.plugins.gemini.states import GeminiOptimizerState
+from booster.plugins.sharding.elementwise import shard_state
+from booster.plugins.sharding.optimizer import ShardedOptimizer
+
+__all__ = ["GeminiOptimizer"]
+
+# Note [Steps by chunk]
+# Chunks whose states are on a disk are stepped one by one, so that no more than one chunk's states need be in memory
+# at once: in the first step too, in which the optimizer makes them. All others are updated in one call. For the user's
+# hooks, and for what counts steps, all of it is one step.
+
+
+class GeminiOptimizer(ShardedOptimizer):
+    """An optimizer that updates the chunks of a model.
+
+    Args:
+        optim: The user's optimizer, elementwise or `ShardAware`.
+        model: The boosted model, with its chunks.
+        settings: How it is sharded.
+        loss_scaler: Of half precision; None: losses are not scaled.
+        is_primary: True on the rank that writes what all ranks hold alike.
+    """
+
+    model: GeminiModel
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: GeminiModel,
+        settings: GeminiSettings,
+        *,
+        loss_scaler: LossScaler | None = None,
+        is_primary: bool = True,
+    ) -> None:
+        super().__init__(
+            optim,
+            model,
+            data_parallel_group=settings.data_parallel_group,
+            shard_group=settings.shard_group,
+            max_norm=settings.max_norm,
+            norm_type=settings.norm_type,
+            loss_scaler=loss_scaler,
+            is_primary=is_primary,
+        )
+        self._settings = settings
+        self._manager = model.manager
+        self._updates: dict[int, ChunkUpdate] = {}
+        for index in range(len(optim.param_groups)):
+            self._note_group(index)
+        self._shard_chunks(self._manager.chunks)
+        model.connect(self.zero_grad)
+        self._manager.state_bytes = self._state_bytes
+
+    # Sharding.
+
+    def _shard_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Puts this rank's shards of these chunks in the place of the parameters."""
+        group_of = {id(one): index for index, members in enumerate(self.logical_groups) for _, one in members}
+        for chunk in chunks:
+            if not chunk.layout.trains:
+                continue
+            update = ChunkUpdate(chunk, group_of, is_primary=self._settings.is_primary)
+            self._updates[chunk.index] = update
+            self._replace_in_groups(update)
+            self._move_states(update)
+        shards = all_shards(list(self._updates.values()))
+        shapes = {slot.name: slot.place.shape for slot in self._trained_slots()}
+        self._use_shards(Shards(shards, list(shapes), self._settings.shard_group, shapes=shapes))
+
+    def _replace_in_groups(self, update: ChunkUpdate) -> None:
+        owned: dict[int, list[nn.Parameter]] = {}
+        for one in update.owned:
+            owned.setdefault(id(one.slot.parameter), []).append(one.shard.parameter)
+        for slot in update.chunk.slots:
+            shard_state(self.optim, slot.parameter, [o.shard for o in update.owned if o.slot is slot])
+        whole = {id(slot.parameter) for slot in update.chunk.slots}
+        for group in self.param_groups:
+            members = group["params"]
+            found = [one for one in members if id(one) in whole]
+            if found:
+                shards = [shard for one in found for shard in owned.get(id(one), ())]
+                members[:] = [one for one in members if id(one) not in whole] + shards
+        self._working_of |= {id(one.shard.parameter): one.shard.working for one in update.owned}
+        # A rank may own nothing of a parameter, which all the same is no new one.
+        self._working_of |= {key: slot.parameter for slot in update.chunk.slots for key in [id(slot.parameter)]}
+
+    def _move_states(self, update: ChunkUpdate) -> None:
+        tier = self._manager.tier
+        if tier is not None and tier.name == "disk" and update.chunk.index in self._manager.homes.states:
+            update.offload_states(self.optim, tier)
+
+    def _trained_slots(self) -> list[Slot]:
+        return [slot for update in self._updates.values() for slot in update.chunk.slots]
+
+    def _reshard(self, indices: Sequence[int]) -> None:
+        whole = [
+            one
+            for index in indices
+            for one in self.param_groups[index]["params"]
+            if one.requires_grad and id(one) not in self._working_of
+        ]
+        if whole:
+            self._shard_chunks(self.model.regroup(whole))
+
+    def _refresh_masters(self) -> None:
+        for update in self._updates.values():
+            update.follow()
+
+    def follow_weights(self, shard: Shard) -> None:
+        for update in self._updates.values():
+            if any(one.shard is shard for one in update.owned):
+                update.follow_shard(shard)
+
+    def _state_bytes(self, chunk: Chunk) -> int:
+        update = self._updates.get(chunk.index)
+        return 0 if update is None else update.state_bytes(self.optim)
+
+    def _states_in_memory(self) -> int:
+        return sum(update.state_bytes_in_memory(self.optim) for update in self._updates.values())
+
+    # Backward.
+
+    def _collecting_gradients(self) -> AbstractContextManager[None]:
+        return self.model.hooks.backward()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context that changes nothing: gradients are reduced in every backward, as no rank keeps whole ones."""
+        return nullcontext()
+
+    # Gradients.
+
+    def _reduce_gradients(self) -> float:
+        self._known_norm = None
+        for update in self._agree_on_use():
+            if self._settings.replica_group is not None:
+                self._sum_over_replicas(update.chunk)
+        for update in self._updates.values():
+            update.point_gradients()
+        return 1.0 / group_size(self.data_parallel_group)
+
+    def _agree_on_use(self) -> list[ChunkUpdate]:
+        """Marks what was used on any rank as used; returns the chunks of which any rank has sums.
+
+        Reduces gradients that came by another way than a backward. Collective over the data-parallel ranks.
+        """
+        slots, updates = self._trained_slots(), list(self._updates.values())
+        facts = [slot.is_used for slot in slots] + [update.chunk.has_sums for update in updates]
+        *agreed, has_local = self._any_rank([*facts, self._manager.reduction.has_local])
+        if has_local:
+            self._manager.reduction.reduce_local()
+            *agreed, _ = self._any_rank([*facts[: len(slots)], *(one.chunk.has_sums for one in updates), False])
+        for slot, is_used in zip(slots, agreed, strict=False):
+            slot.is_used = is_used
+        return [update for update, has_sums in zip(updates, agreed[len(slots) :], strict=True) if has_sums]
+
+    def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
+        group = self._settings.agreement_group or self.data_parallel_group
+        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
+        return [bool(fact) for fact in all_reduce_max(mask, group).tolist()]
+
+    def _sum_over_replicas(self, chunk: Chunk) -> None:
+        self._manager.reduction.allocate_sums(chunk)
+        sums = chunk.sums.as_tensor()
+        if not chunk.has_sums:
+            sums.zero_()
+            chunk.has_sums = True
+        home = collective_device(self._settings.replica_group)
+        summed = all_reduce_sum(sums.to(home), self._settings.replica_group)
+        if summed.data_ptr() != sums.data_ptr():
+            sums.copy_(summed)
+
+    def _has_gradients(self) -> bool:
+        return any(slot.is_used for slot in self._trained_slots())
+
+    # Step.
+
+    def _update_parameters(self) -> None:
+        self._is_stepping = True
+        try:
+            self._run_together(self._step_chunks)
+        finally:
+            self._is_stepping = False
+        if self._window.num_backwards > 0:
+            self.model.weights_changed()
+
+    def _step_chunks(self) -> None:
+        tier = self._manager.tier
+        on_disk = self._manager.homes.states if tier is not None and tier.name == "disk" else frozenset()
+        together = [update for index, update in self._updates.items() if index not in on_disk]
+        calls = [together] if together or not on_disk else []
+        calls += [[update] for index, update in self._updates.items() if index in on_disk]
+        kept = {update.chunk.index: update.gradients() for update in self._updates.values()}
+        for number, members in enumerate(calls):
+            _show_gradients(self._updates.values(), members, kept)
+            with _hooks_once(self.optim, is_first=number == 0, is_last=number == len(calls) - 1):
+                self._step_some(members)
+            if tier is not None and members and members[0].chunk.index in on_disk:
+                members[0].offload_states(self.optim, tier)
+        _show_gradients(self._updates.values(), list(self._updates.values()), kept)
+
+    def _step_some(self, members: Sequence[ChunkUpdate]) -> None:
+        if self._window.factors is None:
+            self.optim.step()
+        else:
+            fused = [update for update in members if update.rounds_in_place]
+            self._step_fused({shard: copy for one in fused for shard, copy in one.working_copies().items()}, {})
+        if self._window.num_backwards == 0:
+            return
+        for update in members:
+            if self._window.factors is None or not update.rounds_in_place:
+                update.write_weights()
+
+    def _check_weights(self) -> None:
+        name = self.model.moved_parameter()
+        if name is not None:
+            raise ConfigError(
+                f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like,"
+                " so that the optimizer's updates would not reach the model: do it before boost()"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
+        if self._holds_gradients:
+            return
+        super().zero_grad()
+        self._manager.reduction.reset(keeps_use=not set_to_none)
+
+    # What a checkpoint reads and fills.
+
+    def checkpoint_state(self) -> GeminiOptimizerState:
+        return GeminiOptimizerState(self)
+
+    def new_state(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns room on the disk for a shard's state that is about to be filled; None: it belongs into memory."""
+        tier = self._manager.tier
+        for update in self._updates.values():
+            if any(one.shard.parameter is parameter for one in update.owned):
+                is_on_disk = tier is not None and tier.name == "disk" and update.chunk.index in self._manager.homes.states
+                return update.new_state(parameter, key, dtype, tier) if is_on_disk and tier is not None else None
+        return None
+
+    def local_gradients(self) -> dict[str, torch.Tensor]:
+        found = {slot.name: slot.chunk.local_gradient(slot) for slot in self._trained_slots()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
+        if allocate is None:
+            self._agree_on_use()
+        else:
+            self._make_sums(allocate)
+        found: list[tuple[Shard, torch.Tensor]] = []
+        for update in self._updates.values():
+            sums = update.chunk.sums.as_tensor() if update.chunk.has_sums else None
+            found += [(one.shard, sums[one.part.in_piece]) for one in _used(update) if sums is not None]
+        return found
+
+    def _make_sums(self, names: Collection[str]) -> None:
+        self._manager.reduction.reset()
+        for update in self._updates.values():
+            chunk = update.chunk
+            used = [slot for slot in chunk.slots if slot.name in names]
+            for slot in used:
+                slot.is_used = True
+            if used:
+                self._manager.reduction.allocate_sums(chunk)
+                chunk.sums.as_tensor().zero_()
+                chunk.has_sums = True
+
+    def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        slot = next(slot for slot in self._trained_slots() if slot.name == name)
+        parameter = slot.parameter
+        parameter.grad = torch.empty(slot.place.shape, dtype=parameter.dtype, device=parameter.device).copy_(gradient)
+        slot.chunk.receive(slot, self._manager.take_buffer)
+
+
+def _used(update: ChunkUpdate) -> Iterator[OwnedShard]:
+    return (one for one in update.owned if one.slot.is_used)
+
+
+def _show_gradients(
+    updates: Collection[ChunkUpdate], shown: Sequence[ChunkUpdate], kept: dict[int, dict[int, torch.Tensor]]
+) -> None:
+    """Lets only the shards of some chunks have their gradients."""
+    visible = {update.chunk.index for update in shown}
+    for update in updates:
+        for number, one in enumerate(update.owned):
+            gradients = kept[update.chunk.index] if update.chunk.index in visible else {}
+            one.shard.parameter.grad = gradients.get(number)
+
+
+@contextmanager
+def _hooks_once(optimizer: Optimizer, *, is_first: bool, is_last: bool) -> Iterator[None]:
+    """Keeps the user's step hooks from being called for every part of a step."""
+    names = [] if is_first else ["_optimizer_step_pre_hooks"]
+    names += [] if is_last else ["_optimizer_step_post_hooks"]
+    before: dict[str, Any] = {name: getattr(optimizer, name) for name in names}
+    for name in names:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, hooks in before.items():
+            setattr(optimizer, name, hooks)

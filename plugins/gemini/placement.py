@@ -1,0 +1,380 @@
+"""Policies that decide which memory tier chunks live in, how many are gathered, and which one goes. Numbers only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from booster.errors import ConfigError
+from booster.plugins.gemini.budgets import (
+    ChunkBytes,
+    Homes,
+    all_payload_bytes,
+    bytes_at_home,
+    check_fit,
+    homes_within,
+    largest_gathered,
+    last_of,
+    least_bytes,
+    least_room,
+    moment_at,
+    other_bytes_at,
+    resident_bytes,
+    share_of,
+)
+from booster.plugins.gemini.tracer import Record
+
+__all__ = [
+    "AutoPlacement",
+    "ChunkBytes",
+    "ConstPlacement",
+    "Homes",
+    "Placement",
+    "StaticPlacement",
+    "bytes_at_home",
+    "evictions",
+    "make_placement",
+]
+
+
+# What one policy alone looks at, with the defaults of `make_placement`.
+_FRACTIONS = {"shard_param_frac": 1.0, "offload_optim_frac": 0.0, "offload_param_frac": 0.0}
+_RATIOS = {"warmup_non_model_data_ratio": 0.8, "steady_cuda_cap_ratio": 0.9, "gpu_margin_mem_ratio": 0.0}
+
+
+class Placement(Protocol):
+    """A policy. All ranks of the shard group must ask with equal numbers, for they gather chunks together."""
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+
+    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
+        """Returns where chunks live.
+
+        Args:
+            sizes: Of each chunk, by number.
+            record: Of an iteration; None before there is one.
+
+        Raises:
+            ConfigError: The budget is too small for any division.
+        """
+
+    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+        """Returns how many bytes of payloads may be in the compute tier at a moment, in O(chunks).
+
+        Gathered weights and gradient buffers count, the weights of chunks that stay gathered don't.
+
+        Args:
+            sizes: Of each chunk, by number.
+            homes: What `homes` returned for the same sizes and the same record.
+            record: Of an iteration; None before there is one.
+            now: Number of the moment in the record; at its end and beyond, or without one, any moment.
+
+        Raises:
+            ConfigError: The budget is too small for what must be there at this moment.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticPlacement:
+    """Fixed fractions of the chunks are sharded and offloaded, whatever happens.
+
+    Whole chunks are taken from the end (budgets.py, Note [Which chunks are offloaded]) until their payloads are at
+    least the fraction of the sum of all payloads (0: none, 1: all). They don't depend on a record, so nothing moves
+    after the first iteration. Payloads take `1 + max_prefetch` times the largest one, and a gradient buffer.
+
+    Attributes:
+        shard_param_frac: Fraction of the weights that are gathered for their use only; the rest stays gathered.
+        offload_optim_frac: Fraction of the chunks that train whose optimizer states live in the offload tier.
+        offload_param_frac: Fraction of the weights (frozen ones included) that live there with their gradients, at
+            most `shard_param_frac`.
+        max_prefetch: How many chunks are gathered ahead of their use.
+        budget: Bytes of the compute tier for everything; None: enough.
+        name: What users call it.
+
+    Raises:
+        ConfigError: A number that can't be.
+    """
+
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    max_prefetch: int = 0
+    budget: int | None = None
+    name: str = "static"
+
+    def __post_init__(self) -> None:
+        for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
+            _check_fraction(name, getattr(self, name))
+        _check_counts(self.max_prefetch, self.budget)
+        if self.offload_param_frac > self.shard_param_frac:
+            raise ConfigError(
+                f"offload_param_frac={self.offload_param_frac} is more than shard_param_frac={self.shard_param_frac}:"
+                " weights that stay gathered can't live in the offload tier too; give a shard_param_frac of at least"
+                f" {self.offload_param_frac}, such as 1.0"
+            )
+
+    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
+        """See `Placement.homes`."""
+        chunks = range(len(sizes))
+        training = [chunk for chunk in chunks if sizes[chunk].trains]
+        homes = Homes(
+            weights=last_of(chunks, sizes, self.offload_param_frac),
+            states=last_of(training, sizes, self.offload_optim_frac),
+            kept=frozenset(chunks) - last_of(chunks, sizes, self.shard_param_frac),
+        )
+        if self.budget is not None:
+            resident = resident_bytes(sizes, homes)
+            check_fit(self.budget, least_bytes(sizes, homes.kept, record), resident=resident)
+        return homes
+
+    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+        """See `Placement.room`."""
+        least = least_room(sizes, homes.kept, moment_at(record, now))
+        wanted = least + self.max_prefetch * largest_gathered(sizes, homes.kept)
+        if self.budget is None:
+            return wanted
+        resident = resident_bytes(sizes, homes)
+        other = other_bytes_at(record, now)
+        check_fit(self.budget, least + other, resident=resident)
+        return min(wanted, self.budget - resident - other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstPlacement:
+    """Model data take a fixed number of bytes: payloads first, then weights and gradients, then optimizer states.
+
+    Pieces live in the compute tier as far as they fit beside `2 + max_prefetch` payloads, the rest in the offload tier.
+    Activations and temporaries are not counted.
+
+    Attributes:
+        budget: Bytes of the compute tier for model data; None: enough for all of them.
+        max_prefetch: How many chunks are gathered ahead of their use.
+
+    Raises:
+        ConfigError: A number that can't be.
+    """
+
+    budget: int | None = None
+    max_prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        _check_counts(self.max_prefetch, self.budget)
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return "const"
+
+    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
+        """See `Placement.homes`."""
+        if self.budget is None:
+            return Homes()
+        least = least_bytes(sizes, frozenset(), record, counts_others=False)
+        check_fit(self.budget, least)
+        return homes_within(self.budget - least, sizes, record, max_prefetch=self.max_prefetch)
+
+    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+        """See `Placement.room`."""
+        if self.budget is None:
+            return all_payload_bytes(sizes)
+        resident = resident_bytes(sizes, homes)
+        check_fit(self.budget, least_room(sizes, homes.kept, moment_at(record, now)), resident=resident)
+        return self.budget - resident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoPlacement:
+    """Model data take what activations and temporaries leave, by the record of the first iteration.
+
+    During that iteration they take `1 - warmup_ratio` of the budget, but at least `2 + max_prefetch` payloads, and are
+    divided as `ConstPlacement` does. From then on everything together takes `steady_ratio` of the budget: pieces live
+    in the compute tier as far as they fit beside the largest sum of activations, temporaries and least payloads, and
+    what the moment leaves free is room for payloads.
+
+    Attributes:
+        budget: Bytes of the compute tier for everything; None: enough for all model data.
+        steady_ratio: The user's `steady_cuda_cap_ratio`.
+        warmup_ratio: The user's `warmup_non_model_data_ratio`.
+        gpu_margin_mem_ratio: Fraction of what weights and gradients leave that optimizer states may take; 0: all of it.
+        max_prefetch: How many chunks are gathered ahead of their use.
+
+    Raises:
+        ConfigError: A number that can't be.
+    """
+
+    budget: int | None = None
+    steady_ratio: float = 0.9
+    warmup_ratio: float = 0.8
+    gpu_margin_mem_ratio: float = 0.0
+    max_prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fraction("steady_cuda_cap_ratio", self.steady_ratio)
+        _check_fraction("warmup_non_model_data_ratio", self.warmup_ratio)
+        _check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
+        _check_counts(self.max_prefetch, self.budget)
+        if self.steady_ratio == 0:
+            raise ConfigError(
+                "steady_cuda_cap_ratio=0 leaves no memory to train in: give a number up to 1, such as 0.9"
+            )
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return "auto"
+
+    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
+        """See `Placement.homes`."""
+        if self.budget is None:
+            return Homes()
+        least = least_bytes(sizes, frozenset(), record)
+        if record is None:
+            return homes_within(self._warmup_bytes(sizes) - least, sizes, None, max_prefetch=self.max_prefetch)
+        check_fit(self.budget, least, ratio=self.steady_ratio)
+        return homes_within(
+            share_of(self.budget, self.steady_ratio) - least,
+            sizes,
+            record,
+            max_prefetch=self.max_prefetch,
+            state_ratio=self.gpu_margin_mem_ratio or 1.0,
+        )
+
+    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+        """See `Placement.room`."""
+        if self.budget is None:
+            return all_payload_bytes(sizes)
+        resident = resident_bytes(sizes, homes)
+        if record is None:
+            return self._warmup_bytes(sizes) - resident
+        other = other_bytes_at(record, now)
+        least = least_room(sizes, homes.kept, moment_at(record, now))
+        check_fit(self.budget, least + other, resident=resident, ratio=self.steady_ratio)
+        return share_of(self.budget, self.steady_ratio) - resident - other
+
+    def _warmup_bytes(self, sizes: Sequence[ChunkBytes]) -> int:
+        """Returns what model data may take while nothing is known of the rest."""
+        assert self.budget is not None
+        least = least_room(sizes, frozenset(), None)
+        check_fit(self.budget, least)
+        wanted = least + self.max_prefetch * largest_gathered(sizes, frozenset())
+        return min(self.budget, max(wanted, self.budget - share_of(self.budget, self.warmup_ratio)))
+
+
+def make_placement(
+    policy_name: str,
+    *,
+    shard_param_frac: float = 1.0,
+    offload_optim_frac: float = 0.0,
+    offload_param_frac: float = 0.0,
+    warmup_non_model_data_ratio: float = 0.8,
+    steady_cuda_cap_ratio: float = 0.9,
+    gpu_margin_mem_ratio: float = 0.0,
+    max_prefetch: int = 0,
+    budget: int | None = None,
+) -> Placement:
+    """Returns the policy that a plugin's arguments ask for.
+
+    Args:
+        policy_name: "static" (fixed fractions), "cuda" and "cpu" (its ends: nothing or everything is offloaded),
+            "const" (fixed bytes for model data) or "auto" (what activations leave).
+        shard_param_frac: Of "static".
+        offload_optim_frac: Of "static".
+        offload_param_frac: Of "static".
+        warmup_non_model_data_ratio: Of "auto".
+        steady_cuda_cap_ratio: Of "auto".
+        gpu_margin_mem_ratio: Of "auto".
+        max_prefetch: How many chunks are gathered ahead of their use.
+        budget: Bytes of the compute tier; None: enough.
+
+    Raises:
+        ConfigError: A policy that is not known, a number that can't be, or one that the policy would not look at.
+    """
+    if policy_name not in ("static", "cuda", "cpu", "const", "auto"):
+        raise ConfigError(
+            f"placement_policy={policy_name!r} is not known: choose one of 'static', 'cuda', 'cpu', 'const', 'auto'"
+        )
+    fractions = (shard_param_frac, offload_optim_frac, offload_param_frac)
+    ratios = (warmup_non_model_data_ratio, steady_cuda_cap_ratio, gpu_margin_mem_ratio)
+    if policy_name != "static":
+        _refuse_unused("static", policy_name, _FRACTIONS, fractions)
+    if policy_name != "auto":
+        _refuse_unused("auto", policy_name, _RATIOS, ratios)
+    if policy_name == "auto":
+        return AutoPlacement(
+            budget=budget,
+            steady_ratio=steady_cuda_cap_ratio,
+            warmup_ratio=warmup_non_model_data_ratio,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
+            max_prefetch=max_prefetch,
+        )
+    if policy_name == "const":
+        return ConstPlacement(budget=budget, max_prefetch=max_prefetch)
+    is_cpu = policy_name == "cpu"
+    return StaticPlacement(
+        shard_param_frac=shard_param_frac,
+        offload_optim_frac=1.0 if is_cpu else offload_optim_frac,
+        offload_param_frac=1.0 if is_cpu else offload_param_frac,
+        max_prefetch=max_prefetch,
+        budget=budget,
+        name=policy_name,
+    )
+
+
+def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | None], bytes_needed: int) -> list[int]:
+    """Returns which gathered chunks should go so that room is made, in the order in which they should.
+
+    The one whose next use is farthest goes first (L. A. Belady, A study of replacement algorithms for a virtual-storage
+    computer, 1966), before all others one that is never used again. With chunks of one size nothing gathers fewer.
+
+    Args:
+        candidates: Number and bytes of each chunk that may go.
+        next_use: Returns the moment of a chunk's next use, or None if there is none.
+        bytes_needed: How many bytes must become free.
+
+    Returns:
+        As few of that order as free `bytes_needed`; all of them if that is not enough.
+    """
+
+    def soonest_last(chunk: int) -> tuple[float, int]:
+        use = next_use(chunk)
+        return (-math.inf if use is None else -use, chunk)
+
+    chosen: list[int] = []
+    if bytes_needed > 0:
+        for chunk in sorted(candidates, key=soonest_last):
+            chosen.append(chunk)
+            bytes_needed -= candidates[chunk]
+            if bytes_needed <= 0:
+                break
+    return chosen
+
+
+def _check_fraction(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ConfigError(f"{name}={value!r} is no fraction: give a number from 0 to 1")
+
+
+def _check_counts(max_prefetch: Any, budget: Any) -> None:
+    if not isinstance(max_prefetch, int) or isinstance(max_prefetch, bool) or max_prefetch < 0:
+        raise ConfigError(
+            f"max_prefetch={max_prefetch!r} is no number of chunks: give a whole number, such as 1, or 0 for none"
+        )
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
+        raise ConfigError(
+            f"device_memory_budget={budget!r} is no number of bytes: give a whole number above 0, such as 8 * 2**30, or"
+            " None"
+        )
+
+
+def _refuse_unused(owner: str, policy_name: str, defaults: Mapping[str, float], given: Sequence[Any]) -> None:
+    """Refuses values other than the default of what only another policy looks at."""
+    for (name, default), value in zip(defaults.items(), given, strict=True):
+        if value != default:
+            raise ConfigError(
+                f"{name}={value!r} is for placement_policy={owner!r}, and {policy_name!r} would not look at it: leave"
+                f" it out, or choose {owner!r}"
+            )

@@ -1,0 +1,330 @@
+"""The `GeminiPlugin`: ZeRO stage 3 with chunks over tiers of memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.comm import (
+    group_rank,
+    group_size,
+    is_initialized,
+    new_cpu_group,
+    raise_on_all_ranks,
+    require_same_on_all_ranks,
+)
+from booster.data import shard_dataloader
+from booster.device import current_device
+from booster.errors import ConfigError
+from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.mixed_precision.fp16_naive import log_on_master
+from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.plugins.gemini.assembly import Assembly, place_buffers
+from booster.plugins.gemini.optimizer import GeminiOptimizer
+from booster.plugins.gemini.placement import make_placement
+from booster.plugins.gemini.settings import GeminiArguments, GeminiSettings
+from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
+from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.precision import DTYPES, WeightPrecision
+from booster.plugins.sync_batch_norm import convert_batch_norm
+
+if TYPE_CHECKING:
+    from booster.checkpoint_io import CheckpointIO
+
+__all__ = ["GeminiPlugin"]
+
+
+class GeminiPlugin(Plugin):
+    """ZeRO stage 3: weights, gradients and optimizer states are divided among the ranks, and placed over tiers of memory.
+
+    Parameters lie in *chunks* of one size. A rank keeps its piece of each; a chunk's weights are gathered when a module
+    that uses them runs, forward or backward, and go when room is needed. Gradients are reduce-scattered chunk by chunk
+    during backward. Memory per rank of P, N parameters with Adam: fp32 4N/P weights + 4N/P gradients + 8N/P states;
+    fp16 and bf16 with fp32 masters 2N/P + 4N/P + 12N/P; and 2 + `max_prefetch` chunks. Sent and received per step:
+    3(P-1)/P of the weights' bytes. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", SC 2020; Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory Management"
+    (PatrickStar), TPDS 2023.
+
+    The *compute tier* is the accelerator, or the host's memory where there is none. What is offloaded goes to host
+    memory beside an accelerator, and to files where there is none or `offload_dir` is given.
+
+    The user's optimizer must be elementwise, as torch's own but LBFGS, Adafactor, Muon and SparseAdam are, or declare
+    how it runs on shards; see `booster.interface.ShardAware`.
+
+    Args:
+        chunk_config_dict: {"chunk_size": elements}: the size of chunks; None: searched for.
+        chunk_init_device: Where pieces are made; None, and all that there is: where the policy wants them.
+        placement_policy: What is offloaded. "static": the fractions given. "auto": what the first step shows not to fit
+            beside activations. "const": what does not fit into `device_memory_budget`. "cpu": everything. "cuda":
+            nothing, whatever the compute tier is.
+        enable_gradient_accumulation: Several backwards may come before a step. They may in any case: False only says
+            that they will not.
+        max_prefetch: How many chunks are gathered ahead of their use.
+        shard_param_frac: The part of the weights that is divided; the rest is kept whole on every rank.
+        offload_optim_frac: The part of optimizer states (and masters) that is offloaded.
+        offload_param_frac: The part of weights and gradients that is offloaded.
+        warmup_non_model_data_ratio: "auto": the part of the budget that is left for activations in the first step.
+        steady_cuda_cap_ratio: "auto": the part of the budget that is used afterwards.
+        precision: "fp16" (with loss scaling), "bf16" or "fp32": number format of weights, gradients and computation;
+            fp32 leaves the weights as they are.
+        master_weights: Keep fp32 masters of fp16 and bf16 weights; False: the optimizer updates the rounded weights.
+        pin_memory: Page-lock offloaded memory beside an accelerator.
+        force_outputs_fp32: Cast floating outputs of the model to fp32.
+        strict_ddp_mode: Keep all weights whole on every rank.
+        search_range_m: How much larger than `min_chunk_size_m` chunks may be, in 2**20 elements.
+        hidden_dim: Step between the sizes that are tried, in elements; None: found from the model.
+        min_chunk_size_m: Size of the smallest chunk that is tried, in 2**20 elements.
+        memstats: Has to be None: the first step is measured.
+        gpu_margin_mem_ratio: "auto": the part of what is left beside activations that optimizer states may take; 0: all.
+        initial_scale: fp16's loss scale to begin with.
+        min_scale: The scale never falls below.
+        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
+        backoff_factor: Multiplies the scale when overflows lower it.
+        growth_interval: Steps without overflow before the scale grows.
+        hysteresis: How many overflows it takes before the scale is lowered.
+        max_scale: The scale never grows above.
+        max_norm: Clip gradients to this norm at every step; 0: don't.
+        norm_type: Order of that norm.
+        tp_size: Ranks of tensor parallel layers; has to be 1.
+        extra_dp_size: Shard within groups of world size / extra_dp_size ranks, and replicate over the groups.
+        enable_async_reduce: Reduce gradients while backward goes on.
+        verbose: Log how the chunks are filled, skipped steps, and changes of the loss scale on rank 0.
+        device_memory_budget: Bytes that this rank may hold in the compute tier; None: all that "auto" finds free, else
+            no limit.
+        offload_dir: A directory for files of offloaded pieces; None: host memory beside an accelerator, else the
+            system's directory for temporary files.
+        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
+        broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
+
+    Raises:
+        ConfigError: Before `launch`, or an argument that can't be.
+    """
+
+    def __init__(
+        self,
+        chunk_config_dict: Mapping[str, Any] | None = None,
+        chunk_init_device: torch.device | str | None = None,
+        placement_policy: str = "static",
+        enable_gradient_accumulation: bool = True,
+        max_prefetch: int = 0,
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float = 0.0,
+        offload_param_frac: float = 0.0,
+        warmup_non_model_data_ratio: float = 0.8,
+        steady_cuda_cap_ratio: float = 0.9,
+        precision: str = "fp16",
+        master_weights: bool = True,
+        pin_memory: bool = False,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        search_range_m: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_m: float = 32,
+        memstats: None = None,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        tp_size: int = 1,
+        extra_dp_size: int = 1,
+        enable_async_reduce: bool = True,
+        verbose: bool = False,
+        *,
+        device_memory_budget: int | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        sync_batch_norm: bool = True,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        if not is_initialized():
+            raise ConfigError(
+                "GeminiPlugin was made before the processes know each other: call booster.launch_from_torch() and"
+                " start the script with `booster run`"
+            )
+        self._arguments = GeminiArguments(
+            chunk_config_dict=chunk_config_dict,
+            chunk_init_device=chunk_init_device,
+            memstats=memstats,
+            enable_gradient_accumulation=enable_gradient_accumulation,
+            max_prefetch=max_prefetch,
+            precision=precision,
+            master_weights=master_weights,
+            pin_memory=pin_memory,
+            force_outputs_fp32=force_outputs_fp32,
+            strict_ddp_mode=strict_ddp_mode,
+            search_range_m=search_range_m,
+            hidden_dim=hidden_dim,
+            min_chunk_size_m=min_chunk_size_m,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            tp_size=tp_size,
+            extra_dp_size=extra_dp_size,
+            enable_async_reduce=enable_async_reduce,
+            verbose=verbose,
+            device_memory_budget=device_memory_budget,
+            offload_dir=offload_dir,
+            sync_batch_norm=sync_batch_norm,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self._arguments.check(group_size())
+        self._device = current_device()
+        self._placement = make_placement(
+            placement_policy,
+            shard_param_frac=0.0 if strict_ddp_mode and placement_policy == "static" else shard_param_frac,
+            offload_optim_frac=offload_optim_frac,
+            offload_param_frac=offload_param_frac,
+            warmup_non_model_data_ratio=warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=steady_cuda_cap_ratio,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
+            max_prefetch=max_prefetch,
+            budget=self._arguments.budget(placement_policy, self._device),
+        )
+        self._new_loss_scaler = functools.partial(
+            DynamicLossScaler,
+            initial_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            min_scale,
+            max_scale,
+            report=log_on_master if verbose else report_first_skip(),
+        )
+        self._new_loss_scaler()  # checks the numbers now
+        # Ranks next to each other share the shards: they are likelier to be on one machine.
+        self._mesh = init_device_mesh(
+            self._device.type, (extra_dp_size, group_size() // extra_dp_size), mesh_dim_names=("replica", "shard")
+        )
+        is_cpu = self._device.type == "cpu"
+        shard_group = self._mesh.get_group("shard") if extra_dp_size > 1 else None
+        self._agreement_group = None if is_cpu else new_cpu_group()
+        self._meeting_group = shard_group if is_cpu else new_cpu_group(shard_group)
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", self._device.type]
+
+    def supported_precisions(self) -> list[str]:
+        return list(DTYPES)
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_device(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dp_size(self) -> int:
+        return group_size()
+
+    @property
+    def dp_rank(self) -> int:
+        return group_rank()
+
+    def axis_sizes(self) -> dict[str, int]:
+        return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
+
+    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
+        is_summed_in_fp32 = self._device.type == "cpu" and parameter_dtype.itemsize < 4
+        return torch.float32 if is_summed_in_fp32 else parameter_dtype
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        raise_on_all_ranks(error_of(lambda: self._check(model, optimizer)))
+        facts = self._facts(model, optimizer)
+        require_same_on_all_ranks("the plugin's arguments or the optimizer's param groups", facts)
+        place_buffers(model, self._device)
+        if self._arguments.sync_batch_norm and self.dp_size > 1:
+            convert_batch_norm(model, self._device)
+
+    def _facts(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+        """Returns what must be the same on all ranks, each of which updates its own part by it."""
+        names = [name for name in GeminiArguments.__slots__ if name not in ("device_memory_budget", "offload_dir")]
+        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in names]
+        return facts + ([] if optimizer is None else optimizer_facts(model, optimizer))
+
+    def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if optimizer is not None:
+            require_elementwise(optimizer)
+        check_memory_is_apart(model, list(model.parameters()))
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        arguments, is_primary = self._arguments, self.dp_rank == 0
+        settings = self._settings()
+        trained = set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
+        assembly = Assembly(settings, self._placement, offload_dir=arguments.offload_dir, pins=arguments.pin_memory)
+        broadcasts = arguments.broadcast_buffers and self.dp_size > 1
+        boosted = assembly.assemble(
+            model, trained, is_primary=is_primary, broadcasts_buffers=broadcasts, verbose=arguments.verbose
+        )
+        wrapped = None
+        if optimizer is not None:
+            scaler = self._new_loss_scaler() if arguments.precision == "fp16" else None
+            wrapped = GeminiOptimizer(optimizer, boosted, settings, loss_scaler=scaler, is_primary=is_primary)
+        if arguments.dtype is not None:
+            precision = WeightPrecision(arguments.dtype, cast_inputs=True, outputs_fp32=arguments.force_outputs_fp32)
+            precision.cast(model)  # what is left: buffers
+            boosted.precision = precision
+        if dataloader is not None:
+            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _settings(self) -> GeminiSettings:
+        arguments = self._arguments
+        has_replicas = arguments.extra_dp_size > 1
+        return GeminiSettings(
+            chunks=arguments.chunks,
+            rank=self._mesh.get_local_rank("shard"),
+            num_shards=self._mesh.size(1),
+            is_first=self.dp_rank == 0,
+            is_primary=self._mesh.get_local_rank("replica") == 0,
+            device=self._device,
+            dtype=arguments.dtype,
+            keeps_masters=arguments.master_weights,
+            agreement_group=self._agreement_group,
+            shard_group=self._mesh.get_group("shard") if has_replicas else None,
+            meeting_group=self._meeting_group,
+            replica_group=self._mesh.get_group("replica") if has_replicas else None,
+            max_prefetch=arguments.max_prefetch,
+            reduces_asynchronously=arguments.enable_async_reduce,
+            max_norm=float(arguments.max_norm),
+            norm_type=float(arguments.norm_type),
+        )
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        """Returns a context that changes nothing: every backward reduces, as no rank has room for whole gradients."""
+        return nullcontext()
+
+    def control_checkpoint_io(self) -> bool:
+        return False
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        from booster.checkpoint_io import GeneralCheckpointIO
+
+        return GeneralCheckpointIO()

@@ -1,0 +1,204 @@
+"""Gradients: collected chunk by chunk as backward gives them, and summed over the ranks in one order on all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from booster.comm import all_reduce_max, broadcast, collective_device
+from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.meeting import Post
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from booster.plugins.gemini.chunk_manager import ChunkManager
+
+__all__ = ["GradientReduction"]
+
+# Note [Order of reductions]
+# Chunks are reduced in one order, the same on all ranks: at first from the last chunk to the first, and after the first
+# backward as rank 0 completed them there. A rank is *ready* for the first n of them. What no meeting could agree on
+# because some rank has no gradients of it (it went another way through the model) is left over until backward ends;
+# then one all-reduce of a byte per chunk says what is left anywhere, and it is reduced, with zeros from those who have
+# nothing. After the first backward only parameters are waited for whose gradients arrived once on some rank.
+
+
+class GradientReduction:
+    """The gradients of all chunks.
+
+    Args:
+        manager: Of the chunks.
+        is_asynchronous: Whether a reduction goes on while backward does.
+    """
+
+    def __init__(self, manager: ChunkManager, *, is_asynchronous: bool) -> None:
+        self._manager = manager
+        self._is_asynchronous = is_asynchronous
+        self._flights: deque[Chunk] = deque()
+        self._order = [chunk.index for chunk in reversed(manager.chunks) if chunk.layout.trains]
+        self._completed: list[int] = []
+        self._is_ready = [False] * len(manager.chunks)
+        self._num_issued = 0
+        self._knows_order = False
+        self._next_order: list[int] = []
+        self._has_news = False
+        self._scratch: torch.Tensor | None = None
+        self.num_ready = 0
+        self.was_forward_only = False
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Takes note of further chunks."""
+        self._order += [chunk.index for chunk in chunks if chunk.layout.trains]
+        self._is_ready += [False] * len(chunks)
+
+    # During backward.
+
+    def receive(self, slot: Slot) -> None:
+        """Takes a gradient that has arrived in `.grad`."""
+        chunk, manager = slot.chunk, self._manager
+        self._has_news = self._has_news or not slot.is_expected
+        chunk.receive(slot, manager.take_buffer)
+        if chunk.is_complete and not self._is_ready[chunk.index]:
+            self._complete(chunk)
+
+    def _complete(self, chunk: Chunk) -> None:
+        manager = self._manager
+        manager.note_complete(chunk)
+        self._completed.append(chunk.index)
+        self._is_ready[chunk.index] = True
+        if chunk.can_be_released and not manager.is_needed_again(chunk):
+            manager.release(chunk)
+        before = self.num_ready
+        while self.num_ready < len(self._order) and self._is_ready[self._order[self.num_ready]]:
+            self.num_ready += 1
+        if self.num_ready > before:
+            manager.meet(())
+
+    def start_agreed(self, num_ready: int) -> None:
+        """Starts the reductions for which every rank is ready. Collective: all ranks come with the same number."""
+        while self._num_issued < num_ready:
+            chunk = self._manager.chunks[self._order[self._num_issued]]
+            self._num_issued += 1
+            self._start(chunk)
+
+    def _start(self, chunk: Chunk) -> None:
+        if chunk.is_reducing:  # a second round in the same backward
+            self._finish_all()
+        self.allocate_sums(chunk)
+        chunk.start_reduce(self._manager.take_buffer)
+        self._flights.append(chunk)
+        if not self._is_asynchronous:
+            self._finish_all()
+
+    def allocate_sums(self, chunk: Chunk) -> None:
+        """Makes room for a chunk's sums, with any content, if there is none."""
+        if chunk.sums.tensor is None and not chunk.sums.is_offloaded:
+            chunk.sums.allocate(self._manager.sums_tier(chunk))
+
+    def finish_oldest(self) -> bool:
+        """Waits for the reduction that was started first; returns False if there is none."""
+        if not self._flights:
+            return False
+        chunk = self._flights.popleft()
+        self._manager.pool.give_back(chunk.finish_reduce(self._take_scratch))
+        return True
+
+    def _finish_all(self) -> None:
+        while self.finish_oldest():
+            pass
+
+    def _take_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = numel * dtype.itemsize
+        if self._scratch is None or self._scratch.numel() < num_bytes:
+            device = self._manager.chunks[0].sums.device
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._scratch[:num_bytes].view(dtype)
+
+    # At its end.
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether there is something to agree on when backward ends."""
+        is_left = any(chunk.has_gradients and not chunk.is_reducing for chunk in self._manager.chunks)
+        return is_left or self._has_news or not self._knows_order
+
+    def reduce_leftovers(self, posts: Sequence[Post]) -> None:
+        """Reduces what is left on any rank. Collective over the shard group."""
+        if any(post.has_leftovers for post in posts):
+            for index in self._agree():
+                self._start(self._manager.chunks[index])
+        self._finish_all()
+
+    def _agree(self) -> list[int]:
+        """Returns the chunks of which some rank has gradients left; agrees on which gradients to expect."""
+        chunks = self._manager.chunks
+        slots = [slot for chunk in chunks for slot in chunk.slots]
+        left = [chunk.has_gradients and not chunk.is_reducing for chunk in chunks]
+        learns = not self._knows_order and bool(self._completed)
+        if learns:
+            for slot in slots:
+                slot.is_expected = slot.is_used
+        facts = left + [slot.is_expected for slot in slots]
+        group = self._manager.meeting.group
+        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
+        agreed = all_reduce_max(mask, group).tolist()
+        for slot, is_expected in zip(slots, agreed[len(chunks) :], strict=True):
+            slot.is_expected = bool(is_expected)
+        if not self._knows_order:
+            self._agree_on_order(group)
+        return [index for index, is_left in enumerate(agreed[: len(chunks)]) if is_left]
+
+    def _agree_on_order(self, group: dist.ProcessGroup | None) -> None:
+        order = torch.tensor([*dict.fromkeys([*self._completed, *self._order])], dtype=torch.int64)
+        order = order.to(collective_device(group))
+        broadcast([order], group)
+        self._next_order = order.tolist()
+
+    def finish_backward(self) -> None:
+        """Makes ready for the next backward."""
+        self._finish_all()
+        self._scratch = None
+        if not self._knows_order:
+            self._order, self._knows_order = self._next_order or self._order, True
+        self._order = [index for index in self._order if self._is_expected(index)] + [
+            index for index in self._order if not self._is_expected(index)
+        ]
+        self._completed.clear()
+        self._is_ready = [False] * len(self._manager.chunks)
+        self._num_issued = self.num_ready = 0
+        self._has_news = False
+
+    # Between backwards.
+
+    @property
+    def has_local(self) -> bool:
+        """Whether this rank has gradients that were not reduced."""
+        return any(chunk.has_gradients for chunk in self._manager.chunks)
+
+    def reduce_local(self) -> None:
+        """Reduces gradients that any rank has and that were not reduced. Collective over the shard group."""
+        for index in self._agree():
+            self._start(self._manager.chunks[index])
+        self._finish_all()
+        self._manager.pool.trim()
+
+    def reset(self, *, keeps_use: bool = False) -> None:
+        """Forgets the window's gradients.
+
+        Args:
+            keeps_use: Parameters that had a gradient go on with a gradient of zero.
+        """
+        self._finish_all()
+        for chunk in self._manager.chunks:
+            buffer = chunk.forget_gradients()
+            if buffer is not None:
+                self._manager.pool.give_back(buffer)
+            for slot in chunk.slots:
+                slot.is_used = slot.is_used and keeps_use
+
+    def _is_expected(self, index: int) -> bool:
+        return any(slot.is_expected for slot in self._manager.chunks[index].slots)

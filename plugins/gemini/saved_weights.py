@@ -1,0 +1,169 @@
+"""What autograd saves for backward: of weights only which ones they are, so that they can go and be gathered again."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from booster.plugins.gemini.chunk import Chunk, Slot
+
+__all__ = ["SavedTensors", "WeightSource"]
+
+# Note [Saved weights]
+# Most operators save the weights that they multiplied with, or a view of them, for their backward. While the model's
+# forward runs, autograd asks `pack` what to keep instead. Of a tensor in a chunk's payload it keeps the chunk, the
+# parameter, and the view's shape; `unpack` has the chunk gathered when the operator's backward asks for it, exactly
+# then. That needs no hook of any module, so it makes no difference which module used the weights, through what view,
+# and how its outputs look. Every other tensor is kept as it is. torch compares versions of saved tensors only where
+# nobody packs them, so that is done here as well: a tensor that was written over before backward is an error.
+
+
+class WeightSource(Protocol):
+    """Who knows the chunks."""
+
+    def chunk_at(self, address: int) -> Chunk | None:
+        """Returns the chunk whose payload begins at an address in memory."""
+        ...
+
+    def gather_for_backward(self, slot: Slot) -> torch.Tensor:
+        """Returns the payload with the weights of a parameter."""
+        ...
+
+    def note_saved(self, num_bytes: int) -> None:
+        """Takes note of bytes that autograd keeps, or (negative) lets go."""
+        ...
+
+
+class _SavedWeight:
+    """A view of a parameter's weights."""
+
+    __slots__ = ("_offset", "_size", "_slot", "_source", "_stride", "_version")
+
+    def __init__(self, source: WeightSource, slot: Slot, tensor: torch.Tensor, offset: int) -> None:
+        self._source = source
+        self._slot = slot
+        self._version = slot.chunk.version
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), offset
+        slot.num_saved += 1
+
+    def __del__(self) -> None:
+        self._slot.num_saved -= 1
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the weights, gathered if they are not here."""
+        if self._slot.chunk.version != self._version:
+            raise RuntimeError(
+                f"backward needs {self._slot.name!r} as it was in the forward, and the weights have been changed since,"
+                " by optimizer.step() or by loading a checkpoint: call backward() before that"
+            )
+        payload = self._source.gather_for_backward(self._slot)
+        return payload.as_strided(self._size, self._stride, self._offset)
+
+
+class _SavedOther:
+    """Any other tensor."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()  # not itself: an operator's output would keep its own graph alive
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """Returns it."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+                f" {self._tensor.dtype} tensor of shape {tuple(self._tensor.shape)} is at version"
+                f" {self._tensor._version}; expected version {self._version} instead"
+            )
+        return self._tensor
+
+
+class _CountedOther(_SavedOther):
+    """Any other tensor, whose memory is taken note of."""
+
+    __slots__ = ("_num_bytes", "_source")
+
+    def __init__(self, tensor: torch.Tensor, source: WeightSource, num_bytes: int) -> None:
+        super().__init__(tensor)
+        self._source = source
+        self._num_bytes = num_bytes
+        source.note_saved(num_bytes)
+
+    def __del__(self) -> None:
+        self._source.note_saved(-self._num_bytes)
+
+
+class SavedTensors:
+    """Packs and unpacks while a model's forward runs; see Note [Saved weights].
+
+    Args:
+        source: Who knows the chunks.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+        self._counts = False
+        self._is_active = False
+
+    def begin(self, *, counts: bool) -> None:
+        """Begins to pack, if nobody else does who must not be kept from it.
+
+        Args:
+            counts: Take note of the memory of other tensors.
+        """
+        self._is_active = torch._C._autograd._saved_tensors_hooks_is_enabled()
+        if self._is_active:
+            self._counts = counts
+            self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        """Ends it."""
+        if self._is_active:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._is_active, self._outer = False, None
+
+    @staticmethod
+    def is_somebody_packing() -> bool:
+        """Whether hooks of others are at work, as activation checkpointing's are while it recomputes a forward."""
+        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        chunk = self._source.chunk_at(storage.data_ptr())
+        if chunk is not None:
+            offset = tensor.storage_offset()
+            slot = _slot_at(chunk, offset * tensor.itemsize // chunk.layout.dtype.itemsize)
+            if slot is not None:
+                return _SavedWeight(self._source, slot, tensor, offset)
+        if self._outer is not None:
+            return self._outer[1], self._outer[0](tensor)
+        if self._counts:
+            return _CountedOther(tensor, self._source, storage.nbytes())
+        return _SavedOther(tensor)
+
+    @staticmethod
+    def _unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, tuple):
+            unpack, packed = saved
+            return unpack(packed)
+        return saved.unpack()
+
+
+def _slot_at(chunk: Chunk, element: int) -> Slot | None:
+    """Returns the parameter in whose place an element lies."""
+    index = bisect_right(chunk.starts, element) - 1
+    while index >= 0:  # parameters without elements begin where another one does
+        slot = chunk.slots[index]
+        if slot.place.start <= element < slot.place.stop:
+            return slot
+        if slot.place.stop > slot.place.start:
+            return None
+        index -= 1
+    return None

@@ -1,0 +1,239 @@
+"""The plugin's arguments, checked one by one before anything is allocated, and what they mean for chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.device import current_device, free_memory
+from booster.errors import ConfigError
+from booster.plugins.gemini.layout import ChunkLayout
+from booster.plugins.gemini.tiers import Tier
+from booster.plugins.sharding.precision import DTYPES
+
+__all__ = ["ChunkSettings", "GeminiArguments", "GeminiSettings"]
+
+_MEBI = 2**20
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_FLAGS = (
+    "enable_gradient_accumulation",
+    "master_weights",
+    "pin_memory",
+    "force_outputs_fp32",
+    "strict_ddp_mode",
+    "enable_async_reduce",
+    "verbose",
+    "sync_batch_norm",
+    "broadcast_buffers",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSettings:
+    """How large chunks are, in elements.
+
+    Attributes:
+        numel: Of every chunk; None: searched for.
+        min_numel: The smallest that is tried.
+        search_range_numel: How much larger the largest is.
+        step_numel: Between two that are tried; None: found from the model.
+    """
+
+    numel: int | None
+    min_numel: int
+    search_range_numel: int
+    step_numel: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeminiArguments:
+    """See `GeminiPlugin`."""
+
+    chunk_config_dict: Mapping[str, Any] | None
+    chunk_init_device: torch.device | str | None
+    memstats: None
+    enable_gradient_accumulation: bool
+    max_prefetch: int
+    precision: str
+    master_weights: bool
+    pin_memory: bool
+    force_outputs_fp32: bool
+    strict_ddp_mode: bool
+    search_range_m: float
+    hidden_dim: int | None
+    min_chunk_size_m: float
+    max_norm: float
+    norm_type: float
+    tp_size: int
+    extra_dp_size: int
+    enable_async_reduce: bool
+    verbose: bool
+    device_memory_budget: int | None
+    offload_dir: str | os.PathLike[str] | None
+    sync_batch_norm: bool
+    broadcast_buffers: bool
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Number format of the weights; None: their own."""
+        return DTYPES[self.precision]
+
+    @property
+    def chunks(self) -> ChunkSettings:
+        """How large chunks are."""
+        config = {} if self.chunk_config_dict is None else self.chunk_config_dict
+        return ChunkSettings(
+            numel=config.get("chunk_size"),
+            min_numel=max(1, int(self.min_chunk_size_m * _MEBI)),
+            search_range_numel=int(self.search_range_m * _MEBI),
+            step_numel=self.hidden_dim,
+        )
+
+    def budget(self, policy_name: str, device: torch.device) -> int | None:
+        """Returns the bytes of the compute tier; None: no limit.
+
+        "auto" looks for what is free: of the accelerator, or this process's share of the host's memory.
+        """
+        if self.device_memory_budget is not None or policy_name != "auto":
+            return self.device_memory_budget
+        return free_memory(device)
+
+    def check(self, world_size: int) -> None:
+        """Raises for what can't be.
+
+        Raises:
+            ConfigError: Such an argument.
+        """
+        if self.precision not in DTYPES:
+            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value: pass True or False")
+        self._check_numbers()
+        self._check_sizes()
+        self._check_ranks(world_size)
+        if self.memstats is not None:
+            raise ConfigError("memstats is not taken: the first step is measured as it runs. Leave it out")
+        if self.chunk_init_device is not None and str(self.chunk_init_device) != str(current_device().type):
+            raise ConfigError(
+                f"chunk_init_device={self.chunk_init_device!r} is not where chunks are made: the placement policy says"
+                " where each piece goes. Leave it out"
+            )
+        if self.offload_dir is not None and not os.path.isdir(self.offload_dir):
+            raise ConfigError(
+                f"offload_dir={os.fspath(self.offload_dir)!r} is no directory: make it first, or leave it out for the"
+                " system's directory for temporary files"
+            )
+
+    def _check_numbers(self) -> None:
+        if not _is_number(self.max_norm) or self.max_norm < 0:
+            raise ConfigError(
+                f"max_norm={self.max_norm!r} is no norm that gradients could be clipped to: give a positive number, or"
+                " 0 for no clipping"
+            )
+        if not _is_number(self.norm_type) or self.norm_type <= 0:
+            raise ConfigError(
+                f"norm_type={self.norm_type!r} is no order of a norm: give a positive number, or float('inf')"
+            )
+
+    def _check_sizes(self) -> None:
+        if not _is_number(self.min_chunk_size_m) or not 0 < self.min_chunk_size_m < float("inf"):
+            raise ConfigError(
+                f"min_chunk_size_m={self.min_chunk_size_m!r} holds no parameter: give a number of 2**20 elements above"
+                " 0, such as 32"
+            )
+        if not _is_number(self.search_range_m) or not 0 <= self.search_range_m < float("inf"):
+            raise ConfigError(
+                f"search_range_m={self.search_range_m!r} is no range of chunk sizes: give a number of 2**20 elements,"
+                " such as 32, or 0 for chunks of min_chunk_size_m"
+            )
+        if self.hidden_dim is not None and not _is_count(self.hidden_dim, 1):
+            raise ConfigError(
+                f"hidden_dim={self.hidden_dim!r} is no step between chunk sizes: give the model's hidden size, or None"
+            )
+        config = self.chunk_config_dict
+        if config is not None and (set(config) != {"chunk_size"} or not _is_count(config["chunk_size"], 1)):
+            raise ConfigError(
+                f"chunk_config_dict={config!r} is not understood: give {{'chunk_size': number of elements}}, or leave it"
+                " out to have the size searched for"
+            )
+
+    def _check_ranks(self, world_size: int) -> None:
+        if not _is_count(self.tp_size, 1):
+            raise ConfigError(f"tp_size={self.tp_size!r} is no number of ranks: give a whole number from 1")
+        if self.tp_size > 1:
+            raise ConfigError(
+                f"tp_size={self.tp_size} asks for tensor parallel layers, which this version does not have yet: leave"
+                " it out"
+            )
+        size = self.extra_dp_size
+        if not _is_count(size, 1) or world_size % size:
+            raise ConfigError(
+                f"extra_dp_size={size!r} does not divide the {world_size} ranks into equal groups that each hold all"
+                " shards: give a divisor of the world size, or 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeminiSettings:
+    """How a model is sharded.
+
+    Attributes:
+        chunks: How large chunks are.
+        rank: Of this process among those that share the shards.
+        num_shards: How many these are.
+        is_first: This is the first of all ranks, whose weights all take over.
+        is_primary: Other ranks hold copies of this rank's shards, and this one writes them.
+        device: The compute tier's.
+        dtype: Number format that weights are cast to; None: they stay.
+        keeps_masters: Low-precision weights have fp32 masters.
+        data_parallel_group: All ranks among which data are divided; None: the world.
+        agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
+        shard_group: The ranks among them that share the shards; None: the world.
+        meeting_group: The same ranks as `shard_group`, on the CPU.
+        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
+        max_prefetch: How many chunks are gathered ahead.
+        reduces_asynchronously: Reductions go on while backward does.
+        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
+        norm_type: Order of that norm.
+    """
+
+    chunks: ChunkSettings
+    rank: int
+    num_shards: int
+    is_first: bool
+    is_primary: bool
+    device: torch.device
+    dtype: torch.dtype | None
+    keeps_masters: bool
+    data_parallel_group: dist.ProcessGroup | None = None
+    agreement_group: dist.ProcessGroup | None = None
+    shard_group: dist.ProcessGroup | None = None
+    meeting_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    max_prefetch: int = 0
+    reduces_asynchronously: bool = True
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+
+    def main_dtype(self, layout: ChunkLayout) -> torch.dtype:
+        """Returns the format in which an optimizer updates a chunk."""
+        is_low = layout.dtype in _LOW_PRECISION
+        return torch.float32 if is_low and self.keeps_masters else layout.dtype
+
+    def main_device(self, states_tier: Tier | None) -> torch.device:
+        """Returns where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
+        return self.device if states_tier is None or states_tier.name == "disk" else torch.device("cpu")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,207 @@
+"""What an optimizer updates of a chunk: this rank's shards, and the states that it has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.interface import Shard
+from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.layout import Part
+from booster.plugins.gemini.pieces import Piece
+from booster.plugins.gemini.tiers import Tier
+from booster.plugins.sharding.masters import take_over
+
+__all__ = ["ChunkUpdate", "OwnedShard"]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedShard:
+    """A shard and where it lies."""
+
+    shard: Shard
+    part: Part
+    slot: Slot
+
+
+class ChunkUpdate:
+    """This rank's shards of a chunk, views of the piece that is updated.
+
+    Args:
+        chunk: A chunk that trains, with memory.
+        group_of: By a parameter's `id` the index of its param group.
+        is_primary: True where this rank writes what replicas of the shards hold alike.
+
+    Attributes:
+        owned: The shards, in the order in which they lie.
+        states: Per-element states in a tier, by name.
+    """
+
+    def __init__(self, chunk: Chunk, group_of: Mapping[int, int], *, is_primary: bool) -> None:
+        self.chunk = chunk
+        self.states: dict[str, Piece] = {}
+        main = chunk.main.as_tensor()
+        self.owned = [
+            self._own(part, main[part.in_piece], group_of, is_primary) for part in chunk.layout.parts(chunk.rank)
+        ]
+
+    def _own(self, part: Part, memory: torch.Tensor, group_of: Mapping[int, int], is_primary: bool) -> OwnedShard:
+        slot = self.chunk.slots[part.place_index]
+        shard = Shard(
+            name=slot.name,
+            global_shape=slot.place.shape,
+            span=part.span,
+            parameter=nn.Parameter(memory, requires_grad=True),
+            working=slot.parameter,
+            group_index=group_of[id(slot.parameter)],
+            has_master=self.chunk.main.dtype != self.chunk.layout.dtype,
+            is_primary=is_primary,
+        )
+        return OwnedShard(shard, part, slot)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the weights are rounded from, or copies of, what is updated."""
+        return self.chunk.main is not self.chunk.weights
+
+    @property
+    def rounds_in_place(self) -> bool:
+        """Whether an optimizer may write this rank's piece of the weights while it updates their masters."""
+        return self.has_copy and self.chunk.main.device == self.chunk.weights.device
+
+    def point(self) -> None:
+        """Lets the shards look at where the piece is now; a piece may have moved to another tier."""
+        main = self.chunk.main.as_tensor()
+        for one in self.owned:
+            one.shard.parameter.data = main[one.part.in_piece]
+
+    def point_gradients(self) -> None:
+        """Gives every shard that was used its sums as gradient, and the others none."""
+        sums = self.chunk.sums.as_tensor() if self.chunk.has_sums else None
+        for one in self.owned:
+            parameter = one.shard.parameter
+            if not one.slot.is_used:
+                parameter.grad = None
+            elif sums is None:  # zero_grad(set_to_none=False), and nothing since
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                parameter.grad = sums[one.part.in_piece].to(device=parameter.device, dtype=parameter.dtype)
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Returns the shards' gradients by the number of the shard."""
+        grads = ((number, one.shard.parameter.grad) for number, one in enumerate(self.owned))
+        return {number: grad for number, grad in grads if grad is not None}
+
+    def working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns this rank's weights by the shard that they follow."""
+        weights = self.chunk.weights.as_tensor()
+        return {one.shard.parameter: weights[one.part.in_piece] for one in self.owned}
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Rounds what was updated into this rank's piece of the weights."""
+        if self.has_copy:
+            self.chunk.weights.as_tensor().copy_(self.chunk.main.as_tensor())
+
+    def follow(self) -> None:
+        """Takes over weights that were changed from outside."""
+        if self.has_copy:
+            take_over(self.chunk.main.as_tensor(), self.chunk.weights.as_tensor())
+
+    def follow_shard(self, shard: Shard) -> None:
+        """Does so for one shard."""
+        part = next(one.part for one in self.owned if one.shard is shard)
+        if self.has_copy:
+            weights = self.chunk.weights.as_tensor()[part.in_piece]
+            take_over(shard.parameter.detach(), weights)
+
+    # Optimizer states in a tier.
+
+    @torch.no_grad()
+    def offload_states(self, optimizer: Optimizer, tier: Tier) -> None:
+        """Moves states with one value per element, that are not there yet, to a tier."""
+        for key in self._new_states(optimizer):
+            states = [optimizer.state[one.shard.parameter].get(key) for one in self.owned]
+            dtype = next(state.dtype for state in states if state is not None)
+            piece = Piece(self.chunk.layout.piece_numel, dtype, self.chunk.main.device)
+            piece.allocate(tier)
+            self.states[key] = piece
+            memory = piece.as_tensor()
+            for one, state in zip(self.owned, states, strict=True):
+                if state is not None:
+                    view = memory[one.part.in_piece]
+                    view.copy_(state)
+                    optimizer.state[one.shard.parameter][key] = view
+
+    def _new_states(self, optimizer: Optimizer) -> Iterator[str]:
+        keys: dict[str, None] = {}
+        for one in self.owned:
+            for key, value in optimizer.state.get(one.shard.parameter, {}).items():
+                if is_elementwise_state(value, one.shard.parameter) and not self._is_offloaded(key, value):
+                    keys.setdefault(key)
+        yield from keys
+
+    def _is_offloaded(self, key: str, value: torch.Tensor) -> bool:
+        piece = self.states.get(key)
+        if piece is None:
+            return False
+        memory = piece.as_tensor()
+        start = memory.data_ptr()
+        return start <= value.data_ptr() < start + memory.nbytes
+
+    @torch.no_grad()
+    def fetch_states(self, optimizer: Optimizer) -> None:
+        """Moves the states back to memory."""
+        for key, piece in self.states.items():
+            for one in self.owned:
+                state = optimizer.state.get(one.shard.parameter, {})
+                if key in state:
+                    state[key] = state[key].clone()
+            piece.drop()
+        self.states.clear()
+
+    def new_state(self, parameter: torch.Tensor, key: str, dtype: torch.dtype, tier: Tier) -> torch.Tensor:
+        """Returns room in a tier for a state of a shard that is about to be filled."""
+        piece = self.states.get(key)
+        if piece is None or piece.dtype != dtype:
+            piece = self.states[key] = Piece(self.chunk.layout.piece_numel, dtype, self.chunk.main.device)
+            piece.allocate(tier)
+        part = next(one.part for one in self.owned if one.shard.parameter is parameter)
+        return piece.as_tensor()[part.in_piece]
+
+    def state_bytes(self, optimizer: Optimizer | None) -> int:
+        """Returns the bytes of masters and per-element states, wherever they are; an estimate before the first step."""
+        masters = self.chunk.main.num_bytes if self.has_copy else 0
+        if optimizer is None or not any(optimizer.state.get(one.shard.parameter) for one in self.owned):
+            return masters + 2 * self.chunk.main.num_bytes  # Adam's two moments
+        return masters + sum(
+            value.nbytes
+            for one in self.owned
+            for value in optimizer.state.get(one.shard.parameter, {}).values()
+            if is_elementwise_state(value, one.shard.parameter)
+        )
+
+    def state_bytes_in_memory(self, optimizer: Optimizer) -> int:
+        """Returns those that are in the compute tier."""
+        masters = self.chunk.main.bytes_in_memory if self.has_copy else 0
+        return masters + sum(
+            value.nbytes
+            for one in self.owned
+            for key, value in optimizer.state.get(one.shard.parameter, {}).items()
+            if is_elementwise_state(value, one.shard.parameter) and not self._is_offloaded(key, value)
+        )
+
+
+def is_elementwise_state(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state has one value for every element of a shard."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def all_shards(updates: Sequence[ChunkUpdate]) -> list[Shard]:
+    """Returns the shards of all chunks."""
+    return [one.shard for update in updates for one in update.owned]

@@ -1,0 +1,23 @@
+"""Buffers of the model, equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from booster.comm import broadcast
+
+__all__ = ["broadcast_joined"]
+
+
+@torch.no_grad()
+def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gives all ranks the first rank's tensors, with one message per number format. Collective."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [tensor for tensor in tensors if tensor.dtype == dtype]
+        joined = torch.cat([tensor.reshape(-1) for tensor in members])
+        broadcast([joined], group)
+        for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

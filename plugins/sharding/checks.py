@@ -1,0 +1,67 @@
+"""What is checked, and said, alike by all strategies that give each rank parts of parameters to update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.errors import ConfigError
+from booster.mixed_precision.fp16_naive import log_on_master
+
+__all__ = ["check_memory_is_apart", "error_of", "optimizer_facts", "report_first_skip"]
+
+
+def report_first_skip() -> Callable[[str], None]:
+    """Returns a report that logs the first skipped step: the first ones of a run are usually skipped."""
+    reported: list[str] = []
+
+    def report(text: str) -> None:
+        if "skipped" in text and not reported:
+            reported.append(text)
+            log_on_master(
+                f"{text}. More may follow while the scale falls to where gradients fit: start lower with"
+                " initial_scale=2**16, see them all with verbose=True, ask optimizer.step_was_skipped"
+            )
+
+    return report
+
+
+def error_of(check: Callable[[], None]) -> ConfigError | None:
+    """Returns what a check raises; None: nothing."""
+    try:
+        check()
+    except ConfigError as error:
+        return error
+    return None
+
+
+def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:
+    """Returns if no two of the parameters share memory.
+
+    Raises:
+        ConfigError: Two of them do.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: dict[int, str] = {}
+    for parameter in trained:
+        if parameter.numel() == 0 or parameter.is_meta:
+            continue
+        other = seen.setdefault(parameter.data_ptr(), names[id(parameter)])
+        if other != names[id(parameter)]:
+            raise ConfigError(
+                f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
+                " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
+            )
+
+
+def optimizer_facts(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Returns what must be the same of an optimizer on all ranks, each of which updates its own part by it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    facts = [f"optimizer {type(optimizer).__name__}"]
+    for index, group in enumerate(optimizer.param_groups):
+        facts.append(f"group {index}: {', '.join(names[id(parameter)] for parameter in group['params'])}")
+        plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        facts += [f"group {index}: {key}={value!r}" for key, value in sorted(plain.items())]
+    return facts
