@@ -19,7 +19,7 @@ from _gpt import SIZES, GPTSize, batches, make_gpt, next_token_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["CASES", "Case", "case_named"]
+__all__ = ["CASES", "Case", "SizedBuild", "boosted", "case_named", "gemini", "plain_half"]
 
 _MAX_NORM = 1.0
 _LOSS_SCALE = 2.0**12  # low enough that no step overflows: a skipped step would be a cheap one
@@ -64,6 +64,12 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
 
 
+def _hybrid_adam(parameters: Any) -> torch.optim.Optimizer:
+    from booster.optim import HybridAdam
+
+    return HybridAdam(parameters, lr=1e-4, weight_decay=0.01)
+
+
 def _plain(size: GPTSize, device: torch.device, *, autocast: torch.dtype | None = None, ddp: bool = False) -> Step:
     """fp32 weights; autocast, and a gradient scaler with fp16."""
     model: nn.Module = make_gpt(size, device)
@@ -87,10 +93,10 @@ def _plain(size: GPTSize, device: torch.device, *, autocast: torch.dtype | None 
     return step
 
 
-def _plain_half(
+def plain_half(
     size: GPTSize, device: torch.device, *, dtype: torch.dtype = torch.float16, scale: float = _LOSS_SCALE
 ) -> Step:
-    """Half-precision weights with fp32 copies that the optimizer updates, and a constant loss scale."""
+    """Returns a step with half-precision weights, fp32 copies that the optimizer updates, and a constant loss scale."""
     model, batch = make_gpt(size, device), batches(size, device=device)
     masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     model.to(dtype)
@@ -115,15 +121,27 @@ def _plain_half(
     return step
 
 
-def _boosted(
+def boosted(
     size: GPTSize,
     device: torch.device,
     *,
     plugin: Callable[[], Any] | None = None,
     precision: str | None = None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = _adamw,
+    model: nn.Module | None = None,
     **options: Any,
 ) -> Step:
-    """The loop through the booster; `options` are arguments of the precision's class, whose name `precision` is."""
+    """Returns a step of the loop through the booster.
+
+    Args:
+        size: Of the model and the batch.
+        device: To train on.
+        plugin: Makes the plugin; None: there is none.
+        precision: Name of a class of the package; None: that of the plugin, or fp32.
+        make_optimizer: From the parameters.
+        model: To train, maybe lazy; None: the GPT of that size, on the device.
+        **options: Arguments of the precision's class.
+    """
     import booster as package
 
     chosen_plugin = None if plugin is None else plugin()
@@ -132,8 +150,8 @@ def _boosted(
         mixed_precision=None if precision is None else getattr(package, precision)(**options),
         plugin=chosen_plugin,
     )
-    model, batch = make_gpt(size, device), batches(size, device=device)
-    model, optimizer, criterion, _, _ = booster.boost(model, _adamw(model.parameters()), next_token_loss)
+    model, batch = make_gpt(size, device) if model is None else model, batches(size, device=device)
+    model, optimizer, criterion, _, _ = booster.boost(model, make_optimizer(model.parameters()), next_token_loss)
 
     def step(index: int) -> torch.Tensor:
         tokens, targets = batch(index)
@@ -200,54 +218,71 @@ def _low_level_zero(stage: int, precision: str) -> Any:
     return LowLevelZeroPlugin(stage=stage, precision=precision, initial_scale=_LOSS_SCALE)
 
 
+def gemini(precision: str, **arguments: Any) -> Any:
+    """Returns a GeminiPlugin with these arguments."""
+    from booster.plugins import GeminiPlugin
+
+    return GeminiPlugin(precision=precision, **arguments)
+
+
+def _gemini_case(name: str, precision: str, plain: SizedBuild, **arguments: Any) -> Case:
+    """Models that fit in any case: what is shown is the cost of the placement, beside plain torch."""
+    build = partial(boosted, plugin=partial(gemini, precision, **arguments), make_optimizer=_hybrid_adam)
+    return Case(name=f"gemini {name} {precision}", plain=plain, boosted=build, is_distributed=True)
+
+
 def _zero_case(stage: int, precision: str, plain: SizedBuild) -> Case:
     """One rank has nothing to send: what is left is the cost of flat buffers, and of fp32 masters in them."""
-    boosted = partial(_boosted, plugin=partial(_low_level_zero, stage, precision))
-    return Case(name=f"low_level_zero {stage} {precision}", plain=plain, boosted=boosted, is_distributed=True)
+    build = partial(boosted, plugin=partial(_low_level_zero, stage, precision))
+    return Case(name=f"low_level_zero {stage} {precision}", plain=plain, boosted=build, is_distributed=True)
 
 
 CASES: Sequence[Case] = (
-    Case(name="fp32", plain=_plain, boosted=_boosted),
+    Case(name="fp32", plain=_plain, boosted=boosted),
     Case(
         name="bf16",
         plain=partial(_plain, autocast=torch.bfloat16),
-        boosted=partial(_boosted, precision="BF16MixedPrecision"),
+        boosted=partial(boosted, precision="BF16MixedPrecision"),
     ),
     Case(
         name="torch_ddp bf16",
         plain=partial(_plain, autocast=torch.bfloat16, ddp=True),
-        boosted=partial(_boosted, precision="BF16MixedPrecision", plugin=_torch_ddp),
+        boosted=partial(boosted, precision="BF16MixedPrecision", plugin=_torch_ddp),
         is_distributed=True,
     ),
     Case(
         name="fp16",
         plain=partial(_plain, autocast=torch.float16),
-        boosted=partial(_boosted, precision="FP16TorchMixedPrecision", init_scale=_LOSS_SCALE),
+        boosted=partial(boosted, precision="FP16TorchMixedPrecision", init_scale=_LOSS_SCALE),
     ),
     Case(
         name="fp16_naive",
-        plain=_plain_half,
-        boosted=partial(_boosted, precision="FP16NaiveMixedPrecision", initial_scale=_LOSS_SCALE),
+        plain=plain_half,
+        boosted=partial(boosted, precision="FP16NaiveMixedPrecision", initial_scale=_LOSS_SCALE),
     ),
     Case(
         name="fp16_apex O1",
         plain=partial(_plain, autocast=torch.float16),
-        boosted=partial(_boosted, precision="FP16ApexMixedPrecision", opt_level="O1", loss_scale=_LOSS_SCALE),
+        boosted=partial(boosted, precision="FP16ApexMixedPrecision", opt_level="O1", loss_scale=_LOSS_SCALE),
     ),
     Case(
         name="fp16_apex O2",
-        plain=_plain_half,
-        boosted=partial(_boosted, precision="FP16ApexMixedPrecision", opt_level="O2", loss_scale=_LOSS_SCALE),
+        plain=plain_half,
+        boosted=partial(boosted, precision="FP16ApexMixedPrecision", opt_level="O2", loss_scale=_LOSS_SCALE),
     ),
     Case(
         name="fp8",  # torch has no float8 loop of its own: beside bf16
         plain=partial(_plain, autocast=torch.bfloat16),
-        boosted=partial(_boosted, precision="FP8MixedPrecision"),
+        boosted=partial(boosted, precision="FP8MixedPrecision"),
     ),
     _zero_case(1, "fp32", _plain),
-    _zero_case(1, "bf16", partial(_plain_half, dtype=torch.bfloat16, scale=1.0)),
-    _zero_case(2, "bf16", partial(_plain_half, dtype=torch.bfloat16, scale=1.0)),
-    _zero_case(2, "fp16", _plain_half),
+    _zero_case(1, "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0)),
+    _zero_case(2, "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0)),
+    _zero_case(2, "fp16", plain_half),
+    _gemini_case("static", "fp32", _plain),
+    _gemini_case("static", "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0)),
+    _gemini_case("auto", "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0), placement_policy="auto"),
+    _gemini_case("cpu", "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0), placement_policy="cpu"),
     Case(name="fp32, a checkpoint per step", plain=_plain_saving, boosted=_boosted_saving, largest="50m"),
 )
 

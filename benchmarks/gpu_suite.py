@@ -1,6 +1,8 @@
 """Everything that needs a GPU, in one command of under 8 minutes on one GPU: the tests marked gpu, the measurements.
 
     python benchmarks/gpu_suite.py
+    python benchmarks/gpu_suite.py --part large      # 1.3 billion weights: plain torch, FSDP2, ZeRO, Gemini
+    python benchmarks/gpu_suite.py --part largest    # each at the largest model that it trains; both as long again
 
 It needs no installed booster and no network, and writes benchmarks/results/gpu-<device>-<date>.json. Without a GPU it
 says so and exits with 0. `--device cpu --tiny --seconds 20` runs the same code on the CPU; such figures mean nothing.
@@ -28,15 +30,15 @@ import torch  # noqa: E402
 from _environment import describe_run  # noqa: E402
 from _gpt import SIZES  # noqa: E402
 from _gpu_cases import CASES, Case  # noqa: E402
+from _gpu_large import PARTS, PRELOAD, format_large, large_has_failed, measure_large  # noqa: E402
 from _gpu_measure import Device, measure_case, probe_device  # noqa: E402
 from _pair import RESULTS, RankError, World, on_ranks, write_json  # noqa: E402
 from _table import align  # noqa: E402
 
+_CASES = "cases"
 _TESTS_SHARE = 0.35  # of the time: a suite of tests that takes longer fails
 _GRACE_SECONDS = 20.0  # for a case that overruns its share, before its process is killed
 _CEILING_SIDE = {"cuda": 8192, "cpu": 256}
-# Seconds to import, and imported by every case; the second one by the first optimizer. Neither touches the device.
-_PRELOAD = ("torch", "torch._dynamo")
 # The largest whose three copies, states and activations fit into so many bytes of free memory.
 _SIZE_BY_FREE_BYTES = ((60e9, "350m"), (20e9, "125m"), (6e9, "50m"))
 _HEAD = ["case", "engine", "ms", "TFLOP/s", "MFU", "device MiB", "host MiB", "ratio", "loss diff"]
@@ -63,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no GPU: nothing to run. For a dry run on the CPU: --device cpu --tiny --seconds 20")
         return 0
     document = run(options)
-    path = write_json(f"gpu-{_file_name(document['device']['name'])}-{_today()}", document, options.output)
-    print("\n".join(format_cases(document["cases"])))
+    part = "" if options.part == _CASES else f"{options.part}-"
+    path = write_json(f"gpu-{part}{_file_name(document['device']['name'])}-{_today()}", document, options.output)
+    lines = format_cases(document["cases"]) if options.part == _CASES else format_large(document["large"])
+    print("\n".join(lines))
     print("saved", path)
     return exit_code(document)
 
@@ -73,12 +77,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Runs tests, ceiling and cases, and returns the document to save."""
     start = time.time()
     budget = Budget(deadline=start + options.seconds)
-    tests = None if options.no_tests else run_tests(options.seconds * _TESTS_SHARE)
+    is_large = options.part != _CASES
+    tests = None if options.no_tests or is_large else run_tests(options.seconds * _TESTS_SHARE)
     world = World(timeout_seconds=max(60.0, options.seconds))
-    device: Device = on_ranks(probe_device, world, options.device, _CEILING_SIDE[options.device], preload=_PRELOAD)[0]
+    device: Device = on_ranks(probe_device, world, options.device, _CEILING_SIDE[options.device], preload=PRELOAD)[0]
     print(f"{device.name}: bf16 {device.ceiling_side}^3 matmul {device.ceiling_tflops:.3g} TFLOP/s", flush=True)
     size = options.size or choose_size(device.free_bytes, is_tiny=options.tiny)
-    cases = list(_measured(options, budget, size, device))
+    cases, large = [], []
+    if is_large:
+        large = measure_large(
+            options.part, options.device, budget.deadline, device, is_tiny=options.tiny, names=options.engines
+        )
+    else:
+        cases = list(_measured(options, budget, size, device))
     return {
         "benchmark": "gpu_suite",
         "is_dry_run": options.device == "cpu",
@@ -87,7 +98,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "device": asdict(device),
         "size": {"name": size, **asdict(SIZES[size])},
         "tests": tests,
+        "part": options.part,
         "cases": cases,
+        "large": large,
     }
 
 
@@ -118,7 +131,8 @@ def choose_size(free_bytes: int, *, is_tiny: bool) -> str:
 def exit_code(document: Mapping[str, Any]) -> int:
     """Returns 1 if a test failed or a case could not be measured."""
     tests_failed = document["tests"] is not None and document["tests"]["exit_code"] != 0
-    return int(tests_failed or any(case_has_failed(case) for case in document["cases"]))
+    cases_failed = any(case_has_failed(case) for case in document["cases"])
+    return int(tests_failed or cases_failed or any(large_has_failed(engine) for engine in document.get("large", ())))
 
 
 def case_has_failed(case: Mapping[str, Any]) -> bool:
@@ -196,10 +210,12 @@ def _today() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
+    parser.add_argument("--part", choices=[_CASES, *PARTS], default=_CASES, help="cases: all plugins and precisions")
     parser.add_argument("--tiny", action="store_true", help="the smallest model")
     parser.add_argument("--size", choices=sorted(SIZES), help="of the model; default: by the free memory")
     parser.add_argument("--seconds", type=float, default=440.0, help="for everything together")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
+    parser.add_argument("--engines", nargs="+", help="of the parts large and largest: with one of these in their names")
     parser.add_argument("--no-tests", action="store_true", help="only the measurements")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file")
     return parser

@@ -25,6 +25,7 @@ from booster.launch import (
     launch_from_slurm,
     launch_from_torch,
 )
+from booster.lazy_init import LazyInitContext
 from booster.logger import get_dist_logger
 from booster.mixed_precision import (
     BF16MixedPrecision,
@@ -50,6 +51,7 @@ __all__ = [
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "GeneralCheckpointIO",
+    "LazyInitContext",
     "MixedPrecision",
     "ModelWrapper",
     "OptimizerWrapper",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Mapping
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from booster.comm import broadcast, require_same_on_all_ranks
+from booster.device import memory_allocated
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.plugins.gemini.building import fill_chunk, make_chunk, model_facts, plan_model
@@ -92,15 +94,14 @@ class Assembly:
             meeting=Meeting(settings.meeting_group, 2 + settings.max_prefetch),
             device=settings.device,
             placement=self._placement,
-            tier=None,
+            make_tier=self._make_tier,
             max_prefetch=settings.max_prefetch,
             reduces_asynchronously=settings.reduces_asynchronously,
             other_bytes=lambda: 0,
         )
         self._homes = manager.homes = manager.choose_homes()
         if self._homes.weights or self._homes.states:
-            self._tier = self._make_tier()
-        manager.tier = self._tier
+            self._tier = manager.needed_tier()
         for chunk in chunks:
             self._fill(chunk, None)
         manager.note_filled()
@@ -112,13 +113,19 @@ class Assembly:
             is_primary=is_primary,
             broadcasts_buffers=broadcasts_buffers,
         )
-        manager.other_bytes = lambda: boosted.hooks.saved_bytes
+        manager.other_bytes = functools.partial(self._other_bytes, boosted)
         return boosted
 
     def _make_tier(self) -> Tier:
         if self._settings.device.type != "cpu" and self._offload_dir is None:
             return HostTier(self._pins)
         return DiskTier(self._offload_dir)
+
+    def _other_bytes(self, boosted: GeminiModel) -> int:
+        """Returns what is in the compute tier beside chunks: on the CPU, where nobody counts, what autograd keeps."""
+        if self._settings.device.type == "cpu":
+            return boosted.hooks.saved_bytes
+        return max(0, memory_allocated() - boosted.manager.bytes_in_memory)
 
     def _fill(self, chunk: Chunk, values: Mapping[int, torch.Tensor] | None) -> None:
         is_offloaded = chunk.index in self._homes.weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -107,4 +108,8 @@ class BufferPool:
 
 
 def _references(memory: torch.Tensor) -> int:
-    return 0 if _use_count is None else _use_count(memory.untyped_storage()._cdata)
+    if _use_count is None:
+        return 0
+    storage = memory.untyped_storage()
+    # Who keeps the storage itself has the very object that is asked for here, which counts once for all its holders.
+    return _use_count(storage._cdata) + sys.getrefcount(storage)

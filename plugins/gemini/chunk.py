@@ -166,6 +166,14 @@ class Chunk:
         self.weights.tensor = self.payload[self.layout.piece(self.rank)]
         self.show()
 
+    def stop_keeping(self) -> None:
+        """Lets this rank hold its piece alone again."""
+        assert self.weights.tensor is not None, "a kept chunk is in memory"
+        self.weights.tensor = self.weights.tensor.clone()
+        self.is_kept = False
+        self._hide()
+        self.payload = None
+
     def make_main(self, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
         """Makes room for the piece that an optimizer updates, where it is not the weights themselves."""
         if dtype != self.layout.dtype or device != self.weights.device:

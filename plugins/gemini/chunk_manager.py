@@ -8,6 +8,8 @@ from itertools import chain
 
 import torch
 
+from booster.comm import raise_on_all_ranks
+from booster.errors import ConfigError
 from booster.plugins.gemini.buffers import Buffer, BufferPool
 from booster.plugins.gemini.chunk import Chunk, Slot
 from booster.plugins.gemini.meeting import Meeting, Phase, Post
@@ -33,7 +35,7 @@ class ChunkManager:
         meeting: Of the ranks that share them.
         device: The compute tier's.
         placement: What may be in the compute tier.
-        tier: Where the rest is; None: there is no rest.
+        make_tier: Makes where the rest goes.
         max_prefetch: How many chunks are gathered ahead.
         reduces_asynchronously: Whether a reduction goes on while backward does.
         other_bytes: Returns the bytes of everything in the compute tier that is not of chunks, as far as it is known.
@@ -49,14 +51,15 @@ class ChunkManager:
         meeting: Meeting,
         device: torch.device,
         placement: Placement,
-        tier: Tier | None,
+        make_tier: Callable[[], Tier],
         max_prefetch: int,
         reduces_asynchronously: bool,
         other_bytes: Callable[[], int],
     ) -> None:
         self.chunks = list(chunks)
         self.meeting = meeting
-        self.tier = tier
+        self.tier: Tier | None = None
+        self._make_tier = make_tier
         self.pool = BufferPool(device)
         self.homes = Homes(weights=frozenset(), states=frozenset(), kept=frozenset())
         self.record: Record | None = None
@@ -74,6 +77,8 @@ class ChunkManager:
         self._is_aside = False
         self._current: tuple[int, ...] = ()
         self._chunk_at: dict[int, Chunk] = {}
+        self._sizes: list[ChunkBytes] | None = None
+        self.on_record: Callable[[], None] = _nothing
         self.reduction = GradientReduction(self, is_asynchronous=reduces_asynchronously)
 
     def note_filled(self) -> None:
@@ -87,26 +92,45 @@ class ChunkManager:
         self._last_use += [0] * len(chunks)
         for chunk in chunks:
             self._note_address(chunk)
-        self.record = self._cursor = None
+        self.record = self._cursor = self._sizes = None
         self.reduction.add(chunks)
 
     # Placement.
 
+    def needed_tier(self) -> Tier:
+        """Returns the offload tier, which is made when it is asked for first."""
+        if self.tier is None:
+            self.tier = self._make_tier()
+        return self.tier
+
     def sizes(self) -> list[ChunkBytes]:
-        """Returns what each chunk takes."""
-        return [
-            ChunkBytes(
-                payload=chunk.layout.num_bytes,
-                weights=chunk.weights.num_bytes,
-                gradients=chunk.sums.num_bytes if chunk.layout.trains else 0,
-                states=self.state_bytes(chunk),
-            )
-            for chunk in self.chunks
-        ]
+        """Returns what each chunk takes, as it was when `choose_homes` was called last."""
+        if self._sizes is None:
+            self._sizes = [self._size_of(chunk) for chunk in self.chunks]
+        return self._sizes
+
+    def _size_of(self, chunk: Chunk) -> ChunkBytes:
+        return ChunkBytes(
+            payload=chunk.layout.num_bytes,
+            weights=chunk.weights.num_bytes,
+            gradients=chunk.sums.num_bytes if chunk.layout.trains else 0,
+            states=self.state_bytes(chunk),
+        )
 
     def choose_homes(self) -> Homes:
-        """Returns what the placement says about where pieces are kept now."""
-        return self._placement.homes(self.sizes(), self.record)
+        """Returns what the placement says about where pieces are kept now. Collective: an error is raised on all ranks.
+
+        Raises:
+            ConfigError: The budget is too small.
+        """
+        self._sizes, found = None, self.homes
+        failure: ConfigError | None = None
+        try:
+            found = self._placement.homes(self.sizes(), self.record)
+        except ConfigError as error:  # raised by all ranks below
+            failure = error
+        raise_on_all_ranks(failure, self.meeting.group)
+        return found
 
     def sums_tier(self, chunk: Chunk) -> Tier | None:
         """Returns where the sums of a chunk's gradients go; None: into memory."""
@@ -149,6 +173,7 @@ class ChunkManager:
         if self._tracer.is_recording:
             self.record = self._tracer.finish()
             self._cursor = Cursor(self.record)
+            self.on_record()
         elif self._cursor is not None:
             self._cursor.restart()
 
@@ -321,7 +346,11 @@ class ChunkManager:
     def note_use(self, chunk: Chunk) -> None:
         """Has the record follow that the weights of a chunk, which are here, are used."""
         self._note_use((chunk.index,))
-        self._prefetch()
+        before, self._protected = self._protected, self._protected | {chunk.index}
+        try:
+            self._prefetch()
+        finally:
+            self._protected = before
 
     def _note_address(self, chunk: Chunk) -> None:
         if chunk.payload is not None:
@@ -366,6 +395,10 @@ class ChunkManager:
         return self._tracer.is_recording
 
 
+def _nothing() -> None:
+    """Does nothing: there is no optimizer."""
+
+
 def adam_state_bytes(chunk: Chunk) -> int:
     """Returns what Adam keeps of a chunk on this rank, masters of low-precision weights included: an estimate."""
     if not chunk.layout.trains:
@@ -375,6 +408,4 @@ def adam_state_bytes(chunk: Chunk) -> int:
 
 def _missing(slots: Iterable[Slot]) -> list[int]:
     """Returns the chunks that have to be gathered for these parameters, each once."""
-    return list(
-        dict.fromkeys(slot.chunk.index for slot in slots if not slot.chunk.is_gathered or slot.is_overwritten)
-    )
+    return list(dict.fromkeys(slot.chunk.index for slot in slots if not slot.chunk.is_gathered or slot.is_overwritten))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.comm import start_all_gather
+from booster.comm import raise_on_all_ranks, start_all_gather
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.plugins.gemini.chunk import Chunk, Slot
@@ -84,10 +83,13 @@ class GeminiModel(ModelWrapper):
         """Spreads this rank's pieces of kept chunks; graphs from before know that they are too old. Collective."""
         kept = [chunk for chunk in self.manager.chunks if chunk.is_kept]
         flights = [start_all_gather(one.payload, self._settings.shard_group) for one in kept if one.payload is not None]
-        for chunk in self.manager.chunks:
-            chunk.version += 1
+        self._outdate_graphs()
         for flight in flights:
             flight.wait()
+
+    def _outdate_graphs(self) -> None:
+        for chunk in self.manager.chunks:
+            chunk.version += 1
         torch.autograd.graph.increment_version(list(self.module.parameters()))
 
     @contextmanager
@@ -96,18 +98,27 @@ class GeminiModel(ModelWrapper):
 
         Needs memory for the whole model. Every rank must make the same changes. Collective.
         """
+        with self._shown() as chunks:
+            try:
+                yield self.module
+            finally:
+                self._take_back(chunks)
+                self.notify_loaded()
+
+    @contextmanager
+    def _shown(self) -> Iterator[list[Chunk]]:
+        """Shows all weights; changes of chunks that are not kept are lost. Collective at its begin alone."""
         chunks = [chunk for chunk in self.manager.chunks if chunk.slots]
         with self.manager.aside():
             for chunk in chunks:
                 self.manager.need(chunk.slots)
                 chunk.pin(chunk.slots)
-            try:
-                yield self.module
-            finally:
-                for chunk in chunks:
-                    chunk.unpin(chunk.slots)
-                self._take_back(chunks)
-        self.notify_loaded()
+        try:
+            yield chunks
+        finally:
+            for chunk in chunks:
+                chunk.unpin(chunk.slots)
+            self.manager.release_all()
 
     @torch.no_grad()
     def _take_back(self, chunks: list[Chunk]) -> None:
@@ -123,8 +134,10 @@ class GeminiModel(ModelWrapper):
                 chunk.weights.store(payload[chunk.layout.piece(chunk.rank)])
 
     def notify_loaded(self) -> None:
+        # Nothing is spread: who changes weights from outside changes kept ones on every rank. So a rank whose load
+        # failed need not take part.
         super().notify_loaded()
-        self.weights_changed()
+        self._outdate_graphs()
 
     def moved_parameter(self) -> str | None:
         """Returns the name of a parameter that shows other memory than its chunk's; None: there is none."""
@@ -163,38 +176,67 @@ class GeminiModel(ModelWrapper):
         """Returns the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
         kwargs.pop("keep_vars", None)
         state = self.module.state_dict(*args, keep_vars=True, **kwargs)
-        slots, whole = self._slots(), OrderedDict(state)
-        by_chunk: dict[int, list[tuple[str, Slot]]] = {}
-        for name, value in state.items():
+        slots = self._slots()
+        copies: dict[int, torch.Tensor] = {}  # tied tensors stay tied
+        by_chunk: dict[int, list[Slot]] = {}
+        for value in state.values():
             slot = slots.get(id(value))
             if slot is not None:
-                by_chunk.setdefault(slot.chunk.index, []).append((name, slot))
+                by_chunk.setdefault(slot.chunk.index, []).append(slot)
             elif isinstance(value, torch.Tensor):
-                whole[name] = value.detach()
+                copies.setdefault(id(value), value.detach().clone())
         with self.manager.aside():
             for index in sorted(by_chunk):
-                copies: dict[int, torch.Tensor] = {}
-                self.manager.need([slot for _, slot in by_chunk[index]])
-                for name, slot in by_chunk[index]:
-                    whole[name] = copies.setdefault(id(slot), slot.parameter.detach().clone())
-        return whole
+                self.manager.need(by_chunk[index])
+                for slot in by_chunk[index]:
+                    copies.setdefault(id(slot.parameter), slot.parameter.detach().clone())
+        for name, value in list(state.items()):
+            state[name] = copies.get(id(value), value)
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads into the user's model; fp32 master weights follow.
 
+        Needs memory for the whole model. If anything is wrong on any rank, nothing is loaded on all of them.
+
         Collective: every rank loads the same.
 
         Raises:
             ConfigError: assign=True, which would take the parameters away from the optimizer.
+            RuntimeError: What torch finds wrong with names or shapes.
+            RankFailedError: Another rank found something wrong.
         """
         if assign:
             raise ConfigError(
                 "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would go on with"
                 " the old ones: leave assign out, or load before boost()"
             )
-        with self.gathered():
-            return self.module.load_state_dict(state_dict, strict=strict)
+        # torch copies what fits before it raises. The pieces are enough to undo that: each rank's own.
+        kept = {chunk: chunk.weights.as_tensor().clone() for chunk in self.manager.chunks if chunk.is_kept}
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        error: Exception | None = None
+        result = None
+        with self._shown() as chunks:
+            try:
+                result = self.module.load_state_dict(state_dict, strict=strict)
+            except Exception as caught:  # raised on all ranks below
+                error = caught
+            try:
+                raise_on_all_ranks(error)
+            except BaseException:
+                self._undo(kept, buffers)
+                raise
+            self._take_back(chunks)
+        self.notify_loaded()
+        return result
+
+    def _undo(self, kept: Mapping[Chunk, torch.Tensor], buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for chunk, piece in kept.items():
+            chunk.weights.store(piece)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        self.weights_changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Returns a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
@@ -218,7 +260,8 @@ class GeminiModel(ModelWrapper):
     # What a CheckpointIO reads and fills.
 
     def tensor_slices(self) -> list[TensorSlice]:
-        slots, slices = self._slots(), []
+        slots = self._slots()
+        slices: list[TensorSlice] = []
         for names, value in self._named_state():
             slot = slots.get(id(value))
             if slot is None:
@@ -229,6 +272,9 @@ class GeminiModel(ModelWrapper):
 
     def _slices_of(self, name: str, slot: Slot) -> Iterator[TensorSlice]:
         chunk = slot.chunk
+        if chunk.is_kept or slot.place.start == slot.place.stop:
+            yield TensorSlice.whole(name, slot.parameter.detach(), primary=self._is_primary)
+            return
         for part in chunk.layout.parts(chunk.rank):
             if chunk.layout.places[part.place_index] is slot.place:
                 yield TensorSlice(
@@ -240,8 +286,6 @@ class GeminiModel(ModelWrapper):
                     tensor=chunk.weights.as_tensor()[part.in_piece],
                     primary=self._settings.is_primary,
                 )
-        if slot.place.start == slot.place.stop:
-            yield TensorSlice.whole(name, slot.parameter.detach(), primary=self._is_primary)
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}

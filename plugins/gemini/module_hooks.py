@@ -145,7 +145,7 @@ class ModuleHooks:
     def note_read(self, parameter: nn.Parameter) -> None:
         """Called when a module's parameter is read; see Note [Whose weights]."""
         slot = self._slots.get(id(parameter))
-        if slot is None or slot.num_pins > 0 and not slot.is_overwritten and slot.chunk.is_gathered:
+        if slot is None or (slot.num_pins > 0 and not slot.is_overwritten and slot.chunk.is_gathered):
             return
         self._manager.need((slot,))
         if self._running:

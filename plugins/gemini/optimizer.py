@@ -17,8 +17,9 @@ from booster.interface import Shard, Shards
 from booster.interface.mixed_precision import LossScaler
 from booster.plugins.gemini.chunk import Chunk, Slot
 from booster.plugins.gemini.model import GeminiModel
+from booster.plugins.gemini.rehoming import is_updated_elsewhere, move_main, move_states, move_weights
 from booster.plugins.gemini.settings import GeminiSettings
-from booster.plugins.gemini.shard_update import ChunkUpdate, OwnedShard, all_shards
+from booster.plugins.gemini.shard_update import ChunkUpdate, OwnedShard, all_shards, moved_state
 from booster.plugins.gemini.states import GeminiOptimizerState
 from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
@@ -71,6 +72,8 @@ class GeminiOptimizer(ShardedOptimizer):
         self._shard_chunks(self._manager.chunks)
         model.connect(self.zero_grad)
         self._manager.state_bytes = self._state_bytes
+        self._manager.on_record = self._rehome
+        self._has_stepped = False
 
     # Sharding.
 
@@ -109,6 +112,53 @@ class GeminiOptimizer(ShardedOptimizer):
         tier = self._manager.tier
         if tier is not None and tier.name == "disk" and update.chunk.index in self._manager.homes.states:
             update.offload_states(self.optim, tier)
+
+    def _rehome(self) -> None:
+        """Moves everything to where the placement wants it now. Collective over the shard group."""
+        manager, settings = self._manager, self._settings
+        homes = manager.choose_homes()
+        if homes == manager.homes:
+            return
+        manager.homes, tier = homes, manager.needed_tier()
+        for chunk in manager.chunks:
+            weights_tier = tier if chunk.index in homes.weights else None
+            states_tier = tier if chunk.index in homes.states else None
+            move_weights(chunk, weights_tier)
+            update = self._updates.get(chunk.index)
+            if update is None:
+                continue
+            dtype, device = settings.main_dtype(chunk.layout), settings.main_device(states_tier)
+            moves = is_updated_elsewhere(chunk, dtype, device)
+            move_main(update, dtype, device, states_tier)
+            if moves:
+                self._replace_shards(update)
+            else:
+                update.point()
+            move_states(self._updates[chunk.index], self.optim, states_tier)
+        manager.note_filled()
+
+    def _replace_shards(self, old: ChunkUpdate) -> None:
+        """Gives a chunk that is updated on another device new shards there, with the states of the old ones."""
+        group_of = {id(one): index for index, members in enumerate(self.logical_groups) for _, one in members}
+        new = ChunkUpdate(old.chunk, group_of, is_primary=self._settings.is_primary)
+        replaced = {
+            id(before.shard.parameter): after.shard.parameter
+            for before, after in zip(old.owned, new.owned, strict=True)
+        }
+        for group in self.param_groups:
+            group["params"][:] = [replaced.get(id(one), one) for one in group["params"]]
+        for before, after in zip(old.owned, new.owned, strict=True):
+            state = self.optim.state.pop(before.shard.parameter, None)
+            if state is not None:
+                self.optim.state[after.shard.parameter] = {
+                    key: moved_state(value, before.shard.parameter, after.shard.parameter)
+                    for key, value in state.items()
+                }
+            self._working_of[id(after.shard.parameter)] = after.shard.working
+        self._updates[old.chunk.index] = new
+        shapes = {slot.name: slot.place.shape for slot in self._trained_slots()}
+        parts = all_shards(list(self._updates.values()))
+        self._use_shards(Shards(parts, list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _trained_slots(self) -> list[Slot]:
         return [slot for update in self._updates.values() for slot in update.chunk.slots]
@@ -201,8 +251,12 @@ class GeminiOptimizer(ShardedOptimizer):
             self._run_together(self._step_chunks)
         finally:
             self._is_stepping = False
-        if self._window.num_backwards > 0:
-            self.model.weights_changed()
+        if self._window.num_backwards == 0:
+            return
+        self.model.weights_changed()
+        if not self._has_stepped:  # now the states are there, and their size is known
+            self._has_stepped = True
+            self._rehome()
 
     def _step_chunks(self) -> None:
         tier = self._manager.tier
@@ -256,7 +310,9 @@ class GeminiOptimizer(ShardedOptimizer):
         tier = self._manager.tier
         for update in self._updates.values():
             if any(one.shard.parameter is parameter for one in update.owned):
-                is_on_disk = tier is not None and tier.name == "disk" and update.chunk.index in self._manager.homes.states
+                is_on_disk = (
+                    tier is not None and tier.name == "disk" and update.chunk.index in self._manager.homes.states
+                )
                 return update.new_state(parameter, key, dtype, tier) if is_on_disk and tier is not None else None
         return None
 

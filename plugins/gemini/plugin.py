@@ -31,8 +31,8 @@ from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.plugins.gemini.assembly import Assembly, place_buffers
 from booster.plugins.gemini.optimizer import GeminiOptimizer
-from booster.plugins.gemini.placement import make_placement
-from booster.plugins.gemini.settings import GeminiArguments, GeminiSettings
+from booster.plugins.gemini.placement import Placement
+from booster.plugins.gemini.settings import GeminiArguments, GeminiSettings, PlacementArguments
 from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
@@ -45,7 +45,7 @@ __all__ = ["GeminiPlugin"]
 
 
 class GeminiPlugin(Plugin):
-    """ZeRO stage 3: weights, gradients and optimizer states are divided among the ranks, and placed over tiers of memory.
+    """ZeRO stage 3: weights, gradients and optimizer states are divided among the ranks, over tiers of memory.
 
     Parameters lie in *chunks* of one size. A rank keeps its piece of each; a chunk's weights are gathered when a module
     that uses them runs, forward or backward, and go when room is needed. Gradients are reduce-scattered chunk by chunk
@@ -61,31 +61,39 @@ class GeminiPlugin(Plugin):
     The user's optimizer must be elementwise, as torch's own but LBFGS, Adafactor, Muon and SparseAdam are, or declare
     how it runs on shards; see `booster.interface.ShardAware`.
 
+    What only another policy would look at is a `ConfigError`, so that no fraction or ratio is silently without effect.
+
+    Collective: every rank must make it, with the same arguments but for `pin_memory`, `verbose`,
+    `device_memory_budget` and `offload_dir`.
+
     Args:
-        chunk_config_dict: {"chunk_size": elements}: the size of chunks; None: searched for.
-        chunk_init_device: Where pieces are made; None, and all that there is: where the policy wants them.
+        chunk_config_dict: {"chunk_size": elements}, with no key of the number of ranks around it: the size of chunks;
+            None: searched for.
+        chunk_init_device: This rank's device, the only one on which chunks are gathered, or None, which says the same.
         placement_policy: What is offloaded. "static": the fractions given. "auto": what the first step shows not to fit
             beside activations. "const": what does not fit into `device_memory_budget`. "cpu": everything. "cuda":
             nothing, whatever the compute tier is.
-        enable_gradient_accumulation: Several backwards may come before a step. They may in any case: False only says
-            that they will not.
+        enable_gradient_accumulation: Several backwards may come before a step. They may in any case, as gradients are
+            added up in pieces: False only says that they will not.
         max_prefetch: How many chunks are gathered ahead of their use.
-        shard_param_frac: The part of the weights that is divided; the rest is kept whole on every rank.
-        offload_optim_frac: The part of optimizer states (and masters) that is offloaded.
-        offload_param_frac: The part of weights and gradients that is offloaded.
+        shard_param_frac: "static": the part of the weights that is divided; the rest is kept whole on every rank.
+        offload_optim_frac: "static": the part of optimizer states (and masters) that is offloaded, whatever the weights
+            do.
+        offload_param_frac: "static": the part of weights and gradients that is offloaded; at most `shard_param_frac`.
         warmup_non_model_data_ratio: "auto": the part of the budget that is left for activations in the first step.
         steady_cuda_cap_ratio: "auto": the part of the budget that is used afterwards.
         precision: "fp16" (with loss scaling), "bf16" or "fp32": number format of weights, gradients and computation;
             fp32 leaves the weights as they are.
         master_weights: Keep fp32 masters of fp16 and bf16 weights; False: the optimizer updates the rounded weights.
-        pin_memory: Page-lock offloaded memory beside an accelerator.
+        pin_memory: Page-lock offloaded memory beside an accelerator, so that copies run beside computation.
         force_outputs_fp32: Cast floating outputs of the model to fp32.
-        strict_ddp_mode: Keep all weights whole on every rank.
+        strict_ddp_mode: Keep all weights whole on every rank, as `shard_param_frac=0` does; for "static".
         search_range_m: How much larger than `min_chunk_size_m` chunks may be, in 2**20 elements.
         hidden_dim: Step between the sizes that are tried, in elements; None: found from the model.
         min_chunk_size_m: Size of the smallest chunk that is tried, in 2**20 elements.
-        memstats: Has to be None: the first step is measured.
-        gpu_margin_mem_ratio: "auto": the part of what is left beside activations that optimizer states may take; 0: all.
+        memstats: Has to be None: the first step is measured as it runs.
+        gpu_margin_mem_ratio: "auto": the part of what is left beside activations that optimizer states may take; 0: all
+            of it.
         initial_scale: fp16's loss scale to begin with.
         min_scale: The scale never falls below.
         growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
@@ -99,15 +107,16 @@ class GeminiPlugin(Plugin):
         extra_dp_size: Shard within groups of world size / extra_dp_size ranks, and replicate over the groups.
         enable_async_reduce: Reduce gradients while backward goes on.
         verbose: Log how the chunks are filled, skipped steps, and changes of the loss scale on rank 0.
-        device_memory_budget: Bytes that this rank may hold in the compute tier; None: all that "auto" finds free, else
-            no limit.
+        device_memory_budget: Bytes that this rank may hold in the compute tier; None: "auto" takes what is free when
+            the plugin is made, and the other policies know no limit.
         offload_dir: A directory for files of offloaded pieces; None: host memory beside an accelerator, else the
             system's directory for temporary files.
         sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
         broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
 
     Raises:
-        ConfigError: Before `launch`, or an argument that can't be.
+        ConfigError: Before `launch`, or an argument that can't be, alone or beside another one; on all ranks if on any.
+        DesyncError: The ranks' arguments differ.
     """
 
     def __init__(
@@ -181,21 +190,18 @@ class GeminiPlugin(Plugin):
             sync_batch_norm=sync_batch_norm,
             broadcast_buffers=broadcast_buffers,
         )
-        self._arguments.check(group_size())
         self._device = current_device()
-        self._placement = make_placement(
-            placement_policy,
-            shard_param_frac=0.0 if strict_ddp_mode and placement_policy == "static" else shard_param_frac,
+        self._placement_arguments = PlacementArguments(
+            placement_policy=placement_policy,
+            shard_param_frac=shard_param_frac,
             offload_optim_frac=offload_optim_frac,
             offload_param_frac=offload_param_frac,
             warmup_non_model_data_ratio=warmup_non_model_data_ratio,
             steady_cuda_cap_ratio=steady_cuda_cap_ratio,
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            max_prefetch=max_prefetch,
-            budget=self._arguments.budget(placement_policy, self._device),
+            strict_ddp_mode=strict_ddp_mode,
         )
-        self._new_loss_scaler = functools.partial(
-            DynamicLossScaler,
+        scale_numbers = (
             initial_scale,
             growth_factor,
             backoff_factor,
@@ -203,15 +209,37 @@ class GeminiPlugin(Plugin):
             hysteresis,
             min_scale,
             max_scale,
-            report=log_on_master if verbose else report_first_skip(),
         )
-        self._new_loss_scaler()  # checks the numbers now
+        self._new_loss_scaler = functools.partial(
+            DynamicLossScaler, *scale_numbers, report=log_on_master if verbose is True else report_first_skip()
+        )
+        # Before groups are made, for which ranks that differ would wait in vain.
+        raise_on_all_ranks(error_of(self._check_arguments))
+        facts = [*self._arguments.facts, *self._placement_arguments.facts, f"loss scale: {scale_numbers!r}"]
+        require_same_on_all_ranks("GeminiPlugin's arguments", facts)
+        self._placement = self._make_placement()
+        self._make_groups()
+
+    def _check_arguments(self) -> None:
+        self._arguments.check(group_size())
+        self._make_placement()
+        self._new_loss_scaler()
+
+    def _make_placement(self) -> Placement:
+        return self._placement_arguments.make(
+            max_prefetch=self._arguments.max_prefetch,
+            device_memory_budget=self._arguments.device_memory_budget,
+            device=self._device,
+        )
+
+    def _make_groups(self) -> None:
+        num_replicas = self._arguments.extra_dp_size
         # Ranks next to each other share the shards: they are likelier to be on one machine.
         self._mesh = init_device_mesh(
-            self._device.type, (extra_dp_size, group_size() // extra_dp_size), mesh_dim_names=("replica", "shard")
+            self._device.type, (num_replicas, group_size() // num_replicas), mesh_dim_names=("replica", "shard")
         )
         is_cpu = self._device.type == "cpu"
-        shard_group = self._mesh.get_group("shard") if extra_dp_size > 1 else None
+        shard_group = self._mesh.get_group("shard") if num_replicas > 1 else None
         self._agreement_group = None if is_cpu else new_cpu_group()
         self._meeting_group = shard_group if is_cpu else new_cpu_group(shard_group)
 
@@ -248,17 +276,11 @@ class GeminiPlugin(Plugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         raise_on_all_ranks(error_of(lambda: self._check(model, optimizer)))
-        facts = self._facts(model, optimizer)
-        require_same_on_all_ranks("the plugin's arguments or the optimizer's param groups", facts)
+        facts = [] if optimizer is None else optimizer_facts(model, optimizer)
+        require_same_on_all_ranks("the optimizer or its param groups", facts)
         place_buffers(model, self._device)
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
-
-    def _facts(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-        """Returns what must be the same on all ranks, each of which updates its own part by it."""
-        names = [name for name in GeminiArguments.__slots__ if name not in ("device_memory_budget", "offload_dir")]
-        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in names]
-        return facts + ([] if optimizer is None else optimizer_facts(model, optimizer))
 
     def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
@@ -275,7 +297,9 @@ class GeminiPlugin(Plugin):
     ) -> Boosted:
         arguments, is_primary = self._arguments, self.dp_rank == 0
         settings = self._settings()
-        trained = set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
+        trained = (
+            set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
+        )
         assembly = Assembly(settings, self._placement, offload_dir=arguments.offload_dir, pins=arguments.pin_memory)
         broadcasts = arguments.broadcast_buffers and self.dp_size > 1
         boosted = assembly.assemble(

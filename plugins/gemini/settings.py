@@ -13,10 +13,11 @@ import torch.distributed as dist
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
 from booster.plugins.gemini.layout import ChunkLayout
+from booster.plugins.gemini.placement import Placement, make_placement
 from booster.plugins.gemini.tiers import Tier
 from booster.plugins.sharding.precision import DTYPES
 
-__all__ = ["ChunkSettings", "GeminiArguments", "GeminiSettings"]
+__all__ = ["ChunkSettings", "GeminiArguments", "GeminiSettings", "PlacementArguments"]
 
 _MEBI = 2**20
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -31,6 +32,8 @@ _FLAGS = (
     "sync_batch_norm",
     "broadcast_buffers",
 )
+# What ranks may choose for themselves: it changes nothing of what they do together.
+_OF_ONE_RANK = frozenset({"device_memory_budget", "offload_dir", "pin_memory", "verbose"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class GeminiArguments:
 
     chunk_config_dict: Mapping[str, Any] | None
     chunk_init_device: torch.device | str | None
-    memstats: None
+    memstats: Any
     enable_gradient_accumulation: bool
     max_prefetch: int
     precision: str
@@ -94,14 +97,10 @@ class GeminiArguments:
             step_numel=self.hidden_dim,
         )
 
-    def budget(self, policy_name: str, device: torch.device) -> int | None:
-        """Returns the bytes of the compute tier; None: no limit.
-
-        "auto" looks for what is free: of the accelerator, or this process's share of the host's memory.
-        """
-        if self.device_memory_budget is not None or policy_name != "auto":
-            return self.device_memory_budget
-        return free_memory(device)
+    @property
+    def facts(self) -> list[str]:
+        """Returns what must be the same on all ranks, each of which does its part of the work by it."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name not in _OF_ONE_RANK]
 
     def check(self, world_size: int) -> None:
         """Raises for what can't be.
@@ -109,7 +108,7 @@ class GeminiArguments:
         Raises:
             ConfigError: Such an argument.
         """
-        if self.precision not in DTYPES:
+        if not isinstance(self.precision, str) or self.precision not in DTYPES:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -117,16 +116,29 @@ class GeminiArguments:
         self._check_numbers()
         self._check_sizes()
         self._check_ranks(world_size)
+        self._check_places()
         if self.memstats is not None:
-            raise ConfigError("memstats is not taken: the first step is measured as it runs. Leave it out")
-        if self.chunk_init_device is not None and str(self.chunk_init_device) != str(current_device().type):
             raise ConfigError(
-                f"chunk_init_device={self.chunk_init_device!r} is not where chunks are made: the placement policy says"
-                " where each piece goes. Leave it out"
+                f"memstats={self.memstats!r} is not taken: the first step is measured as it runs. Leave it out"
             )
-        if self.offload_dir is not None and not os.path.isdir(self.offload_dir):
+
+    def _check_places(self) -> None:
+        if self.chunk_init_device is not None and not _is_this_device(self.chunk_init_device):
             raise ConfigError(
-                f"offload_dir={os.fspath(self.offload_dir)!r} is no directory: make it first, or leave it out for the"
+                f"chunk_init_device={self.chunk_init_device!r} is not {current_device()}, where this rank's chunks are"
+                " gathered; where each piece lies between, the placement policy says: leave it out"
+            )
+        directory = self.offload_dir
+        if directory is None:
+            return
+        if not isinstance(directory, (str, os.PathLike)) or not isinstance(os.fspath(directory), str):
+            raise ConfigError(
+                f"offload_dir={directory!r} is no path: give the path of a directory, or leave it out for the system's"
+                " directory for temporary files"
+            )
+        if not os.path.isdir(directory):
+            raise ConfigError(
+                f"offload_dir={os.fspath(directory)!r} is no directory: make it first, or leave it out for the"
                 " system's directory for temporary files"
             )
 
@@ -157,10 +169,10 @@ class GeminiArguments:
                 f"hidden_dim={self.hidden_dim!r} is no step between chunk sizes: give the model's hidden size, or None"
             )
         config = self.chunk_config_dict
-        if config is not None and (set(config) != {"chunk_size"} or not _is_count(config["chunk_size"], 1)):
+        if config is not None and not _is_chunk_config(config):
             raise ConfigError(
-                f"chunk_config_dict={config!r} is not understood: give {{'chunk_size': number of elements}}, or leave it"
-                " out to have the size searched for"
+                f"chunk_config_dict={config!r} is not understood: give {{'chunk_size': number of elements}}, or leave"
+                " it out to have the size searched for"
             )
 
     def _check_ranks(self, world_size: int) -> None:
@@ -176,6 +188,71 @@ class GeminiArguments:
             raise ConfigError(
                 f"extra_dp_size={size!r} does not divide the {world_size} ranks into equal groups that each hold all"
                 " shards: give a divisor of the world size, or 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementArguments:
+    """What of `GeminiPlugin`'s arguments says where chunks are."""
+
+    placement_policy: str
+    shard_param_frac: float
+    offload_optim_frac: float
+    offload_param_frac: float
+    warmup_non_model_data_ratio: float
+    steady_cuda_cap_ratio: float
+    gpu_margin_mem_ratio: float
+    strict_ddp_mode: bool
+
+    @property
+    def facts(self) -> list[str]:
+        """Returns what must be the same on all ranks, as they keep the same chunks."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
+
+    def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
+        """Returns the policy.
+
+        Args:
+            max_prefetch: How many chunks are gathered ahead.
+            device_memory_budget: Bytes of the compute tier; None: for "auto" what is free now, of the accelerator or
+                of this process's share of the host's memory; for the others no limit.
+            device: The compute tier's.
+
+        Raises:
+            ConfigError: An argument that can't be, alone or beside another one.
+        """
+        if self.strict_ddp_mode:
+            self._check_strict()
+        if device_memory_budget is None and self.placement_policy == "auto":
+            device_memory_budget = free_memory(device)
+        return make_placement(
+            self.placement_policy,
+            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
+            offload_optim_frac=self.offload_optim_frac,
+            offload_param_frac=self.offload_param_frac,
+            warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
+            steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
+            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+            max_prefetch=max_prefetch,
+            budget=device_memory_budget,
+        )
+
+    def _check_strict(self) -> None:
+        """Raises where weights could not stay whole."""
+        if self.placement_policy != "static":
+            raise ConfigError(
+                f"strict_ddp_mode=True keeps all weights whole on every rank, and placement_policy="
+                f"{self.placement_policy!r} decides that itself: choose 'static', or leave strict_ddp_mode out"
+            )
+        if self.shard_param_frac not in (0, 1):  # 1 is the default, which nobody gave
+            raise ConfigError(
+                f"shard_param_frac={self.shard_param_frac!r} divides weights, and strict_ddp_mode=True keeps all of"
+                " them whole on every rank: give one of the two"
+            )
+        if self.offload_param_frac != 0:
+            raise ConfigError(
+                f"offload_param_frac={self.offload_param_frac!r} offloads weights, and strict_ddp_mode=True keeps all"
+                " of them whole on every rank: give one of the two"
             )
 
 
@@ -237,3 +314,16 @@ def _is_number(value: Any) -> bool:
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_chunk_config(config: Any) -> bool:
+    return isinstance(config, Mapping) and set(config) == {"chunk_size"} and _is_count(config["chunk_size"], 1)
+
+
+def _is_this_device(given: Any) -> bool:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):  # no device at all
+        return False
+    here = current_device()
+    return device.type == here.type and device.index in (None, here.index)

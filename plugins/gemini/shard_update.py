@@ -17,7 +17,7 @@ from booster.plugins.gemini.pieces import Piece
 from booster.plugins.gemini.tiers import Tier
 from booster.plugins.sharding.masters import take_over
 
-__all__ = ["ChunkUpdate", "OwnedShard"]
+__all__ = ["ChunkUpdate", "OwnedShard", "all_shards", "is_elementwise_state", "moved_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +205,11 @@ def is_elementwise_state(value: Any, parameter: torch.Tensor) -> bool:
 def all_shards(updates: Sequence[ChunkUpdate]) -> list[Shard]:
     """Returns the shards of all chunks."""
     return [one.shard for update in updates for one in update.owned]
+
+
+def moved_state(value: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
+    """Returns a state for a shard that has moved to another device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_beside = is_elementwise_state(value, before) or value.device == before.device
+    return value.to(after.device) if is_beside else value

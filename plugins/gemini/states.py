@@ -26,8 +26,15 @@ class GeminiOptimizerState(ShardedOptimizerState):
     optimizer: GeminiOptimizer
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
-        tensor = super()._new_state_tensor(parameter, key, spec)
-        if tensor.shape != parameter.shape or tensor.dim() == 0:
-            return tensor
-        room = self.optimizer.new_state(parameter, key, tensor.dtype)
-        return tensor if room is None else room
+        own = self._own_spec(parameter, key, spec)
+        if not own.shape or own.shape != tuple(parameter.shape):
+            return super()._new_state_tensor(parameter, key, spec)
+        is_converted = own.dtype.is_floating_point and parameter.is_floating_point()  # as in memory
+        dtype = parameter.dtype if is_converted else own.dtype
+        if self._allocator is not None:
+            given = super()._new_state_tensor(parameter, key, spec)
+            if self._allocator.can_fail_alone:  # it has a disk of its own
+                return given
+            dtype = given.dtype
+        room = self.optimizer.new_state(parameter, key, dtype)
+        return super()._new_state_tensor(parameter, key, spec) if room is None else room

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.errors import ConfigError
+from booster.lazy_init import is_lazy
 from booster.mixed_precision.fp16_naive import log_on_master
 
 __all__ = ["check_memory_is_apart", "error_of", "optimizer_facts", "report_first_skip"]
@@ -46,7 +47,7 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: dict[int, str] = {}
     for parameter in trained:
-        if parameter.numel() == 0 or parameter.is_meta:
+        if parameter.numel() == 0 or parameter.is_meta or is_lazy(parameter):
             continue
         other = seen.setdefault(parameter.data_ptr(), names[id(parameter)])
         if other != names[id(parameter)]:

@@ -92,11 +92,15 @@ class ShardedOptimizerState(OptimizerState):
         return {name: numbers for name, one in held if (numbers := self._numbers(name, one))}
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
+        return super()._new_state_tensor(parameter, key, self._own_spec(parameter, key, spec))
+
+    def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
+        """Returns what one of `param_groups` has of a stored state; see Note [States of shards]."""
         shard = self.optimizer.shards.of(parameter)
         is_cut = shard is not None and spec.shape == tuple(shard.global_shape)
         if is_cut and (spec.shape or key not in self._number_states):
-            spec = replace(spec, shape=tuple(parameter.shape))
-        return super()._new_state_tensor(parameter, key, spec)
+            return replace(spec, shape=tuple(parameter.shape))
+        return spec
 
     @torch.no_grad()
     def _refresh_masters(self, stored: Collection[str]) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ def suite():
     """The benchmark modules under their names; both folders are on the path while a test of this file runs."""
     before = list(sys.path)
     sys.path.insert(0, str(SCRIPT.parent))
-    names = ("gpu_suite", "_gpt", "_gpu_cases", "_gpu_measure", "_pair", "_samples")
+    names = ("gpu_suite", "_gpt", "_gpu_cases", "_gpu_large", "_gpu_large_engines", "_gpu_measure", "_pair", "_samples")
     yield SimpleNamespace(**{name.lstrip("_"): importlib.import_module(name) for name in names})
     sys.path[:] = before
 
@@ -55,6 +56,7 @@ def test_every_required_case_is_there_once(suite):
     assert len(names) == len(set(names))
     required = {"fp32", "bf16", "fp16", "fp16_naive", "fp16_apex O1", "fp16_apex O2", "fp8", "torch_ddp bf16"}
     required |= {"low_level_zero 1 fp32", "low_level_zero 1 bf16", "low_level_zero 2 bf16", "low_level_zero 2 fp16"}
+    required |= {"gemini static fp32", "gemini static bf16", "gemini auto bf16", "gemini cpu bf16"}
     assert required <= set(names)
     assert suite.gpu_cases.case_named("fp8").name == "fp8"
 
@@ -80,6 +82,102 @@ def test_failures_reach_table_and_exit_code(suite):
     assert suite.gpu_suite.exit_code({"tests": None, "cases": cases}) == 1
     assert suite.gpu_suite.exit_code({"tests": {"exit_code": 1}, "cases": []}) == 1
     assert suite.gpu_suite.exit_code({"tests": {"exit_code": 0}, "cases": []}) == 0
+
+
+# Large models.
+
+
+def test_every_way_to_train_a_large_model_is_there_once(suite):
+    names = [engine.name for engine in suite.gpu_large_engines.LARGE]
+    assert names[:4] == ["plain torch", "FSDP2", "FSDP2, CPU offload", "LowLevelZero 2"]
+    assert {"Gemini static", "Gemini auto", "Gemini cpu"} <= set(names)
+    assert len(set(names)) == len(names)
+    assert suite.gpu_large_engines.large_engine("Gemini cpu").name == "Gemini cpu"
+    fractions = [
+        engine.build.keywords["arguments"].get("offload_optim_frac", 0.0)
+        for engine in suite.gpu_large_engines.LARGE
+        if engine.name.startswith("Gemini static")
+    ]
+    assert set(fractions) == {0.0, 0.5, 1.0}
+
+
+def test_the_ladder_climbs(suite):
+    weights = [suite.gpu_large.num_parameters(size) for size in suite.gpu_large_engines.LADDER]
+    assert weights == sorted(weights)
+    assert weights[0] == pytest.approx(1.3e9, rel=0.1)
+    assert weights[-1] > 20e9
+    assert all(size.width % size.heads == 0 for size in suite.gpu_large_engines.LADDER)
+
+
+def test_the_physical_limit_of_the_memory(suite):
+    engines = {engine.name: engine for engine in suite.gpu_large_engines.LARGE}
+    assert engines["FSDP2"].limit(160.0, 1.0) == 10.0
+    assert engines["FSDP2, CPU offload"].limit(1.0, 160.0) == 10.0
+    assert engines["Gemini static, all states"].limit(40.0, 60.0) == 5.0
+    assert engines["Gemini static, all states"].host_needed(5, 40.0) == 60.0
+    auto = engines["Gemini auto"]
+    assert auto.limit(80.0, 80.0) == 10.0
+    assert (auto.host_needed(10, 80.0), auto.host_needed(1, 80.0)) == (80.0, 0.0)
+
+
+def _large_models(suite, monkeypatch, capacity, part, message="out of memory", seconds=1000.0, names=None):
+    """Measures a part in a world in which models of up to so many layers can be trained."""
+    tried = []
+
+    def on_ranks(function, world, name, size, kind, preload):
+        tried.append((name, size.layers))
+        if size.layers > capacity:
+            raise suite.pair.RankError(message)
+        memory = {"build_device_bytes": 2**20, "peak_device_bytes": 2**20, "peak_host_bytes": None}
+        return [suite.gpu_large.Run(seconds=[1.0, 2.0], loss=9.0, **memory)]
+
+    monkeypatch.setattr(suite.gpu_large, "on_ranks", on_ranks)
+    device = suite.gpu_measure.Device(name="d", free_bytes=2**40, ceiling_tflops=1.0, ceiling_side=8)
+    deadline = time.time() + seconds
+    return suite.gpu_large.measure_large(part, "cpu", deadline, device, is_tiny=True, names=names), tried
+
+
+def test_large_models_are_measured_in_two_interleaved_rounds(suite, monkeypatch):
+    engines, tried = _large_models(suite, monkeypatch, 4, "large")
+    names = [engine.name for engine in suite.gpu_large_engines.LARGE]
+    assert [name for name, _ in tried] == [*names, *names[::-1]]
+    assert [engine["name"] for engine in engines] == names
+    assert all(len(engine["runs"]) == 2 and engine["seconds"]["median"] == 1.5 for engine in engines)
+    assert json.loads(json.dumps(engines)) == engines
+    assert not any(map(suite.gpu_large.large_has_failed, engines))
+
+
+def test_large_models_can_be_chosen_by_parts_of_their_names(suite, monkeypatch):
+    engines, _ = _large_models(suite, monkeypatch, 4, "large", names=["plain", "AUTO"])
+    assert [engine["name"] for engine in engines] == ["plain torch", "Gemini auto"]
+
+
+def test_the_largest_model_of_the_ladder_is_found(suite, monkeypatch):
+    engines, tried = _large_models(suite, monkeypatch, 3, "largest")
+    climbers = [engine.name for engine in suite.gpu_large_engines.LARGE if engine.climbs]
+    assert [engine["name"] for engine in engines] == climbers
+    assert [layers for name, layers in tried if name == climbers[0]] == [4, 2]  # the limit says that both would fit
+    for engine in engines:
+        assert engine["size"]["layers"] == 2
+        assert [one["outcome"] for one in engine["tried"]] == ["does not fit", "fits"]
+    lines = suite.gpu_large.format_large(engines)
+    assert any(line.startswith(climbers[0]) and line.endswith("does not fit") for line in lines)
+
+
+def test_errors_of_large_models_fail_the_suite(suite, monkeypatch):
+    for part in suite.gpu_large.PARTS:
+        engines, _ = _large_models(suite, monkeypatch, 0, part, "it broke")
+        assert all(map(suite.gpu_large.large_has_failed, engines))
+        assert suite.gpu_suite.exit_code({"tests": None, "cases": [], "large": engines}) == 1
+        too_large, _ = _large_models(suite, monkeypatch, 0, part)
+        assert suite.gpu_suite.exit_code({"tests": None, "cases": [], "large": too_large}) == 0
+
+
+def test_large_models_without_time_are_told_so(suite, monkeypatch):
+    for part in suite.gpu_large.PARTS:
+        engines, tried = _large_models(suite, monkeypatch, 4, part, seconds=-1.0)
+        assert not tried
+        assert all(engine["outcome"] == "no time was left" for engine in engines)
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16_naive"])
@@ -120,6 +218,17 @@ def test_dry_run_on_the_cpu(suite, tmp_path):
         assert names == ["plain torch", "plain torch (control)", "booster"]
         assert all(engine["num_steps"] >= 3 for engine in case["engines"])
         assert case["engines"][1]["largest_loss_difference"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["large", "largest"])
+def test_dry_run_of_large_models_on_the_cpu(suite, tmp_path, part):
+    done = run_script("--device", "cpu", "--tiny", "--part", part, "--seconds", "280", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob(f"gpu-{part}-cpu-*.json")
+    engines = json.loads(path.read_text())["large"]
+    assert all(engine["outcome"] == "fits" for engine in engines)
+    assert all(engine["seconds"]["median"] > 0 for engine in engines)
 
 
 def test_arguments(suite):

@@ -34,6 +34,8 @@ class OwnDirectory:
 
     Args:
         parent: Where; None: in the system's directory for temporary files.
+        contents: What goes there, for messages.
+        setting: The name of the user's argument that says where.
 
     Attributes:
         path: The directory.
@@ -42,7 +44,9 @@ class OwnDirectory:
         OSError: It can't be made.
     """
 
-    def __init__(self, parent: str | None) -> None:
+    def __init__(
+        self, parent: str | None, *, contents: str = "optimizer states", setting: str = "nvme_offload_dir"
+    ) -> None:
         where = tempfile.gettempdir() if parent is None else parent
         _remove_left_behind(Path(where))
         own = psutil.Process()
@@ -51,8 +55,8 @@ class OwnDirectory:
         self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
         if _file_system(self.path) in _IN_MEMORY:
             get_dist_logger().warning(
-                f"optimizer states go to files in {self.path}, which is itself kept in memory: give a directory on a"
-                " disk as nvme_offload_dir"
+                f"{contents} go to files in {self.path}, which is itself kept in memory: give a directory on a disk as"
+                f" {setting}"
             )
 
     def remove(self) -> None:
@@ -89,7 +93,7 @@ def _remove_left_behind(parent: Path) -> None:
         if match is None or match["host"] != host or not _is_own_directory(entry):
             continue
         if not _is_running(int(match["process"]), int(match["start"])):
-            get_dist_logger().info(f"removing {entry}: optimizer states that an ended process left behind")
+            get_dist_logger().info(f"removing {entry}: files that an ended process left behind")
             shutil.rmtree(entry, ignore_errors=True)  # another process that starts now may do the same
 
 

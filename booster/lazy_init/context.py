@@ -1,0 +1,138 @@
+"""The context that models are built in without memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from booster.errors import ConfigError
+from booster.lazy_init.arguments import tensors_in
+from booster.lazy_init.guard import guard_all
+from booster.lazy_init.recorder import Recorder
+from booster.lazy_init.storage import record_of, settle, storage_of
+
+__all__ = ["LazyInitContext"]
+
+_EAGER_BELOW_BYTES = 64 * 1024
+
+# Ways to a tensor's memory that pass by the dispatcher.
+_RAW_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_"),
+        *("__dlpack__", "__reduce_ex__", "apply_", "map_", "map2_"),
+    )
+)
+
+
+class LazyInitContext:
+    """Builds models whose large tensors get no memory, for `booster.lazy_init.materialize` or a plugin to fill later.
+
+    The code of the model runs unchanged, and so does its initialisation. What fills a tensor is recorded; filled later,
+    in whatever order, it holds bit for bit what an ordinary build from the same seed gives, and torch's generators are
+    after the context where that build leaves them. Every random initialisation really runs once, on a scratch tensor
+    that is freed at once: memory during the build is that of the largest tensor. Values that the model's code looks at
+    are made for it.
+
+    After the context a lazy tensor tells its shape, dtype and device and can be given to an optimizer; any use of its
+    values raises `ConfigError`. Tensors on other devices than the CPU, and those that come from numpy or lists, are
+    made as always. Contexts do not nest, and see the thread alone that enters them.
+
+    Args:
+        default_device: Where `materialize` fills the tensors when it is not told; the CPU without it.
+        eager_below_bytes: Tensors of fewer bytes are made at once.
+
+    Example:
+        >>> import torch
+        >>> from booster.lazy_init import is_lazy, materialize
+        >>> with LazyInitContext():
+        ...     model = torch.nn.Linear(1000, 1000)
+        >>> is_lazy(model.weight), is_lazy(materialize(model).weight)
+        (True, False)
+    """
+
+    _active: LazyInitContext | None = None
+
+    def __init__(
+        self,
+        default_device: torch.device | str | None = None,
+        *,
+        eager_below_bytes: int = _EAGER_BELOW_BYTES,
+    ) -> None:
+        if eager_below_bytes < 0:
+            raise ConfigError(f"eager_below_bytes={eager_below_bytes} is negative: take 0 to make every tensor lazy")
+        device = torch.device("cpu" if default_device is None else default_device)
+        if device.type == "meta":
+            raise ConfigError("default_device='meta' has no memory to fill: give the device that the model trains on")
+        self._device = device
+        self._eager_below_bytes = eager_below_bytes
+        self._modes = ExitStack()
+
+    def __enter__(self) -> LazyInitContext:
+        """Starts to record.
+
+        Raises:
+            ConfigError: a LazyInitContext is active.
+        """
+        if LazyInitContext._active is not None:
+            raise ConfigError("LazyInitContext inside of another one: build the whole model in the outer one")
+        LazyInitContext._active = self
+        self._modes.enter_context(Recorder(eager_below_bytes=self._eager_below_bytes, device=self._device))
+        self._modes.enter_context(_RawReads())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        LazyInitContext._active = None
+        self._modes.close()
+        guard_all()
+
+
+class _RawReads(TorchFunctionMode):
+    """Gives lazy tensors their values before something reads their memory directly."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and _is_plain(args[0]) and record_of(args[0]) is not None:
+            return _deep_copy(args[0], args[1])
+        if func in _RAW_READS:
+            for tensor in tensors_in((args, kwargs or {})):
+                settle(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.is_leaf and tensor.grad is None
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    """Returns a lazy copy; like torch's, tensors that share a storage share one again in the same deep copy."""
+    found: torch.Tensor | None = memo.get(id(tensor))
+    if found is not None:
+        return found
+    with torch.no_grad():
+        storage = storage_of(tensor)
+        assert storage is not None
+        copies = memo.setdefault("booster.lazy_init", {})
+        key = (storage._cdata, tensor.dtype)
+        if key not in copies:
+            copies[key] = torch.empty(0, dtype=tensor.dtype).set_(storage).clone()
+        result: torch.Tensor = copies[key].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
+    memo[id(tensor)] = result.requires_grad_(tensor.requires_grad)
+    result.__dict__ = copy.deepcopy(tensor.__dict__, memo)
+    return result

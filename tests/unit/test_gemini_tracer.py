@@ -1,0 +1,211 @@
+"""The record of an iteration: what it answers about the future, how it is written, and how it is followed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from booster.plugins.gemini.tracer import Cursor, Moment, Record, Tracer
+
+
+def moment(*chunks, is_backward=False, other_bytes=0):
+    return Moment(chunks=chunks, is_backward=is_backward, model_bytes=0, other_bytes=other_bytes)
+
+
+def random_record(generator, num_chunks=6, max_moments=30):
+    moments = []
+    for _ in range(generator.randrange(1, max_moments)):
+        if moments and generator.random() < 0.4:
+            chunks = moments[-1].chunks
+        else:
+            chunks = tuple(generator.sample(range(num_chunks), generator.choice([0, 1, 1, 1, 2, 3])))
+        moments.append(moment(*chunks, is_backward=generator.random() < 0.5, other_bytes=generator.randrange(1000)))
+    return Record(tuple(moments), ())
+
+
+def naive_next_use(record, chunk, now):
+    endless = list(record.moments) + list(record.moments)
+    return next((at for at in range(now, len(endless)) if chunk in endless[at].chunks), None)
+
+
+def naive_upcoming(record, now, limit, skip):
+    found = []
+    for later in record.moments[now:]:
+        found += [chunk for chunk in later.chunks if chunk not in skip and chunk not in found]
+    return found[: max(limit, 0)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_record_answers_as_a_plain_search_through_it(seed):
+    generator = random.Random(seed)
+    record = random_record(generator)
+    num_moments = len(record.moments)
+    for now in range(num_moments + 1):
+        for chunk in range(7):
+            assert record.next_use(chunk, now) == naive_next_use(record, chunk, now)
+        for limit in (-1, 0, 1, 2, 10):
+            skip = set(generator.sample(range(6), generator.randrange(0, 5)))
+            assert record.upcoming(now, limit, skip) == naive_upcoming(record, now, limit, skip)
+        until = generator.randrange(num_moments + 3)
+        values = [later.other_bytes for later in record.moments[now:until]]
+        assert record.peak_other_bytes(now, until) == (max(values) if values else 0)
+
+
+def test_a_use_now_counts_and_one_that_has_passed_is_of_the_next_iteration():
+    record = Record((moment(0), moment(1), moment(0)), ())
+    assert [record.next_use(0, now) for now in range(4)] == [0, 2, 2, 3]
+    assert [record.next_use(1, now) for now in range(4)] == [1, 1, 4, 4]
+    assert record.next_use(2, 0) is None
+
+
+def test_an_empty_record_needs_nothing():
+    record = Record((), ())
+    assert record.next_use(0, 0) is None
+    assert record.upcoming(0, 3, ()) == []
+    assert record.peak_other_bytes(0, 2) == 0
+    assert Cursor(record).advance([0], False) == 0
+
+
+def test_upcoming_chunks_are_those_of_this_iteration():
+    record = Record((moment(0), moment(1), moment(1, 2), moment(0)), ())
+    assert record.upcoming(0, 9, ()) == [0, 1, 2]
+    assert record.upcoming(2, 9, {1}) == [2, 0]
+    assert record.upcoming(4, 9, ()) == []
+
+
+def test_equal_records_are_equal_whatever_they_computed():
+    first, second = Record((moment(0), moment(1)), (1, 0)), Record((moment(0), moment(1)), (1, 0))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != Record((moment(0), moment(1)), (0, 1))
+    assert repr(first) == f"Record(moments={first.moments!r}, completed=(1, 0))"
+
+
+def test_ranks_can_agree_on_measurements():
+    record = Record((moment(0, other_bytes=1), moment(1, other_bytes=5)), (0,))
+    agreed = record.with_other_bytes([7, 5])
+    assert [later.other_bytes for later in agreed.moments] == [7, 5]
+    assert [later.chunks for later in agreed.moments] == [(0,), (1,)]
+    assert agreed.completed == (0,)
+    assert agreed.next_use(1, 0) == 1
+    assert record.moments[0].other_bytes == 1
+    with pytest.raises(ValueError, match="shorter"):
+        record.with_other_bytes([7])
+
+
+def test_the_tracer_writes_down_what_happens():
+    tracer = Tracer()
+    assert not tracer.is_recording
+    tracer.begin()
+    assert tracer.is_recording
+    tracer.note_other_bytes(5)  # the batch
+    tracer.note_use([3, 1, 3], False, 100)
+    tracer.note_other_bytes(2)
+    tracer.note_use(iter([1]), False, 110)
+    for num_bytes in (7, 9, 8):
+        tracer.note_other_bytes(num_bytes)
+    tracer.note_use([], True, 90)
+    tracer.note_use([1], True, 95)
+    tracer.note_other_bytes(4)
+    for chunk in (1, 3, 1):
+        tracer.note_complete(chunk)
+    record = tracer.finish()
+    assert not tracer.is_recording
+    assert record == Record(
+        (
+            Moment(chunks=(3, 1), is_backward=False, model_bytes=100, other_bytes=5),
+            Moment(chunks=(1,), is_backward=False, model_bytes=110, other_bytes=9),
+            Moment(chunks=(), is_backward=True, model_bytes=90, other_bytes=0),
+            Moment(chunks=(1,), is_backward=True, model_bytes=95, other_bytes=4),
+        ),
+        (1, 3),
+    )
+
+
+def test_an_iteration_that_broke_off_is_forgotten():
+    tracer = Tracer()
+    tracer.begin()
+    tracer.note_other_bytes(99)
+    tracer.note_use([0], False, 1)
+    tracer.note_complete(0)
+    tracer.begin()
+    tracer.note_use([1], False, 2)
+    assert tracer.finish() == Record((Moment(chunks=(1,), is_backward=False, model_bytes=2, other_bytes=0),), ())
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        lambda tracer: tracer.note_use([0], False, 0),
+        lambda tracer: tracer.note_other_bytes(1),
+        lambda tracer: tracer.note_complete(0),
+        lambda tracer: tracer.finish(),
+    ],
+)
+def test_nothing_is_noted_outside_of_an_iteration(note):
+    tracer = Tracer()
+    with pytest.raises(AssertionError):
+        note(tracer)
+    tracer.begin()
+    tracer.finish()
+    with pytest.raises(AssertionError):
+        note(tracer)
+
+
+def follow(cursor, moments):
+    cursor.restart()
+    return [cursor.advance(later.chunks, later.is_backward) for later in moments]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_cursor_follows_iterations_that_leave_modules_out(seed):
+    generator = random.Random(seed)
+    record = random_record(generator)
+    cursor = Cursor(record)
+    assert follow(cursor, record.moments) == list(range(len(record.moments)))
+    taken = [later for later in record.moments if generator.random() < 0.6]
+    reached = follow(cursor, taken)
+    # What is left over of a sequence can be found in it in order, and the earliest way to do so is the cursor's.
+    assert reached == sorted(set(reached))
+    for at, later in zip(reached, taken, strict=True):
+        assert (record.moments[at].chunks, record.moments[at].is_backward) == (later.chunks, later.is_backward)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_cursor_survives_any_other_iteration(seed):
+    generator = random.Random(seed)
+    record, other = random_record(generator), random_record(generator, num_chunks=9)
+    cursor = Cursor(record, lookahead=generator.choice([1, 2, 64]))
+    reached = follow(cursor, other.moments)
+    assert reached == sorted(reached)
+    assert all(0 <= at < len(record.moments) for at in reached)
+    assert cursor.now == reached[-1]
+    follow(cursor, [])
+    assert cursor.now == 0
+
+
+def test_the_cursor_stays_at_what_the_record_does_not_foresee():
+    cursor = Cursor(Record((moment(0), moment(1), moment(2), moment(2, is_backward=True)), ()))
+    unforeseen = (moment(0), moment(7), moment(1), moment(1), moment(0), moment(2, is_backward=True))
+    assert follow(cursor, unforeseen) == [0, 0, 1, 1, 1, 3]
+
+
+def test_forward_and_backward_of_a_module_are_told_apart():
+    cursor = Cursor(Record((moment(0), moment(0, is_backward=True), moment(0)), ()))
+    assert follow(cursor, (moment(0), moment(0))) == [0, 2]
+    assert follow(cursor, (moment(0, is_backward=True),)) == [1]
+
+
+def test_the_cursor_looks_ahead_a_bounded_way_and_catches_up():
+    record = Record((*(moment(0) for _ in range(100)), *(moment(chunk) for chunk in range(1, 101))), ())
+    cursor = Cursor(record, lookahead=10)
+    cursor.advance([0], False)
+    # 99 moments are left out; every miss lets the next search go 10 further.
+    reached = [cursor.advance([chunk], False) for chunk in range(1, 101)]
+    first_hit = next(index for index, at in enumerate(reached) if at)
+    assert reached[:first_hit] == [0] * first_hit
+    assert reached[first_hit:] == list(range(100 + first_hit, 200))
+    assert first_hit == 10  # after 10 misses the search goes from moment 1 to before 111, and this is 110
+    cursor.restart()
+    assert cursor.advance([1], False) == 0
