@@ -79,6 +79,7 @@ class Case:
     max_norm: float = float("inf")
     optimizer: str = "adamw"
     plugin_arguments: dict[str, Any] = field(default_factory=dict)
+    uses_shared_memory: bool = True
 
 
 def assert_parallel_equals_serial(plugin: str, model: str, **settings) -> None:
@@ -151,7 +152,7 @@ def train_reference(case: Case, in_parts: bool) -> Record:
             accumulation=case.accumulation,
             parts=case.world_size if in_parts else 1,
             max_norm=case.max_norm,
-            optimizer=case.optimizer,
+            optimizer="adamw" if case.optimizer == "hybrid_adam" else case.optimizer,
             fp32_sums=_fp32_sums(case),
         )
 
@@ -187,11 +188,29 @@ def _fp32_sums(case: Case) -> Fp32Sums:
 
 def train_parallel(settings: dict[str, Any]) -> Record:
     """Trains on this rank through the booster; runs on every rank."""
+    from booster.comm import use_shared_memory
+
     case = Case(**settings)
+    use_shared_memory(None if case.uses_shared_memory else False)
+    try:
+        return _train(case)
+    finally:
+        use_shared_memory(None)
+
+
+def _make_own_optimizer(name: str, groups: list) -> torch.optim.Optimizer:
+    if name != "hybrid_adam":
+        return make_optimizer(name, groups)
+    from booster.optim import HybridAdam
+
+    return HybridAdam(groups, lr=1e-2, eps=1e-3, weight_decay=0.01)  # what `make_optimizer` makes for one process
+
+
+def _train(case: Case) -> Record:
     entry = get_model(case.model)
     booster = make_booster(case, entry)
     raw = entry.build()
-    model, optimizer, *_ = booster.boost(raw, make_optimizer(case.optimizer, entry.param_groups(raw)))
+    model, optimizer, *_ = booster.boost(raw, _make_own_optimizer(case.optimizer, entry.param_groups(raw)))
     record = Record()
     size, rank = booster.plugin.dp_size, booster.plugin.dp_rank
     for step in range(case.steps):

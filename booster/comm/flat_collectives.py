@@ -43,9 +43,26 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class ReduceScatter:
     """A sum over the ranks that is under way; made by `start_reduce_scatter`."""
 
-    def __init__(self, own: torch.Tensor, finish: Callable[[torch.Tensor, bool], None]) -> None:
+    def __init__(
+        self,
+        own: torch.Tensor,
+        finish: Callable[[torch.Tensor, bool], None],
+        aim: Callable[[torch.Tensor, bool], None] | None = None,
+    ) -> None:
         self._own = own
         self._finish = finish
+        self._aim = aim
+
+    def aim(self, output: torch.Tensor, *, accumulate: bool) -> None:
+        """Says what `finish` will be called with, so that a sum that is there before that needs no memory of its own.
+
+        Args:
+            output: See `finish`; not this rank's own piece of the payload. Undefined from now on until `finish`.
+            accumulate: See `finish`.
+        """
+        _require_room(output, self._own)
+        if self._aim is not None:
+            self._aim(output.detach(), accumulate)
 
     def finish(self, output: torch.Tensor, *, accumulate: bool) -> None:
         """Waits, then sets `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
@@ -125,7 +142,8 @@ def start_reduce_scatter(
         return ReduceScatter(own, partial(_sum_received, Messages(operation, (work,)), own, ()))
     home = operation.memory_for(payload) if can_reduce(payload.dtype) else None
     if home is not None:
-        return ReduceScatter(own, SharedSum(home, operation, payload.detach(), own).finish)
+        shared = SharedSum(home, operation, payload.detach(), own)
+        return ReduceScatter(own, shared.finish, shared.aim)
     copies = _room(received, own, size - 1)
     messages = _exchange(operation, pieces, dict(zip(_others(rank, size), copies, strict=True)))
     return ReduceScatter(own, partial(_sum_received, messages, own, copies))
@@ -176,12 +194,16 @@ class SharedSum:
 
     def finish(self, output: torch.Tensor, accumulates: bool) -> None:
         """Does what `ReduceScatter.finish` says."""
-        with self._started.lock:
-            if not self._started.is_performed:
-                self._output, self._accumulates = output, accumulates
+        self.aim(output, accumulates)
         self._started.finish()
         if self._early_sum is not None:
             _sum_into(output, self._early_sum, (), accumulates)
+
+    def aim(self, output: torch.Tensor, accumulates: bool) -> None:
+        """Does what `ReduceScatter.aim` says."""
+        with self._started.lock:
+            if not self._started.is_performed:
+                self._output, self._accumulates = output, accumulates
 
     def _perform(self) -> None:
         output = self._output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,11 @@ class Chunk:
         self._gather: AllGather | None = None
         self._gradient: torch.Tensor | None = None
         self._gradient_buffer: Buffer | None = None
+        self._copies_buffer: Buffer | None = None
+        self._sums_buffer: Buffer | None = None
         self._reduction: ReduceScatter | None = None
+        self._num_arrived = 0
+        self._num_expected = len(self.slots)
 
     # Weights.
 
@@ -266,7 +271,11 @@ class Chunk:
     @property
     def is_complete(self) -> bool:
         """Whether all gradients have arrived that are expected, and at least one."""
-        return self._gradient is not None and all(slot.has_gradient or not slot.is_expected for slot in self.slots)
+        return self._gradient is not None and self._num_arrived >= self._num_expected
+
+    def expect(self) -> None:
+        """Takes note that other gradients are expected than before; between backwards."""
+        self._num_expected = sum(slot.is_expected for slot in self.slots)
 
     @torch.no_grad()
     def receive(self, slot: Slot, take_buffer: Callable[[int], Buffer]) -> None:
@@ -294,7 +303,8 @@ class Chunk:
         if self._gradient is self.payload:
             slot.is_overwritten = self.was_replaced = True
         slot.parameter.grad = None
-        slot.is_used = slot.has_gradient = slot.is_expected = True
+        self._num_arrived += slot.is_expected and not slot.has_gradient
+        slot.is_used = slot.has_gradient = True
         slot.go(TensorState.READY_FOR_REDUCE)
 
     def _room_for_gradients(self, slot: Slot, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
@@ -347,7 +357,25 @@ class Chunk:
         self._gradient[self.layout.used_numel :].zero_()
         if self.holds_gradients_in_payload:
             self.part_gradients()
-        self._reduction = start_reduce_scatter(self._gradient, self._group)
+        sums = self._sums_at_hand(take_buffer)
+        self._reduction = start_reduce_scatter(self._gradient, self._group, partial(self._room_for_copies, take_buffer))
+        self._reduction.aim(sums, accumulate=self.has_sums)
+
+    def _sums_at_hand(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
+        """Returns the sums where gradients are, so far as there are any: themselves, or a copy if they are offloaded."""
+        if self.sums.tensor is not None:
+            return self.sums.tensor
+        self._sums_buffer = take_buffer(self.sums.num_bytes)
+        sums = self._sums_buffer.view(self.sums.numel, self.sums.dtype)
+        if self.has_sums:
+            self.sums.load(sums)
+        return sums
+
+    def _room_for_copies(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
+        """Returns room for what messages bring of other ranks' gradients; called where gradients go by messages."""
+        numel = self.layout.numel - self.layout.piece_numel
+        self._copies_buffer = take_buffer(numel * self.layout.dtype.itemsize)
+        return self._copies_buffer.view(numel, self.layout.dtype)
 
     @property
     def is_reducing(self) -> bool:
@@ -355,30 +383,26 @@ class Chunk:
         return self._reduction is not None
 
     @torch.no_grad()
-    def finish_reduce(self, take_scratch: Callable[[int, torch.dtype], torch.Tensor]) -> Buffer:
-        """Waits, and adds this rank's piece of the sum to `sums`; returns the buffer of the gradients.
-
-        Args:
-            take_scratch: Returns a flat tensor of so many elements with any content, for sums that are offloaded.
-        """
+    def finish_reduce(self) -> list[Buffer]:
+        """Waits, and adds this rank's piece of the sum to `sums`; returns the buffers that were used."""
         assert self._reduction is not None
-        assert self._gradient_buffer is not None
-        if self.sums.tensor is not None:
+        if self._sums_buffer is None:
+            assert self.sums.tensor is not None
             self._reduction.finish(self.sums.tensor, accumulate=self.has_sums)
         else:
-            sums = take_scratch(self.sums.numel, self.sums.dtype)
-            if self.has_sums:
-                self.sums.load(sums)
+            sums = self._sums_buffer.view(self.sums.numel, self.sums.dtype)
             self._reduction.finish(sums, accumulate=self.has_sums)
             self.sums.store(sums)
         self.has_sums = True
-        buffer = self._gradient_buffer
-        self._reduction = self._gradient = self._gradient_buffer = None
+        used = (self._gradient_buffer, self._copies_buffer, self._sums_buffer)
+        self._reduction = self._gradient = None
+        self._gradient_buffer = self._copies_buffer = self._sums_buffer = None
+        self._num_arrived = 0
         for slot in self.slots:
             slot.has_gradient = False
             if slot.state is TensorState.READY_FOR_REDUCE:
                 slot.go(TensorState.HOLD if self.is_gathered else TensorState.FREE)
-        return buffer
+        return [buffer for buffer in used if buffer is not None]
 
     def forget_gradients(self) -> Buffer | None:
         """Lets go of all gradients of the window; returns the buffer of those that were not reduced, if there is one."""
@@ -387,6 +411,7 @@ class Chunk:
         buffer, self._gradient, self._gradient_buffer = self._gradient_buffer, None, None
         self.sums.drop()
         self.has_sums = False
+        self._num_arrived = 0
         for slot in self.slots:
             slot.parameter.grad = None
             slot.has_gradient = False

@@ -78,6 +78,8 @@ class ChunkManager:
         self._current: tuple[int, ...] = ()
         self._chunk_at: dict[int, Chunk] = {}
         self._sizes: list[ChunkBytes] | None = None
+        self._room_at: dict[int, int] = {}
+        self._gathered: dict[int, Chunk] = {}
         self.on_record: Callable[[], None] = _nothing
         self.reduction = GradientReduction(self, is_asynchronous=reduces_asynchronously)
 
@@ -93,6 +95,7 @@ class ChunkManager:
         for chunk in chunks:
             self._note_address(chunk)
         self.record = self._cursor = self._sizes = None
+        self._room_at.clear()
         self.reduction.add(chunks)
 
     # Placement.
@@ -124,6 +127,7 @@ class ChunkManager:
             ConfigError: The budget is too small.
         """
         self._sizes, found = None, self.homes
+        self._room_at.clear()
         failure: ConfigError | None = None
         try:
             found = self._placement.homes(self.sizes(), self.record)
@@ -172,6 +176,7 @@ class ChunkManager:
         self._current = ()
         if self._tracer.is_recording:
             self.record = self._tracer.finish()
+            self._room_at.clear()
             self._cursor = Cursor(self.record)
             self.on_record()
         elif self._cursor is not None:
@@ -189,7 +194,7 @@ class ChunkManager:
 
     def release_all(self) -> None:
         """Releases every chunk that is not kept, and frees the buffers."""
-        for chunk in self.chunks:
+        for chunk in list(self._gathered.values()):
             if chunk.is_on_its_way:
                 chunk.finish_gather()
             if chunk.can_be_released:
@@ -245,6 +250,7 @@ class ChunkManager:
             return
         chunk.start_gather(self.take_buffer(chunk.layout.num_bytes))
         self._note_address(chunk)
+        self._gathered[chunk.index] = chunk
         if not is_own_wish:
             chunk.finish_gather()
             if chunk.can_be_released:
@@ -279,6 +285,7 @@ class ChunkManager:
     def release(self, chunk: Chunk) -> None:
         """Lets go of a chunk's weights."""
         buffer = chunk.release()
+        self._gathered.pop(chunk.index, None)
         if buffer is not None:
             self.pool.give_back(buffer)
 
@@ -295,7 +302,9 @@ class ChunkManager:
 
     def _room(self) -> int:
         now = 0 if self._cursor is None else self._cursor.now
-        return self._placement.room(self.sizes(), self.homes, self.record, now)
+        if now not in self._room_at:
+            self._room_at[now] = self._placement.room(self.sizes(), self.homes, self.record, now)
+        return self._room_at[now]
 
     def _evict(self, num_bytes: int, room: int, *, only_unneeded: bool) -> None:
         surplus = self.pool.bytes_in_use + num_bytes - room
@@ -309,7 +318,8 @@ class ChunkManager:
             self.release(self.chunks[index])
 
     def _releasable(self) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.can_be_released and chunk.index not in self._protected]
+        gathered = self._gathered.values()
+        return [chunk for chunk in gathered if chunk.can_be_released and chunk.index not in self._protected]
 
     def _unneeded(self) -> list[Chunk]:
         """Returns the gathered chunks that this iteration needs no more, as far as the record tells."""

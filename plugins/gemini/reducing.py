@@ -46,7 +46,6 @@ class GradientReduction:
         self._knows_order = False
         self._next_order: list[int] = []
         self._has_news = False
-        self._scratch: torch.Tensor | None = None
         self.num_ready = 0
         self.was_forward_only = False
 
@@ -104,19 +103,13 @@ class GradientReduction:
         if not self._flights:
             return False
         chunk = self._flights.popleft()
-        self._manager.pool.give_back(chunk.finish_reduce(self._take_scratch))
+        for buffer in chunk.finish_reduce():
+            self._manager.pool.give_back(buffer)
         return True
 
     def _finish_all(self) -> None:
         while self.finish_oldest():
             pass
-
-    def _take_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = numel * dtype.itemsize
-        if self._scratch is None or self._scratch.numel() < num_bytes:
-            device = self._manager.chunks[0].sums.device
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._scratch[:num_bytes].view(dtype)
 
     # At its end.
 
@@ -142,12 +135,14 @@ class GradientReduction:
         if learns:
             for slot in slots:
                 slot.is_expected = slot.is_used
-        facts = left + [slot.is_expected for slot in slots]
+        facts = left + [slot.is_expected or slot.is_used for slot in slots]
         group = self._manager.meeting.group
         mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
         agreed = all_reduce_max(mask, group).tolist()
         for slot, is_expected in zip(slots, agreed[len(chunks) :], strict=True):
             slot.is_expected = bool(is_expected)
+        for chunk in chunks:
+            chunk.expect()
         if not self._knows_order:
             self._agree_on_order(group)
         return [index for index, is_left in enumerate(agreed[: len(chunks)]) if is_left]
@@ -161,7 +156,6 @@ class GradientReduction:
     def finish_backward(self) -> None:
         """Makes ready for the next backward."""
         self._finish_all()
-        self._scratch = None
         if not self._knows_order:
             self._order, self._knows_order = self._next_order or self._order, True
         self._order = [index for index in self._order if self._is_expected(index)] + [

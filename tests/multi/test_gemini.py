@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from parity import assert_parallel_equals_serial
 from zoo import model_names
@@ -28,37 +30,72 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("model", model_names())
-@pytest.mark.parametrize("world_size", WORLDS)
+FRACTIONS = (0.0, 0.5, 1.0)
+
+
+def grid(fast, everything):
+    """Every combination once; those that `fast` does not say yes to are slow."""
+    return [case if fast(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in everything]
+
+
+ALL_POLICIES = grid(
+    lambda policy, model, world_size: world_size in (2, 3) and model in ("tied_lm", "frozen_unused_conditional"),
+    itertools.product(POLICIES, model_names(), WORLDS),
+)
+ALL_PRECISIONS = grid(
+    lambda policy, precision, model, world_size: world_size == 2 and model in MODELS and policy in ("static", "cpu"),
+    itertools.product(["static", "prefetch", "cpu", "half kept", "auto"], ["bf16", "fp16"], model_names(), (1, 2, 3)),
+)
+ALL_ACCUMULATIONS = grid(
+    lambda policy, synchronize, model, world_size: world_size == 2 and model in MODELS and policy == "static",
+    itertools.product(["static", "prefetch", "cpu"], ["always", "no_sync", "accumulate"], model_names(), (2, 3)),
+)
+ALL_REPLICAS = grid(
+    lambda policy, model: policy == "static" and model in MODELS,
+    itertools.product(["static", "cpu", "kept", "prefetch"], model_names()),
+)
+ALL_FRACTIONS = grid(
+    lambda kept, states, weights, model: model == "tied_lm",
+    [
+        (kept, states, weights, model)
+        for kept, states, weights, model in itertools.product(FRACTIONS, FRACTIONS, FRACTIONS, MODELS)
+        if weights <= kept  # what is kept whole is not offloaded
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size"),
+    grid(lambda model, world_size: world_size == 2, itertools.product(model_names(), WORLDS)),
+)
 def test_every_model_trains_as_in_one_process(model, world_size):
     assert_parallel_equals_serial("gemini", model, world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "model", "world_size"), ALL_POLICIES)
 def test_every_policy_trains_as_in_one_process(policy, model, world_size):
     assert_parallel_equals_serial("gemini", model, world_size=world_size, plugin_arguments=POLICIES[policy])
 
 
-@pytest.mark.parametrize("policy", ["static", "prefetch", "cpu", "half kept"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_low_precision_trains_as_in_one_process(world_size, precision, model, policy):
+@pytest.mark.parametrize(("kept", "states", "weights", "model"), ALL_FRACTIONS)
+def test_every_fraction_trains_as_in_one_process(kept, states, weights, model):
+    arguments = {"shard_param_frac": kept, "offload_optim_frac": states, "offload_param_frac": weights}
+    assert_parallel_equals_serial("gemini", model, world_size=2, plugin_arguments=arguments)
+
+
+@pytest.mark.parametrize(("policy", "precision", "model", "world_size"), ALL_PRECISIONS)
+def test_low_precision_trains_as_in_one_process(policy, precision, model, world_size):
     assert_parallel_equals_serial(
         "gemini", model, world_size=world_size, precision=precision, plugin_arguments=POLICIES[policy]
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("synchronize", ["always", "no_sync", "accumulate"])
-@pytest.mark.parametrize("policy", ["static", "prefetch", "cpu"])
-def test_accumulation_and_clipping(policy, synchronize, model):
+@pytest.mark.parametrize(("policy", "synchronize", "model", "world_size"), ALL_ACCUMULATIONS)
+def test_accumulation_and_clipping(policy, synchronize, model, world_size):
     assert_parallel_equals_serial(
         "gemini",
         model,
-        world_size=2,
+        world_size=world_size,
         accumulation=3,
         synchronize=synchronize,
         max_norm=0.5,
@@ -66,8 +103,7 @@ def test_accumulation_and_clipping(policy, synchronize, model):
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("policy", ["static", "cpu", "kept"])
+@pytest.mark.parametrize(("policy", "model"), ALL_REPLICAS)
 def test_replicated_shards(policy, model):
     arguments = POLICIES[policy] | {"extra_dp_size": 2}
     assert_parallel_equals_serial("gemini", model, world_size=4, plugin_arguments=arguments)
@@ -78,4 +114,25 @@ def test_replicated_shards(policy, model):
 def test_other_optimizers(policy, optimizer):
     assert_parallel_equals_serial(
         "gemini", "multi_output_groups", world_size=2, optimizer=optimizer, plugin_arguments=POLICIES[policy]
+    )
+
+
+@pytest.mark.parametrize("policy", ["static", "cpu"])
+def test_messages_in_place_of_shared_memory(policy):
+    assert_parallel_equals_serial(
+        "gemini", "tied_lm", world_size=3, plugin_arguments=POLICIES[policy], uses_shared_memory=False
+    )
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("policy", ["static", "cpu", "half offloaded", "kept"])
+def test_the_fused_step(policy, precision):
+    assert_parallel_equals_serial(
+        "gemini",
+        "tied_lm",
+        world_size=2,
+        precision=precision,
+        optimizer="hybrid_adam",
+        max_norm=0.5,
+        plugin_arguments=POLICIES[policy],
     )
