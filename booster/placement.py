@@ -9,12 +9,13 @@ from torch.optim import Optimizer
 
 from booster.comm import broadcast, require_same_on_all_ranks
 from booster.errors import ConfigError
+from booster.lazy_init import materialize
 
 __all__ = ["make_replicas_equal", "move_to_device"]
 
 
 def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
-    """Moves parameters and buffers, and the states of an optimizer that has made steps already.
+    """Moves parameters and buffers, and the states of an optimizer that has made steps already; lazy ones are filled.
 
     Raises:
         ConfigError: The model has parameters on the meta device, which have no values to move.
@@ -25,6 +26,7 @@ def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.
                 f"parameter {name!r} is on the meta device and has no values: build the model on a real device, or call"
                 " model.to_empty(device=...) and initialise it before boost()"
             )
+    materialize(model, device)
     model.to(device)
     if optimizer is not None and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # puts every state where its parameter lies now

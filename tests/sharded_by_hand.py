@@ -15,7 +15,7 @@ from torch import nn
 
 from booster.comm import group_rank, group_size
 from booster.interface import OptimizerWrapper, Shard, Shards
-from booster.plugins.low_level_zero.checkpoint import ZeroOptimizerState, ZeroPendingGradients
+from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients
 
 __all__ = ["FixedScale", "ShardedByHand", "cut_at_random"]
 
@@ -104,13 +104,13 @@ class ShardedByHand(OptimizerWrapper):
         shard = self.shards.of(parameter)
         return parameter if shard is None else shard.working
 
-    def checkpoint_state(self) -> ZeroOptimizerState:
-        return ZeroOptimizerState(self)
+    def checkpoint_state(self) -> ShardedOptimizerState:
+        return ShardedOptimizerState(self)
 
     # Gradients.
 
-    def pending_gradients(self) -> ZeroPendingGradients:
-        return ZeroPendingGradients(self)
+    def pending_gradients(self) -> ShardedPendingGradients:
+        return ShardedPendingGradients(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from booster.errors import ConfigError
 from booster.lazy_init.arguments import tensors_in
 from booster.lazy_init.guard import guard_all
+from booster.lazy_init.initialisers import whole_initialisers
 from booster.lazy_init.recorder import Recorder
 from booster.lazy_init.storage import record_of, settle, storage_of
 
@@ -83,7 +84,9 @@ class LazyInitContext:
         if LazyInitContext._active is not None:
             raise ConfigError("LazyInitContext inside of another one: build the whole model in the outer one")
         LazyInitContext._active = self
-        self._modes.enter_context(Recorder(eager_below_bytes=self._eager_below_bytes, device=self._device))
+        recorder = Recorder(eager_below_bytes=self._eager_below_bytes, device=self._device)
+        self._modes.enter_context(whole_initialisers(recorder))
+        self._modes.enter_context(recorder)
         self._modes.enter_context(_RawReads())
         return self
 

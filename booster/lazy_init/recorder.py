@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from booster.errors import ConfigError
 from booster.lazy_init.arguments import (
@@ -79,6 +80,22 @@ class Recorder(TorchDispatchMode):
             if written_arguments(func):
                 return self._write(func, arguments)
             return self._make(func, arguments)
+
+    def record_fill(self, function: Callable[..., Any], arguments: Arguments, again: Callable[..., Any]) -> None:
+        """Records a function that draws its first argument, a lazy tensor, as one call, whatever it reads meanwhile.
+
+        Args:
+            function: draws from one generator, by its arguments and the first one's geometry alone.
+            arguments: of the call.
+            again: what to run instead of the function when the tensor is filled.
+        """
+        (target, *rest), kwargs = arguments
+        record = record_of(target)
+        assert record is not None
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            call = make_call(again, arguments, torch.get_rng_state())
+            function(self._scratch_like(target), *rest, **kwargs)
+        record.writes.append(call)
 
     def _write(self, operator: Any, arguments: Arguments) -> Any:
         if self._is_recordable_write(operator, arguments) and self._record_write(operator, arguments):

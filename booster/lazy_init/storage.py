@@ -13,9 +13,10 @@ __all__ = ["make_lazy", "record_of", "reserve", "settle", "storage_of"]
 
 _ATTRIBUTE = "_booster_lazy_record"  # on the storage object, which torch keeps as long as the storage lives
 
-# Note [Reserved addresses]: a lazy tensor is a plain CPU tensor with its true sizes and strides over private anonymous
-# pages that nothing has touched: they cost no memory. So every view, `.data =`, tie and check of device or strides in a
-# model's code does what it always does. (malloc would not do: it hands out pages again that were touched before.)
+# Note [Reserved addresses]: a lazy tensor is a plain CPU tensor with its true sizes and strides over shared anonymous
+# pages that nothing has touched: they cost no memory, and nothing of a limit on it (RLIMIT_DATA counts private ones).
+# So every view, `.data =`, tie and check of device or strides in a model's code does what it always does. (malloc would
+# not do: it hands out pages again that were touched before.)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -37,7 +38,7 @@ def record_of(tensor: torch.Tensor) -> Record | None:
 
 def reserve(num_bytes: int) -> torch.UntypedStorage:
     """Returns a storage whose pages have no memory until they are written to, and which go when it goes."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8).untyped_storage()
 
 

@@ -94,6 +94,7 @@ class Assembly:
             meeting=Meeting(settings.meeting_group, 2 + settings.max_prefetch),
             device=settings.device,
             placement=self._placement,
+            agreement_group=settings.agreement_group or settings.data_parallel_group,
             make_tier=self._make_tier,
             max_prefetch=settings.max_prefetch,
             reduces_asynchronously=settings.reduces_asynchronously,

@@ -23,7 +23,7 @@ __all__ = ["Chunk", "Slot", "placeholder"]
 # Between two steps a rank has its *piece* of a chunk's weights, in memory or in the offload tier, and the parameters
 # show a placeholder: their shape, with nan in every place. `start_gather` brings all pieces into a buffer of the pool,
 # the *payload*, and `finish_gather` points the parameters into it; `release` takes them out again, and nothing need be
-# written back, as weights change in the step alone. A *kept* chunk stays gathered, and its piece is part of its payload.
+# written back, as weights change in the step alone. A *kept* chunk stays gathered; its piece is part of its payload.
 # In backward every gradient is moved from `.grad` into a flat buffer. That is the payload itself where the parameter's
 # weights are not needed any more and nobody else looks at them, else a second buffer. The weights of the others are
 # still there; who asks for weights that a gradient has replaced has the chunk gathered once more, elsewhere.
@@ -72,18 +72,17 @@ class Slot:
 
     def hide(self) -> None:
         """Lets the parameter show a placeholder."""
-        layout, device = self.chunk.layout, self.chunk.weights.device
-        self.parameter.data = placeholder(self.place.shape, layout.dtype, device)
+        self.parameter.data = self.chunk.blank.expand(self.place.shape)
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the parameter's place in a flat buffer, in its shape."""
         return flat[self.place.start : self.place.stop].view(self.place.shape)
 
 
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns what a parameter shows while its weights are not here: its shape and format, no memory, nan throughout."""
+def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns what parameters show in all places while their weights are not here: nan, or 0 of integers."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 class Chunk:
@@ -120,6 +119,7 @@ class Chunk:
         self.starts = [slot.place.start for slot in self.slots]
         self.weights = Piece(layout.piece_numel, layout.dtype, device)
         self.main = self.weights
+        self.blank = placeholder(layout.dtype, device)
         self.sums = Piece(layout.piece_numel, sum_dtype, sum_device)
         self.has_sums = False
         self.payload: torch.Tensor | None = None
@@ -183,28 +183,32 @@ class Chunk:
         """Makes room for the piece that an optimizer updates, where it is not the weights themselves."""
         if dtype != self.layout.dtype or device != self.weights.device:
             self.main = Piece(self.layout.piece_numel, dtype, device)
-            self.main.allocate(None if device != self.weights.device else tier)
+            self.main.allocate(tier if tier is not None and tier.name == "disk" else None)
 
-    def start_gather(self, buffer: Buffer | None) -> None:
+    def start_gather(self, buffer: Buffer | None, take_buffer: Callable[[int], Buffer]) -> Buffer | None:
         """Starts to bring all pieces of the weights together. Collective over the shard group.
 
         Args:
             buffer: Room for them, which the chunk keeps until `release`; None: where they are already, so that this
                 rank takes part for the sake of others, or where the chunk is kept.
+            take_buffer: Returns a further buffer of so many bytes.
+
+        Returns:
+            A buffer that the chunk has no more use for.
         """
+        unused: Buffer | None = None
         if buffer is not None:
             if self.holds_gradients_in_payload:
-                self.part_gradients()
-            self._drop_payload()
+                self._part_gradients(take_buffer)
+            unused = self._drop_payload()
             self._buffer = buffer
             self.payload = buffer.view(self.layout.numel, self.layout.dtype)
         assert self.payload is not None, "a chunk that is not gathered needs a buffer"
         own = self.payload[self.layout.piece(self.rank)]
-        if self.weights.is_offloaded:
-            self.weights.start_load(own).wait()
-        elif not self.is_kept:
+        if not self.is_kept:
             self.weights.load(own)
         self._gather = start_all_gather(self.payload, self._group)
+        return unused
 
     def finish_gather(self) -> None:
         """Waits for the weights and lets the parameters show them."""
@@ -212,6 +216,15 @@ class Chunk:
         self._gather.wait()
         self._gather = None
         self.show()
+
+    def was_written_unseen(self) -> bool:
+        """Whether somebody wrote to a parameter while its weights were not here; what was written is lost."""
+        value = self.blank.item()
+        is_number = self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
+        was_written = value == value if is_number else value != 0
+        if was_written:
+            self.blank.copy_(placeholder(self.layout.dtype, self.blank.device))
+        return bool(was_written)
 
     def show(self) -> None:
         """Points the parameters into the payload."""
@@ -335,34 +348,35 @@ class Chunk:
         """Whether the payload can't be given back before the gradients in it are reduced."""
         return self._gradient is not None and self._gradient is self.payload
 
-    def part_gradients(self) -> None:
-        """Lets the payload become the gradient buffer, for the weights to be gathered elsewhere."""
-        assert self.holds_gradients_in_payload
+    def _part_gradients(self, take_buffer: Callable[[int], Buffer]) -> None:
+        """Takes gradients out of the payload: it becomes their buffer, unless somebody looks at weights in it."""
+        assert self._buffer is not None
+        if self.num_pins > 0 or self._buffer.num_views != len(self.slots) + 1:
+            self._move_gradients(take_buffer)
+            return
         self._hide()
         self._gradient_buffer = self._buffer
-        self._buffer, self.payload = None, None
-        self.was_replaced = False
-        for slot in self.slots:
-            slot.is_overwritten = False
+        self._buffer = None
+        self._drop_payload()
 
     @torch.no_grad()
     def start_reduce(self, take_buffer: Callable[[int], Buffer]) -> None:
-        """Starts to sum the gradients over the ranks, zeros where this rank has none. Collective over the shard group."""
+        """Starts to sum gradients over the ranks, zeros where this rank has none. Collective over the shard group."""
         if self._gradient is None:
             self._gradient_buffer = take_buffer(self.layout.num_bytes)
             self._gradient = self._gradient_buffer.view(self.layout.numel, self.layout.dtype)
+        elif self.holds_gradients_in_payload:
+            self._part_gradients(take_buffer)
         for slot in self.slots:
             if not slot.has_gradient:
                 slot.within(self._gradient).zero_()
         self._gradient[self.layout.used_numel :].zero_()
-        if self.holds_gradients_in_payload:
-            self.part_gradients()
         sums = self._sums_at_hand(take_buffer)
         self._reduction = start_reduce_scatter(self._gradient, self._group, partial(self._room_for_copies, take_buffer))
         self._reduction.aim(sums, accumulate=self.has_sums)
 
     def _sums_at_hand(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
-        """Returns the sums where gradients are, so far as there are any: themselves, or a copy if they are offloaded."""
+        """Returns the sums, as far as there are any: themselves, or a copy in memory if they are offloaded."""
         if self.sums.tensor is not None:
             return self.sums.tensor
         self._sums_buffer = take_buffer(self.sums.num_bytes)
@@ -405,9 +419,10 @@ class Chunk:
         return [buffer for buffer in used if buffer is not None]
 
     def forget_gradients(self) -> Buffer | None:
-        """Lets go of all gradients of the window; returns the buffer of those that were not reduced, if there is one."""
+        """Lets go of all gradients of the window; returns the buffer of those that were not reduced, if any."""
         if self.holds_gradients_in_payload:
-            self.part_gradients()
+            self._hide()
+            self._gradient_buffer = self._drop_payload()
         buffer, self._gradient, self._gradient_buffer = self._gradient_buffer, None, None
         self.sums.drop()
         self.has_sums = False

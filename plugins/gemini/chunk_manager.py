@@ -1,4 +1,4 @@
-"""Which chunks are gathered, when they come and go: the one place where weights are gathered, prefetched and released."""
+"""Which chunks are gathered: the one place where weights are gathered, prefetched and released."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 
 from booster.comm import raise_on_all_ranks
 from booster.errors import ConfigError
@@ -24,7 +25,7 @@ __all__ = ["ChunkManager"]
 # The placement says how many bytes of buffers may be in the compute tier at a moment. A buffer is made room for by
 # giving up, in this order: weights that this iteration needs no more; reductions under way, which are waited for; and
 # weights whose next use is farthest away. What a running module uses, what arrives, and gradients that are not reduced
-# yet stay: if nothing else is left, the buffer is taken all the same, as an operator can't run on a part of its weights.
+# yet stay: if nothing else is left, the buffer is taken all the same, as no operator runs on a part of its weights.
 
 
 class ChunkManager:
@@ -35,6 +36,7 @@ class ChunkManager:
         meeting: Of the ranks that share them.
         device: The compute tier's.
         placement: What may be in the compute tier.
+        agreement_group: All data-parallel ranks, on the CPU; None: the world.
         make_tier: Makes where the rest goes.
         max_prefetch: How many chunks are gathered ahead.
         reduces_asynchronously: Whether a reduction goes on while backward does.
@@ -51,6 +53,7 @@ class ChunkManager:
         meeting: Meeting,
         device: torch.device,
         placement: Placement,
+        agreement_group: dist.ProcessGroup | None,
         make_tier: Callable[[], Tier],
         max_prefetch: int,
         reduces_asynchronously: bool,
@@ -60,6 +63,7 @@ class ChunkManager:
         self.meeting = meeting
         self.tier: Tier | None = None
         self._make_tier = make_tier
+        self._agreement_group = agreement_group
         self.pool = BufferPool(device)
         self.homes = Homes(weights=frozenset(), states=frozenset(), kept=frozenset())
         self.record: Record | None = None
@@ -133,7 +137,7 @@ class ChunkManager:
             found = self._placement.homes(self.sizes(), self.record)
         except ConfigError as error:  # raised by all ranks below
             failure = error
-        raise_on_all_ranks(failure, self.meeting.group)
+        raise_on_all_ranks(failure, self._agreement_group)
         return found
 
     def sums_tier(self, chunk: Chunk) -> Tier | None:
@@ -181,6 +185,18 @@ class ChunkManager:
             self.on_record()
         elif self._cursor is not None:
             self._cursor.restart()
+
+    def give_up_forward(self) -> None:
+        """Called when the outermost module has failed: what was recorded of it is forgotten."""
+        self._tracer = Tracer()
+        self._current = ()
+
+    def give_up_backward(self) -> None:
+        """Called when autograd has failed."""
+        self.phase = Phase.FORWARD
+        self._tracer = Tracer()
+        self._current = ()
+        self.reduction.give_up()
 
     def close(self) -> None:
         """Meets until every rank has come to the end of its phase."""
@@ -245,10 +261,12 @@ class ChunkManager:
         if chunk.is_on_its_way:  # another rank had none of it yet, or lost it
             chunk.finish_gather()
         if chunk.has_all_weights:
-            chunk.start_gather(None)
+            chunk.start_gather(None, self.take_buffer)
             chunk.finish_gather()
             return
-        chunk.start_gather(self.take_buffer(chunk.layout.num_bytes))
+        unused = chunk.start_gather(self.take_buffer(chunk.layout.num_bytes), self.take_buffer)
+        if unused is not None:
+            self.pool.give_back(unused)
         self._note_address(chunk)
         self._gathered[chunk.index] = chunk
         if not is_own_wish:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from booster.comm import raise_on_all_ranks, start_all_gather
-from booster.errors import ConfigError
+from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.plugins.gemini.chunk import Chunk, Slot
 from booster.plugins.gemini.chunk_manager import ChunkManager
@@ -127,9 +127,10 @@ class GeminiModel(ModelWrapper):
             if payload is None:
                 continue
             for slot in chunk.slots:
-                shown = slot.parameter.detach()
-                if shown.data_ptr() != slot.within(payload).data_ptr():  # `.data =` inside
-                    slot.within(payload).copy_(shown)
+                shown, place = slot.parameter.detach(), slot.within(payload)
+                if shown.data_ptr() != place.data_ptr():  # `.data =` inside
+                    place.copy_(shown)
+                    slot.parameter.data = place
             if not chunk.is_kept:
                 chunk.weights.store(payload[chunk.layout.piece(chunk.rank)])
 
@@ -143,9 +144,8 @@ class GeminiModel(ModelWrapper):
         """Returns the name of a parameter that shows other memory than its chunk's; None: there is none."""
         for chunk in self.manager.chunks:
             for slot in chunk.slots:
-                parameter = slot.parameter
-                is_shown = chunk.payload is not None and chunk.is_kept and parameter.numel() > 0
-                if is_shown and parameter.data_ptr() != slot.within(chunk.payload).data_ptr():
+                parameter, kept = slot.parameter, chunk.payload if chunk.is_kept else None
+                if kept is not None and parameter.numel() > 0 and parameter.data_ptr() != slot.within(kept).data_ptr():
                     return slot.name
                 if not chunk.is_kept and parameter.numel() > 1 and any(parameter.stride()):
                     return slot.name
@@ -174,10 +174,29 @@ class GeminiModel(ModelWrapper):
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
-        kwargs.pop("keep_vars", None)
-        state = self.module.state_dict(*args, keep_vars=True, **kwargs)
+        kwargs["keep_vars"] = True
+        state = self.module.state_dict(*args, **kwargs)
+        if any(True for _ in self._derived(state)):
+            with self._shown():
+                state = self.module.state_dict(*args, **kwargs)
+                copies = {id(one): one.detach().clone() for one in state.values() if isinstance(one, torch.Tensor)}
+        else:
+            copies = self._copies(state)
+        for name, value in list(state.items()):
+            state[name] = copies.get(id(value), value)  # tied ones stay tied
+        return state
+
+    def _derived(self, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields what hooks or get_extra_state() computed, which may be of weights that are not here."""
+        own = self._slots().keys() | {id(buffer) for buffer in self.module.buffers()}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and id(value) not in own:
+                yield name, value
+
+    def _copies(self, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+        """Returns copies of a state's tensors by the tensors' `id`, gathered chunk by chunk. Collective."""
         slots = self._slots()
-        copies: dict[int, torch.Tensor] = {}  # tied tensors stay tied
+        copies: dict[int, torch.Tensor] = {}
         by_chunk: dict[int, list[Slot]] = {}
         for value in state.values():
             slot = slots.get(id(value))
@@ -190,9 +209,7 @@ class GeminiModel(ModelWrapper):
                 self.manager.need(by_chunk[index])
                 for slot in by_chunk[index]:
                     copies.setdefault(id(slot.parameter), slot.parameter.detach().clone())
-        for name, value in list(state.items()):
-            state[name] = copies.get(id(value), value)
-        return state
+        return copies
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -293,6 +310,12 @@ class GeminiModel(ModelWrapper):
     def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
         """Returns the tensors of the model's state, each with all of its names."""
         state, slots = self.module.state_dict(keep_vars=True), self._slots()
+        for name, value in self._derived(state):
+            if value.is_floating_point() and value.numel() > 0 and bool(value.isnan().all()):
+                raise CheckpointError(
+                    f"{name!r} of the model's state is computed by a hook or get_extra_state() of weights that are not"
+                    " gathered now: save inside of `with model.gathered():`"
+                )
         parameters = {name: value for name, value in state.items() if id(value) in slots}
         others = {name: value for name, value in state.items() if id(value) not in slots}
         groups: dict[int, list[str]] = {}

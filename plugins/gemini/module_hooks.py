@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from booster.errors import ConfigError
 from booster.plugins.gemini.chunk import Chunk, Slot
 from booster.plugins.gemini.chunk_manager import ChunkManager
 from booster.plugins.gemini.meeting import Phase
@@ -18,11 +21,20 @@ from booster.plugins.gemini.saved_weights import SavedTensors
 
 __all__ = ["ModuleHooks"]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 # Note [Whose weights]
 # A module's own parameters are gathered before it runs and may go when it has ended. A module may also read those of
 # another one that is never called: `nn.MultiheadAttention` does with its `out_proj`, a language model with a tied
 # embedding. Python reads a parameter out of its module's `_parameters`; that dictionary is replaced by one that notes
-# who reads, and while some module runs a parameter that is read is gathered, for as long as that module runs.
+# who reads, and while some module runs a parameter that is read is gathered, for as long as that module runs. A
+# parameter that a module returns stays for as long as the one that called it runs. In backward, activation
+# checkpointing may run a function that is no module: what is read there stays until a gradient is computed again.
+
+
+def _not_compiled(function: _Function) -> _Function:
+    """Has torch.compile break its graph at a function, and not look into it."""
+    return cast(_Function, torch.compiler.disable(function))
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +42,24 @@ class _Running:
     """A module that runs.
 
     Attributes:
-        module: Which.
+        module: Which; None: a function that is computed again in backward.
         pinned: What it uses.
         error: The exception that was being handled when it began.
+        packs: It has begun to pack saved tensors.
+        version: How often its own weights had been written to when it began.
     """
 
-    module: nn.Module
+    module: nn.Module | None
     pinned: list[tuple[Chunk, list[Slot]]] = field(default_factory=list)
     error: BaseException | None = None
+    packs: bool = False
+    version: int = 0
+
+    def unpin(self) -> None:
+        """Says that it uses nothing more."""
+        for chunk, slots in self.pinned:
+            chunk.unpin(slots)
+        self.pinned.clear()
 
 
 class WatchedParameters(dict[str, Any]):
@@ -77,13 +99,13 @@ class ModuleHooks:
         self._manager = manager
         self._slots = slots
         self._running: list[_Running] = []
+        self._again = _Running(None)
         self._saved_bytes = 0
+        self._times_saved: Counter[int] = Counter()
         self._saved = SavedTensors(self)
         self._handles: list[Any] = []
         self._watched: list[nn.Module] = []
-        self._chunk_at: dict[int, Chunk] = {}
         self._is_in_backward = False
-        self._is_queued = False
         for module in model.modules():
             self._watch(module)
         self.watch_gradients()
@@ -93,7 +115,7 @@ class ModuleHooks:
         if not own and not any(True for _ in module.children()):
             return
         self._handles.append(module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True))
-        self._handles.append(module.register_forward_hook(_AfterForward(self), always_call=True))
+        self._handles.append(module.register_forward_hook(_AfterForward(self, own), always_call=True))
         if own:
             module._parameters = WatchedParameters(module._parameters, self)
             self._watched.append(module)
@@ -119,37 +141,59 @@ class ModuleHooks:
     @property
     def is_running(self) -> bool:
         """Whether some module runs, or a backward does."""
-        return bool(self._running) or self._is_in_backward
+        return bool(self._running) or self._is_in_backward or _is_autograd_running()
 
     def enter(self, module: nn.Module, own: Sequence[Slot]) -> None:
         """Called before a module runs."""
-        if not self._running:
-            self._begin_outermost()
-        running = _Running(module, error=sys.exc_info()[1])
-        self._running.append(running)
-        if own:
-            self._manager.need(own)
-            self._pin(running, own)
+        with _unseen():
+            if not self._running:
+                self._begin_outermost()
+            running = _Running(module, error=sys.exc_info()[1])
+            self._running.append(running)
+            if own:
+                self._manager.need(own)
+                self._pin(running, own)
+                running.version = _version_of(own)
+            running.packs = self._saved.begin()
 
-    def exit(self, module: nn.Module) -> None:
-        """Called when a module has ended, by an exception too."""
-        while self._running:
-            running = self._running.pop()
-            for chunk, slots in running.pinned:
-                chunk.unpin(slots)
-            if running.module is module:
-                break
-        if not self._running:
-            self._end_outermost(has_failed=sys.exc_info()[1] not in (None, running.error))
+    def exit(self, module: nn.Module, own: Sequence[Slot], output: Any) -> None:
+        """Called when a module has ended, by an exception too.
 
+        Raises:
+            ConfigError: The module wrote to its own weights.
+        """
+        with _unseen():
+            while self._running:
+                running = self._running.pop()
+                if running.packs:
+                    self._saved.end()
+                if self._running:
+                    self._pin(self._running[-1], self._returned(output))
+                running.unpin()
+                if running.module is module:
+                    break
+            has_failed = sys.exc_info()[1] not in (None, running.error)
+            if own and not has_failed and running.version != _version_of(own):
+                raise _error_of_writing(module, own)
+            if not self._running:
+                self._end_outermost(has_failed=has_failed)
+
+    def _returned(self, output: Any) -> list[Slot]:
+        """Returns the model's own parameters in a module's output."""
+        slots = (self._slots.get(id(one)) for one in _parameters_in(output))
+        return [slot for slot in slots if slot is not None]
+
+    @_not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
         """Called when a module's parameter is read; see Note [Whose weights]."""
         slot = self._slots.get(id(parameter))
         if slot is None or (slot.num_pins > 0 and not slot.is_overwritten and slot.chunk.is_gathered):
             return
-        self._manager.need((slot,))
-        if self._running:
-            self._pin(self._running[-1], (slot,))
+        with _unseen():
+            if not self._running:
+                self._note_backward()
+            self._manager.need((slot,))
+            self._pin(self._running[-1] if self._running else self._again, (slot,))
 
     def _pin(self, running: _Running, slots: Sequence[Slot]) -> None:
         by_chunk: dict[int, tuple[Chunk, list[Slot]]] = {}
@@ -160,18 +204,20 @@ class ModuleHooks:
             running.pinned.append((chunk, members))
 
     def _begin_outermost(self) -> None:
-        if self._is_in_backward:  # activation checkpointing computes a part of the forward again
-            self._packs = torch.is_grad_enabled() and not SavedTensors.is_somebody_packing()
-        else:
-            self._packs = torch.is_grad_enabled()
-            self._manager.begin_forward(trains=torch.is_grad_enabled())
-        if self._packs:
-            self._saved.begin(counts=self._manager.is_recording)
+        if _is_autograd_running():  # activation checkpointing computes a part of the forward again
+            self._note_backward()
+            return
+        if self._is_in_backward:
+            self._give_up_backward()
+        self._manager.begin_forward(trains=torch.is_grad_enabled())
+        self._saved.counts = self._manager.is_recording
 
     def _end_outermost(self, *, has_failed: bool) -> None:
-        if self._packs:
-            self._saved.end()
-        if not self._is_in_backward and not has_failed:
+        if self._is_in_backward:
+            return
+        if has_failed:
+            self._manager.give_up_forward()
+        else:
             self._manager.end_forward(trains=torch.is_grad_enabled())
 
     # Backward.
@@ -179,11 +225,13 @@ class ModuleHooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Surrounds autograd. Collective."""
+        if self._is_in_backward:
+            self._give_up_backward()
         self._begin_backward()
         try:
             yield
         except BaseException:
-            self._is_in_backward = False
+            self._give_up_backward()
             raise
         self._end_backward()
 
@@ -193,7 +241,14 @@ class ModuleHooks:
 
     def _end_backward(self) -> None:
         self._is_in_backward = False
+        self._again.unpin()
         self._manager.end_backward()
+
+    def _give_up_backward(self) -> None:
+        """Called when a backward has failed; of a plain loss.backward() that shows when the next thing begins."""
+        self._is_in_backward = False
+        self._again.unpin()
+        self._manager.give_up_backward()
 
     def _note_backward(self) -> None:
         """Begins a backward that was called past `backward`, by a plain loss.backward()."""
@@ -204,6 +259,7 @@ class ModuleHooks:
     def gradient_arrived(self, slot: Slot) -> None:
         """Called when a gradient is complete in `.grad`."""
         self._note_backward()
+        self._again.unpin()
         self._manager.reduction.receive(slot)
 
     # What `SavedTensors` asks.
@@ -214,24 +270,37 @@ class ModuleHooks:
 
     def gather_for_backward(self, slot: Slot) -> torch.Tensor:
         """Returns the payload with the weights of a parameter."""
-        self._note_backward()
-        if not slot.chunk.is_gathered or slot.is_overwritten:
-            self._manager.need((slot,))
-        else:
-            self._manager.note_use(slot.chunk)
-        payload = slot.chunk.payload
-        assert payload is not None
-        return payload
+        chunk = slot.chunk
+        with _unseen():
+            if not self._running:  # else it is for an autograd.grad() inside of a forward
+                self._note_backward()
+                self._again.unpin()
+            if not chunk.is_gathered or slot.is_overwritten:
+                self._manager.need((slot,))
+            else:
+                chunk.pin(())  # or it might have to make room for what is gathered ahead
+                self._manager.note_use(chunk)
+                chunk.unpin(())
+        assert chunk.payload is not None
+        return chunk.payload
 
-    def note_saved(self, num_bytes: int) -> None:
-        """Counts what autograd keeps."""
-        self._saved_bytes += num_bytes
-        if num_bytes > 0:
+    def note_saved(self, address: int, num_bytes: int) -> None:
+        """Counts what autograd keeps, memory that is saved several times once."""
+        self._times_saved[address] += 1
+        if self._times_saved[address] == 1:
+            self._saved_bytes += num_bytes
             self._manager.note_other_bytes()
+
+    def note_let_go(self, address: int, num_bytes: int) -> None:
+        """Counts what autograd lets go."""
+        self._times_saved[address] -= 1
+        if self._times_saved[address] == 0:
+            del self._times_saved[address]
+            self._saved_bytes -= num_bytes
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps, as far as they were counted; the same memory counts as often as it is saved."""
+        """Bytes that autograd keeps, as far as they were counted."""
         return self._saved_bytes
 
 
@@ -242,6 +311,7 @@ class _BeforeForward:
         self._hooks: ModuleHooks | None = hooks
         self._own = own
 
+    @_not_compiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._hooks is not None:
             self._hooks.enter(module, self._own)
@@ -253,16 +323,18 @@ class _BeforeForward:
 
 
 class _AfterForward:
-    def __init__(self, hooks: ModuleHooks) -> None:
+    def __init__(self, hooks: ModuleHooks, own: Sequence[Slot]) -> None:
         self._hooks: ModuleHooks | None = hooks
+        self._own = own
 
+    @_not_compiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._hooks is not None:
-            self._hooks.exit(module)
+            self._hooks.exit(module, self._own, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AfterForward:
         copied = _AfterForward.__new__(_AfterForward)
-        copied._hooks = None
+        copied._hooks, copied._own = None, ()
         return copied
 
 
@@ -271,6 +343,40 @@ class _GradientArrived:
         self._hooks = hooks
         self._slot = slot
 
+    @_not_compiled
     def __call__(self, parameter: torch.Tensor) -> None:
         if self._slot.is_watched:
             self._hooks.gradient_arrived(self._slot)
+
+
+def _version_of(slots: Sequence[Slot]) -> int:
+    return sum(slot.parameter._version for slot in slots)
+
+
+def _error_of_writing(module: nn.Module, own: Sequence[Slot]) -> ConfigError:
+    names = ", ".join(repr(slot.name) for slot in own)
+    return ConfigError(
+        f"the forward of {type(module).__name__} wrote to its weights ({names}), as nn.Embedding does with max_norm:"
+        " what was gathered for it is thrown away, and the change with it. Leave that out, change weights between steps"
+        " inside of `with model.gathered():`, or use a plugin that keeps weights whole"
+    )
+
+
+def _is_autograd_running() -> bool:
+    """Whether this thread computes a node of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """Surrounds work of our own, which is nothing to those who watch or store the model's operators as they are run."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
+
+
+def _parameters_in(output: Any) -> Iterator[nn.Parameter]:
+    if isinstance(output, nn.Parameter):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for one in output:
+            yield from _parameters_in(one)
+    elif isinstance(output, dict):
+        yield from _parameters_in(tuple(output.values()))

@@ -67,6 +67,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._settings = settings
         self._manager = model.manager
         self._updates: dict[int, ChunkUpdate] = {}
+        self._update_of: dict[int, ChunkUpdate] = {}
         for index in range(len(optim.param_groups)):
             self._note_group(index)
         self._shard_chunks(self._manager.chunks)
@@ -87,9 +88,13 @@ class GeminiOptimizer(ShardedOptimizer):
             self._updates[chunk.index] = update
             self._replace_in_groups(update)
             self._move_states(update)
-        shards = all_shards(list(self._updates.values()))
+        self._note_shards()
+
+    def _note_shards(self) -> None:
+        updates = list(self._updates.values())
+        self._update_of = {id(one.shard.parameter): update for update in updates for one in update.owned}
         shapes = {slot.name: slot.place.shape for slot in self._trained_slots()}
-        self._use_shards(Shards(shards, list(shapes), self._settings.shard_group, shapes=shapes))
+        self._use_shards(Shards(all_shards(updates), list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _replace_in_groups(self, update: ChunkUpdate) -> None:
         owned: dict[int, list[nn.Parameter]] = {}
@@ -136,6 +141,7 @@ class GeminiOptimizer(ShardedOptimizer):
                 update.point()
             move_states(self._updates[chunk.index], self.optim, states_tier)
         manager.note_filled()
+        self._note_shards()
 
     def _replace_shards(self, old: ChunkUpdate) -> None:
         """Gives a chunk that is updated on another device new shards there, with the states of the old ones."""
@@ -156,9 +162,6 @@ class GeminiOptimizer(ShardedOptimizer):
                 }
             self._working_of[id(after.shard.parameter)] = after.shard.working
         self._updates[old.chunk.index] = new
-        shapes = {slot.name: slot.place.shape for slot in self._trained_slots()}
-        parts = all_shards(list(self._updates.values()))
-        self._use_shards(Shards(parts, list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _trained_slots(self) -> list[Slot]:
         return [slot for update in self._updates.values() for slot in update.chunk.slots]
@@ -178,9 +181,7 @@ class GeminiOptimizer(ShardedOptimizer):
             update.follow()
 
     def follow_weights(self, shard: Shard) -> None:
-        for update in self._updates.values():
-            if any(one.shard is shard for one in update.owned):
-                update.follow_shard(shard)
+        self._update_of[id(shard.parameter)].follow_shard(shard)
 
     def _state_bytes(self, chunk: Chunk) -> int:
         update = self._updates.get(chunk.index)
@@ -195,7 +196,7 @@ class GeminiOptimizer(ShardedOptimizer):
         return self.model.hooks.backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context that changes nothing: gradients are reduced in every backward, as no rank keeps whole ones."""
+        """Returns a context that changes nothing: every backward reduces, as no rank keeps whole gradients."""
         return nullcontext()
 
     # Gradients.
@@ -292,6 +293,13 @@ class GeminiOptimizer(ShardedOptimizer):
                 f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like,"
                 " so that the optimizer's updates would not reach the model: do it before boost()"
             )
+        written = [chunk for chunk in self._manager.chunks if chunk.slots and chunk.was_written_unseen()]
+        if written:
+            raise ConfigError(
+                f"one of the parameters {', '.join(repr(slot.name) for slot in written[0].slots[:20])} was written to"
+                " while its weights were divided among the ranks, where the change is lost: do it inside of"
+                " `with model.gathered():`"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
@@ -307,14 +315,15 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def new_state(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns room on the disk for a shard's state that is about to be filled; None: it belongs into memory."""
-        tier = self._manager.tier
-        for update in self._updates.values():
-            if any(one.shard.parameter is parameter for one in update.owned):
-                is_on_disk = (
-                    tier is not None and tier.name == "disk" and update.chunk.index in self._manager.homes.states
-                )
-                return update.new_state(parameter, key, dtype, tier) if is_on_disk and tier is not None else None
-        return None
+        tier, update = self._manager.tier, self._update_of.get(id(parameter))
+        if (
+            tier is None
+            or tier.name != "disk"
+            or update is None
+            or update.chunk.index not in self._manager.homes.states
+        ):
+            return None
+        return update.new_state(parameter, key, dtype, tier)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         found = {slot.name: slot.chunk.local_gradient(slot) for slot in self._trained_slots()}

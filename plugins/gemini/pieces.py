@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from booster.plugins.gemini.tiers import Block, Tier, Transfer
+from booster.plugins.gemini.tiers import Block, Tier
 
 __all__ = ["Piece"]
 
@@ -27,6 +27,7 @@ class Piece:
         self.device = device
         self.tensor: torch.Tensor | None = None
         self._block: Block | None = None
+        self._takes_host_memory = False
         self._mapped: torch.Tensor | None = None
 
     @property
@@ -49,31 +50,33 @@ class Piece:
         if tier is None:
             self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         else:
-            self._block = tier.new_block(self.num_bytes)
+            self._use_block(tier)
 
-    def start_load(self, target: torch.Tensor) -> Transfer:
-        """Starts to copy it from the offload tier into a flat tensor."""
-        assert self._block is not None, "it is in memory"
-        return self._block.read_into(target)
-
-    def start_store(self, source: torch.Tensor) -> Transfer:
-        """Starts to copy a flat tensor over it in the offload tier."""
-        assert self._block is not None, "it is in memory"
-        return self._block.write_from(source)
+    def _use_block(self, tier: Tier) -> Block:
+        self._takes_host_memory = tier.name == "disk"
+        self._block = tier.new_block(self.num_bytes)
+        return self._block
 
     def load(self, target: torch.Tensor) -> None:
         """Copies it into a flat tensor, from wherever it is."""
         if self.tensor is not None:
             target.copy_(self.tensor)
+            return
+        assert self._block is not None, "nothing was made yet"
+        if self._takes_host_memory and target.device.type != "cpu":
+            host = torch.empty_like(target, device="cpu")
+            self._block.read_into(host).wait()
+            target.copy_(host)
         else:
-            self.start_load(target).wait()
+            self._block.read_into(target).wait()
 
     def store(self, source: torch.Tensor) -> None:
         """Copies a flat tensor over it, wherever it is."""
         if self.tensor is not None:
             self.tensor.copy_(source)
-        else:
-            self.start_store(source).wait()
+            return
+        assert self._block is not None, "nothing was made yet"
+        self._block.write_from(source.cpu() if self._takes_host_memory else source).wait()
 
     def as_tensor(self) -> torch.Tensor:
         """Returns it as live memory: itself, or a mapping of the offload tier that takes no memory of its own."""
@@ -87,15 +90,15 @@ class Piece:
     def offload(self, tier: Tier) -> None:
         """Moves it to the offload tier."""
         if self.tensor is not None:
-            block = tier.new_block(self.num_bytes)
-            block.write_from(self.tensor).wait()
-            self.tensor, self._block = None, block
+            tensor, self.tensor = self.tensor, None
+            self._use_block(tier)
+            self.store(tensor)
 
     def fetch(self) -> None:
         """Moves it to memory."""
         if self._block is not None:
             tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            self._block.read_into(tensor).wait()
+            self.load(tensor)
             self.drop()
             self.tensor = tensor
 

@@ -44,7 +44,7 @@ class GradientReduction:
         self._is_ready = [False] * len(manager.chunks)
         self._num_issued = 0
         self._knows_order = False
-        self._next_order: list[int] = []
+        self._order_to_come: list[int] | None = None
         self._has_news = False
         self.num_ready = 0
         self.was_forward_only = False
@@ -60,6 +60,8 @@ class GradientReduction:
         """Takes a gradient that has arrived in `.grad`."""
         chunk, manager = slot.chunk, self._manager
         self._has_news = self._has_news or not slot.is_expected
+        if chunk.is_reducing:  # a second gradient in the same backward must not be added to what is being summed
+            self._finish_all()
         chunk.receive(slot, manager.take_buffer)
         if chunk.is_complete and not self._is_ready[chunk.index]:
             self._complete(chunk)
@@ -148,23 +150,29 @@ class GradientReduction:
         return [index for index, is_left in enumerate(agreed[: len(chunks)]) if is_left]
 
     def _agree_on_order(self, group: dist.ProcessGroup | None) -> None:
-        order = torch.tensor([*dict.fromkeys([*self._completed, *self._order])], dtype=torch.int64)
-        order = order.to(collective_device(group))
-        broadcast([order], group)
-        self._next_order = order.tolist()
+        order = [*dict.fromkeys([*self._completed, *self._order])]
+        facts = torch.tensor([len(self._completed), *order], dtype=torch.int64, device=collective_device(group))
+        broadcast([facts], group)
+        num_completed, *order = facts.tolist()
+        if num_completed > 0:
+            self._order_to_come = order
 
     def finish_backward(self) -> None:
         """Makes ready for the next backward."""
         self._finish_all()
-        if not self._knows_order:
-            self._order, self._knows_order = self._next_order or self._order, True
+        if self._order_to_come is not None:
+            self._order, self._knows_order, self._order_to_come = self._order_to_come, True, None
         self._order = [index for index in self._order if self._is_expected(index)] + [
             index for index in self._order if not self._is_expected(index)
         ]
+        self.give_up()
+        self._has_news = False
+
+    def give_up(self) -> None:
+        """Forgets how far the backward came; what has arrived stays until it is reduced or forgotten."""
         self._completed.clear()
         self._is_ready = [False] * len(self._manager.chunks)
         self._num_issued = self.num_ready = 0
-        self._has_news = False
 
     # Between backwards.
 

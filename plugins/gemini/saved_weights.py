@@ -12,6 +12,8 @@ from booster.plugins.gemini.chunk import Chunk, Slot
 
 __all__ = ["SavedTensors", "WeightSource"]
 
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
 # Note [Saved weights]
 # Most operators save the weights that they multiplied with, or a view of them, for their backward. While the model's
 # forward runs, autograd asks `pack` what to keep instead. Of a tensor in a chunk's payload it keeps the chunk, the
@@ -19,6 +21,10 @@ __all__ = ["SavedTensors", "WeightSource"]
 # then. That needs no hook of any module, so it makes no difference which module used the weights, through what view,
 # and how its outputs look. Every other tensor is kept as it is. torch compares versions of saved tensors only where
 # nobody packs them, so that is done here as well: a tensor that was written over before backward is an error.
+# Others pack, too: activation checkpointing, which saves nothing in forward and fills a list in backward, or a user who
+# moves what is saved elsewhere. They are handed all other tensors, and never weights: what they keep of those would
+# stay gathered. As checkpointing counts tensors in forward and again in backward, both must hide the same ones; so
+# wherever a module begins, these hooks come first.
 
 
 class WeightSource(Protocol):
@@ -32,8 +38,12 @@ class WeightSource(Protocol):
         """Returns the payload with the weights of a parameter."""
         ...
 
-    def note_saved(self, num_bytes: int) -> None:
-        """Takes note of bytes that autograd keeps, or (negative) lets go."""
+    def note_saved(self, address: int, num_bytes: int) -> None:
+        """Takes note of memory that autograd keeps."""
+        ...
+
+    def note_let_go(self, address: int, num_bytes: int) -> None:
+        """Takes note that autograd lets go of it once."""
         ...
 
 
@@ -86,20 +96,20 @@ class _SavedOther:
 class _CountedOther(_SavedOther):
     """Any other tensor, whose memory is taken note of."""
 
-    __slots__ = ("_num_bytes", "_source")
+    __slots__ = ("_memory", "_source")
 
-    def __init__(self, tensor: torch.Tensor, source: WeightSource, num_bytes: int) -> None:
+    def __init__(self, tensor: torch.Tensor, source: WeightSource, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor)
         self._source = source
-        self._num_bytes = num_bytes
-        source.note_saved(num_bytes)
+        self._memory = storage.data_ptr(), storage.nbytes()
+        source.note_saved(*self._memory)
 
     def __del__(self) -> None:
-        self._source.note_saved(-self._num_bytes)
+        self._source.note_let_go(*self._memory)
 
 
 class SavedTensors:
-    """Packs and unpacks while a model's forward runs; see Note [Saved weights].
+    """Packs and unpacks while a model's modules run; see Note [Saved weights].
 
     Args:
         source: Who knows the chunks.
@@ -107,53 +117,59 @@ class SavedTensors:
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self._outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
-        self._counts = False
-        self._is_active = False
+        # One object each, to be known again by. torch.compile must not look into them: it would compile them, too.
+        self._pack_hook = torch.compiler.disable(self._pack)
+        self._unpack_hook = torch.compiler.disable(self._unpack)
+        self._outer: list[_Hooks | None] = []
+        self.counts = False
 
-    def begin(self, *, counts: bool) -> None:
-        """Begins to pack, if nobody else does who must not be kept from it.
+    def begin(self) -> bool:
+        """Begins to pack, before all other hooks, where a graph is made; returns whether `end` has to be called.
 
-        Args:
-            counts: Take note of the memory of other tensors.
+        Nothing has to be begun where these hooks come first already, and nothing can be where torch forbids hooks.
         """
-        self._is_active = torch._C._autograd._saved_tensors_hooks_is_enabled()
-        if self._is_active:
-            self._counts = counts
-            self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        if not torch.is_grad_enabled() or not _may_pack():
+            return False
+        first: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if first is not None and first[0] is self._pack_hook:
+            return False
+        self._outer.append(first)
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack_hook, self._unpack_hook)
+        return True
 
     def end(self) -> None:
-        """Ends it."""
-        if self._is_active:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._is_active, self._outer = False, None
-
-    @staticmethod
-    def is_somebody_packing() -> bool:
-        """Whether hooks of others are at work, as activation checkpointing's are while it recomputes a forward."""
-        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        """Ends what `begin` began last."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._outer.pop()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         chunk = self._source.chunk_at(storage.data_ptr())
         if chunk is not None:
-            offset = tensor.storage_offset()
+            offset = int(tensor.storage_offset())
             slot = _slot_at(chunk, offset * tensor.itemsize // chunk.layout.dtype.itemsize)
             if slot is not None:
                 return _SavedWeight(self._source, slot, tensor, offset)
-        if self._outer is not None:
-            return self._outer[1], self._outer[0](tensor)
-        if self._counts:
-            return _CountedOther(tensor, self._source, storage.nbytes())
+        outer = self._outer[-1]
+        if outer is not None:
+            return outer[1], outer[0](tensor)
+        if self.counts:
+            return _CountedOther(tensor, self._source, storage)
         return _SavedOther(tensor)
 
     @staticmethod
     def _unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, tuple):
             unpack, packed = saved
-            return unpack(packed)
-        return saved.unpack()
+            tensor: torch.Tensor = unpack(packed)
+        else:
+            tensor = saved.unpack()
+        return tensor
+
+
+def _may_pack() -> bool:
+    """Whether torch lets hooks be, which torch.func's transforms do not."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def _slot_at(chunk: Chunk, element: int) -> Slot | None:

@@ -305,7 +305,7 @@ class GeminiSettings:
 
     def main_device(self, states_tier: Tier | None) -> torch.device:
         """Returns where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
-        return self.device if states_tier is None or states_tier.name == "disk" else torch.device("cpu")
+        return self.device if states_tier is None else torch.device("cpu")  # a disk's states are host memory too
 
 
 def _is_number(value: Any) -> bool:

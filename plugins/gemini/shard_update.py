@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -128,15 +128,21 @@ class ChunkUpdate:
         for key in self._new_states(optimizer):
             states = [optimizer.state[one.shard.parameter].get(key) for one in self.owned]
             dtype = next(state.dtype for state in states if state is not None)
-            piece = Piece(self.chunk.layout.piece_numel, dtype, self.chunk.main.device)
-            piece.allocate(tier)
-            self.states[key] = piece
+            piece = self._new_piece(key, dtype, tier)
             memory = piece.as_tensor()
             for one, state in zip(self.owned, states, strict=True):
                 if state is not None:
                     view = memory[one.part.in_piece]
                     view.copy_(state)
                     optimizer.state[one.shard.parameter][key] = view
+
+    def _new_piece(self, key: str, dtype: torch.dtype, tier: Tier) -> Piece:
+        old = self.states.pop(key, None)
+        if old is not None:
+            old.drop()
+        piece = self.states[key] = Piece(self.chunk.layout.piece_numel, dtype, self.chunk.main.device)
+        piece.allocate(tier)
+        return piece
 
     def _new_states(self, optimizer: Optimizer) -> Iterator[str]:
         keys: dict[str, None] = {}
@@ -169,8 +175,7 @@ class ChunkUpdate:
         """Returns room in a tier for a state of a shard that is about to be filled."""
         piece = self.states.get(key)
         if piece is None or piece.dtype != dtype:
-            piece = self.states[key] = Piece(self.chunk.layout.piece_numel, dtype, self.chunk.main.device)
-            piece.allocate(tier)
+            piece = self._new_piece(key, dtype, tier)
         part = next(one.part for one in self.owned if one.shard.parameter is parameter)
         return piece.as_tensor()[part.in_piece]
 
@@ -180,7 +185,7 @@ class ChunkUpdate:
         if optimizer is None or not any(optimizer.state.get(one.shard.parameter) for one in self.owned):
             return masters + 2 * self.chunk.main.num_bytes  # Adam's two moments
         return masters + sum(
-            value.nbytes
+            int(value.nbytes)
             for one in self.owned
             for value in optimizer.state.get(one.shard.parameter, {}).values()
             if is_elementwise_state(value, one.shard.parameter)
@@ -190,14 +195,14 @@ class ChunkUpdate:
         """Returns those that are in the compute tier."""
         masters = self.chunk.main.bytes_in_memory if self.has_copy else 0
         return masters + sum(
-            value.nbytes
+            int(value.nbytes)
             for one in self.owned
             for key, value in optimizer.state.get(one.shard.parameter, {}).items()
             if is_elementwise_state(value, one.shard.parameter) and not self._is_offloaded(key, value)
         )
 
 
-def is_elementwise_state(value: Any, parameter: torch.Tensor) -> bool:
+def is_elementwise_state(value: Any, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Whether a state has one value for every element of a shard."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
 

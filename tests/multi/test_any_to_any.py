@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from zoo import get_model, split_batch
 
 from booster import Booster
-from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
+from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from booster.single_device import SingleDevicePlugin
 
 
@@ -57,26 +58,56 @@ def zero_2_replicated(uses_unused):
     return LowLevelZeroPlugin(stage=2, precision="fp32", extra_dp_size=2)
 
 
+def gemini_plugin(**arguments):
+    """Small chunks, so that these small models have several."""
+    return GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 512}, **arguments)
+
+
+def gemini(uses_unused):
+    return gemini_plugin()
+
+
+def gemini_on_disk(uses_unused):
+    return gemini_plugin(placement_policy="cpu")
+
+
+def gemini_half_kept(uses_unused):
+    return gemini_plugin(shard_param_frac=0.5)
+
+
+def gemini_replicated(uses_unused):
+    return gemini_plugin(extra_dp_size=2)
+
+
 LAYOUTS = [
     Layout("one device", 1, single_device),
     *(Layout("torch_ddp", world_size, torch_ddp) for world_size in (1, 2, 3, 4)),
     *(Layout("zero 1", world_size, zero_1) for world_size in (1, 2, 4)),
     *(Layout("zero 2", world_size, zero_2) for world_size in (2, 3)),
     Layout("zero 2 replicated", 4, zero_2_replicated),
+    *(Layout("gemini", world_size, gemini) for world_size in (1, 2, 3, 4)),
+    Layout("gemini on disk", 2, gemini_on_disk),
+    Layout("gemini half kept", 2, gemini_half_kept),
+    Layout("gemini replicated", 4, gemini_replicated),
 ]
 # Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
 MODELS = ["multi_output_groups", "tied_lm", "frozen_unused_conditional"]
 SAMPLES = 12  # divides over all worlds
 STEPS = 3
-NUM_PAIRS = 30
+NUM_PAIRS = 54
 
 
 def covering_pairs(layouts: list[Layout], limit: int) -> list[tuple[Layout, Layout, str]]:
     """Every layout as source and as target as often as any other, with the models in turn; at most `limit` pairs."""
-    shifts = range(min(len(layouts), max(1, limit // len(layouts))))
     size = len(layouts)
-    pairs = [(layouts[index], layouts[(index + shift) % size]) for shift in shifts for index in range(size)]
-    return [(*pair, MODELS[number % len(MODELS)]) for number, pair in enumerate(pairs)]
+    num_shifts = min(size, max(1, limit // size))
+    # The next one, which is mostly of the same kind, and others as far apart as can be.
+    shifts = [1 + number * size // num_shifts for number in range(num_shifts)]
+    return [
+        (layouts[index], layouts[(index + shift) % size], MODELS[(index + number) % len(MODELS)])
+        for number, shift in enumerate(shifts)
+        for index in range(size)
+    ]
 
 
 def all_cases() -> list[object]:
@@ -114,8 +145,9 @@ class Training:
 
     def spoil(self) -> None:
         """Changes every weight, so that a load that skips one is seen."""
-        with torch.no_grad():
-            for tensor in self.model.state_dict().values():
+        shown = getattr(self.model, "gathered", nullcontext)  # where the parameters do not show the weights always
+        with shown(), torch.no_grad():
+            for tensor in self.model.unwrap().state_dict().values():
                 tensor.add_(1)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -228,7 +260,10 @@ def test_the_chosen_pairs_cover_every_layout_on_both_sides():
         assert {layout} <= {pair[1] for pair in chosen}
     assert len({pair[:2] for pair in chosen}) == len(chosen)
     ours = covering_pairs(LAYOUTS, NUM_PAIRS)
-    assert {pair[0] for pair in ours} == {pair[1] for pair in ours} == set(LAYOUTS)
+    assert len({pair[:2] for pair in ours}) == len(ours) <= NUM_PAIRS
+    for layout in LAYOUTS:
+        for side in (0, 1):
+            assert sum(pair[side] == layout for pair in ours) >= 2
 
 
 # Hugging Face's own forms.
@@ -296,3 +331,19 @@ def test_every_layout_loads_what_save_pretrained_wrote(pretrained, layout, form)
     root, expected = pretrained
     for found in run_layout(layout, load_llama, str(root / form)):
         assert_same(found, expected)
+
+
+def save_gathered_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
+    model, *_ = Booster(plugin=make_plugin(False)).boost(build_llama(1))
+    with model.gathered() as net:
+        if dist.get_rank() == 0:
+            net.save_pretrained(path)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.name.startswith("gemini")], ids=str)
+def test_gathered_weights_are_saved_by_transformers_itself(tmp_path, layout):
+    for weights in run_layout(layout, save_gathered_llama, str(tmp_path / "c")):
+        assert_same(weights, build_llama(1).state_dict())
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
+    assert_same(found.state_dict(), build_llama(1).state_dict())

@@ -74,7 +74,10 @@ def test_every_model_trains_as_in_one_process(model, world_size):
 
 @pytest.mark.parametrize(("policy", "model", "world_size"), ALL_POLICIES)
 def test_every_policy_trains_as_in_one_process(policy, model, world_size):
-    assert_parallel_equals_serial("gemini", model, world_size=world_size, plugin_arguments=POLICIES[policy])
+    arguments = dict(POLICIES[policy])
+    if "device_memory_budget" in arguments and model not in MODELS:
+        arguments["device_memory_budget"] *= 8  # larger models and activations, most of which do not fit all the same
+    assert_parallel_equals_serial("gemini", model, world_size=world_size, plugin_arguments=arguments)
 
 
 @pytest.mark.parametrize(("kept", "states", "weights", "model"), ALL_FRACTIONS)

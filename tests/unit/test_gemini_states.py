@@ -43,9 +43,7 @@ def test_a_state_may_stay(state):
     assert checked_transition("weight", state, state) is state
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [pair for pair in PAIRS if pair not in LEGAL and pair[0] is not pair[1]]
-)
+@pytest.mark.parametrize(("before", "after"), [pair for pair in PAIRS if pair not in LEGAL and pair[0] is not pair[1]])
 def test_everything_else_raises_and_names_the_parameter(before, after):
     with pytest.raises(RuntimeError, match=rf"'layer\.weight' can't go from {before.name} to {after.name}$"):
         checked_transition("layer.weight", before, after)

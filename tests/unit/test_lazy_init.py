@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import os
 import random
 import subprocess
 import sys
@@ -228,6 +230,46 @@ def test_deep_copies_of_buffers_stay_lazy_and_share_as_the_originals_do():
     assert torch.equal(materialize_tensor(model.part) * 2, twin.part)
 
 
+TRUNCATIONS = {
+    "wide": {"std": 0.02},
+    "narrow": {"std": 0.02, "a": -0.03, "b": 0.01},
+    "tail": {"mean": 0.1, "std": 0.02, "a": 0.13, "b": 0.16},
+    "asymmetric with a generator": {"a": -0.5, "b": 3.0, "generator": True},
+}
+
+
+def _truncate(tensor, generator=False, **bounds):
+    nn.init.trunc_normal_(tensor, generator=torch.Generator().manual_seed(5) if generator else None, **bounds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", TRUNCATIONS)
+@pytest.mark.filterwarnings("ignore:mean is more than 2 std:UserWarning")
+def test_truncated_draws_are_one_call_whatever_they_take(name, dtype):
+    def build():
+        model = nn.ParameterList([torch.empty(SIDE, SIDE, dtype=dtype), torch.ones(SIDE, SIDE, dtype=dtype).t()])
+        for parameter in (*model, model[0].data[7:90, 3:], model[1].data):
+            _truncate(parameter, **TRUNCATIONS[name])
+        model.append(torch.randn(SIDE, SIDE))
+        return model
+
+    assert _check_build(build) == 3
+
+
+def test_mistakes_in_truncated_draws_are_those_of_torch():
+    messages = []
+    for context in (contextlib.nullcontext(), LazyInitContext()):
+        with context:
+            tensor = torch.ones(SIDE, SIDE)
+            with pytest.warns(UserWarning, match="more than 2 std"):
+                nn.init.trunc_normal_(tensor, mean=5.0)
+            with pytest.raises((TypeError, ZeroDivisionError)) as caught:
+                nn.init.trunc_normal_(tensor, std=0)
+            messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    materialize_tensor(tensor)  # and warns no more
+
+
 # Every operator of a program: it takes the tensors there are, and a source of choices.
 PROGRAM = (
     lambda t, pick: t.append(torch.randn(8, 8)),
@@ -275,10 +317,10 @@ def _run_program(seed):
     return tensors
 
 
-@pytest.mark.parametrize("first", range(0, 400, 50))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, 400, 20))])
 def test_programs_of_any_operators_are_replayed_in_any_order(first):
     num_lazy = 0
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 20):
         (expected, state_after), (lazy, lazy_state_after) = (
             _build(lambda seed=seed: _run_program(seed), context)
             for context in (None, LazyInitContext(eager_below_bytes=0))
@@ -289,7 +331,7 @@ def test_programs_of_any_operators_are_replayed_in_any_order(first):
         for actual, wanted in pairs:
             num_lazy += is_lazy(actual)
             _assert_equal_bits(materialize_tensor(actual), wanted)
-    assert num_lazy > 50
+    assert num_lazy > 20
 
 
 def test_an_optimizer_made_over_lazy_parameters_trains_them():
@@ -426,8 +468,8 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(1440, 1440) for _ in range(40)])
         self.drawn = nn.ParameterList([torch.randn(1440, 1440) * 0.02 for _ in range(10)])
-        for layer in self.layers:
-            nn.init.xavier_normal_(layer.weight)
+        for number, layer in enumerate(self.layers):
+            (nn.init.trunc_normal_ if number % 2 else nn.init.xavier_normal_)(layer.weight)
 
 def peak_kilobytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -436,11 +478,14 @@ before = peak_kilobytes()
 with LazyInitContext():
     model = Model()
 built = peak_kilobytes() - before
-for parameter in model.parameters():
+for parameter in list(model.parameters())[::5]:
     materialize_tensor(parameter)
 print(sum(p.numel() * p.element_size() for p in model.parameters()), built * 1024, (peak_kilobytes() - before) * 1024)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    # Temporaries of trunc_normal_ come from malloc: without the threshold, holes of its heap would be measured.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
     total, built, filled_one_by_one = map(int, result.stdout.split())
     assert total > 400e6
     assert built < 60e6

@@ -1,0 +1,81 @@
+"""What GeminiPlugin's arguments mean: sizes of chunks, formats and places of what an optimizer updates, the budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from booster.device import free_memory
+from booster.plugins.gemini.disk_tier import DiskTier
+from booster.plugins.gemini.layout import ChunkLayout
+from booster.plugins.gemini.placement import AutoPlacement, ConstPlacement, StaticPlacement
+from booster.plugins.gemini.settings import ChunkSettings, GeminiSettings, PlacementArguments
+from booster.plugins.gemini.tiers import HostTier
+
+CPU = torch.device("cpu")
+DEFAULTS = {
+    "placement_policy": "static",
+    "shard_param_frac": 1.0,
+    "offload_optim_frac": 0.0,
+    "offload_param_frac": 0.0,
+    "warmup_non_model_data_ratio": 0.8,
+    "steady_cuda_cap_ratio": 0.9,
+    "gpu_margin_mem_ratio": 0.0,
+    "strict_ddp_mode": False,
+}
+
+
+def placement(budget=None, max_prefetch=0, **arguments):
+    chosen = PlacementArguments(**DEFAULTS | arguments)
+    return chosen.make(max_prefetch=max_prefetch, device_memory_budget=budget, device=CPU)
+
+
+def settings(device=CPU, keeps_masters=True):
+    chunks = ChunkSettings(numel=None, min_numel=1, search_range_numel=0, step_numel=None)
+    return GeminiSettings(
+        chunks=chunks,
+        rank=0,
+        num_shards=1,
+        is_first=True,
+        is_primary=True,
+        device=device,
+        dtype=None,
+        keeps_masters=keeps_masters,
+    )
+
+
+def test_strict_mode_keeps_all_weights():
+    assert placement(strict_ddp_mode=True, offload_optim_frac=0.5) == StaticPlacement(
+        shard_param_frac=0.0, offload_optim_frac=0.5
+    )
+
+
+def test_policies_get_their_own_numbers():
+    fractions = {"shard_param_frac": 0.75, "offload_optim_frac": 0.5, "offload_param_frac": 0.25}
+    assert placement(7, 2, **fractions) == StaticPlacement(budget=7, max_prefetch=2, **fractions)
+    assert placement(9, 1, placement_policy="const") == ConstPlacement(budget=9, max_prefetch=1)
+    auto = placement(9, placement_policy="auto", steady_cuda_cap_ratio=0.5, gpu_margin_mem_ratio=0.1)
+    assert auto == AutoPlacement(budget=9, steady_ratio=0.5, warmup_ratio=0.8, gpu_margin_mem_ratio=0.1)
+
+
+def test_auto_alone_takes_what_is_free():
+    free = free_memory(CPU)
+    assert free / 4 < placement(placement_policy="auto").budget < 4 * free
+    assert all(placement(placement_policy=policy).budget is None for policy in ("static", "const", "cpu", "cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("keeps_masters", [True, False])
+def test_low_precision_has_fp32_masters_unless_told_otherwise(dtype, keeps_masters):
+    layout = ChunkLayout(dtype=dtype, trains=True, numel=64, num_shards=1, places=())
+    is_master = keeps_masters and dtype.itemsize == 2
+    assert settings(keeps_masters=keeps_masters).main_dtype(layout) is (torch.float32 if is_master else dtype)
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")])
+def test_states_that_are_offloaded_are_updated_by_the_host(device, tmp_path):
+    disk = DiskTier(str(tmp_path))
+    assert settings(device).main_device(None) == device
+    assert settings(device).main_device(HostTier(False)) == CPU
+    assert settings(device).main_device(disk) == CPU
+    disk.close()
