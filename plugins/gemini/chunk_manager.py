@@ -288,12 +288,12 @@ class ChunkManager:
             return []
         upcoming = self.record.upcoming(self._cursor.now + 1, self._max_prefetch, ())
         found: list[int] = []
-        free = self._room() - self.pool.bytes_in_use - sum(self.chunks[index].layout.num_bytes for index in skip)
+        taken = self.pool.bytes_in_use - self._bytes_unneeded()
+        free = self._room() - taken - sum(self.chunks[index].layout.num_bytes for index in skip)
         for index in upcoming:
             chunk = self.chunks[index]
             if chunk.payload is not None or index in skip or index in found:
                 continue
-            free += self._bytes_unneeded()
             if chunk.layout.num_bytes > free:
                 break
             free -= chunk.layout.num_bytes

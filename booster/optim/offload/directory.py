@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -53,6 +54,8 @@ class OwnDirectory:
         prefix = f"booster-states-{_host()}-{own.pid}-{int(own.create_time())}-"
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
         self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
+        # A process of `multiprocessing` ends without what Python runs at exit, and runs this.
+        multiprocessing.util.Finalize(None, self._finalizer, exitpriority=10)
         if _file_system(self.path) in _IN_MEMORY:
             get_dist_logger().warning(
                 f"{contents} go to files in {self.path}, which is itself kept in memory: give a directory on a disk as"
