@@ -17,7 +17,7 @@ from booster.plugins.gemini.pieces import Piece
 from booster.plugins.gemini.tensor_states import TensorState, checked_transition
 from booster.plugins.gemini.tiers import Tier
 
-__all__ = ["Chunk", "Slot", "placeholder"]
+__all__ = ["Chunk", "Slot", "placeholder", "was_written_unseen"]
 
 # Note [Chunk lifetime]
 # Between two steps a rank has its *piece* of a chunk's weights, in memory or in the offload tier, and the parameters
@@ -83,6 +83,19 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns what parameters show in all places while their weights are not here: nan, or 0 of integers."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)
+
+
+def was_written_unseen(chunks: Sequence[Chunk]) -> bool:
+    """Whether `Chunk.was_written_unseen` is true of any; an accelerator is waited for once."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for chunk in chunks:
+        by_dtype.setdefault(chunk.layout.dtype, []).append(chunk.blank)
+    for dtype, blanks in by_dtype.items():
+        shown = torch.stack(blanks)
+        is_number = dtype.is_floating_point or dtype.is_complex
+        if bool((~shown.isnan()).any() if is_number else (shown != 0).any()):
+            return True
+    return False
 
 
 class Chunk:

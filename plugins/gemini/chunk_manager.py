@@ -68,7 +68,7 @@ class ChunkManager:
         self.homes = Homes(weights=frozenset(), states=frozenset(), kept=frozenset())
         self.record: Record | None = None
         self.phase = Phase.FORWARD
-        self.num_extra_meetings = 0
+        self.is_whole = False
         self._placement = placement
         self._max_prefetch = max_prefetch
         self.other_bytes = other_bytes
@@ -167,6 +167,8 @@ class ChunkManager:
 
     def end_forward(self, *, trains: bool) -> None:
         """Called when the outermost module has ended: takes part in what other ranks still need. Collective."""
+        if self.is_whole:  # all weights are here, and what this rank computes is its own affair
+            return
         self.close()
         if not trains:
             self.release_all()
@@ -204,7 +206,6 @@ class ChunkManager:
             posts = self.meet((), is_closing=True)
             if all(post.is_closing for post in posts):
                 break
-            self.num_extra_meetings += 1
         if self.phase is Phase.BACKWARD:
             self.reduction.reduce_leftovers(posts)
 
@@ -284,7 +285,7 @@ class ChunkManager:
             self.meet(ahead)
 
     def _ahead(self, skip: Sequence[int]) -> list[int]:
-        if self._is_aside or self._max_prefetch == 0 or self.record is None or self._cursor is None:
+        if self._is_aside or self.is_whole or self._max_prefetch == 0 or self.record is None or self._cursor is None:
             return []
         upcoming = self.record.upcoming(self._cursor.now + 1, self._max_prefetch, ())
         found: list[int] = []
@@ -395,7 +396,7 @@ class ChunkManager:
         self.end_forward(trains=False)
 
     def _note_use(self, indices: tuple[int, ...]) -> None:
-        if self._is_aside or indices == self._current:
+        if self._is_aside or self.is_whole or indices == self._current:
             return
         self._current = indices
         self._clock += 1

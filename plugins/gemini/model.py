@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.comm import raise_on_all_ranks, start_all_gather
+from booster.comm import all_gather_equal, broadcast, collective_device, raise_on_all_ranks, start_all_gather
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
-from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.kernels.checksum import crc32
+from booster.plugins.gemini.chunk import Chunk, Slot, was_written_unseen
 from booster.plugins.gemini.chunk_manager import ChunkManager
 from booster.plugins.gemini.module_hooks import ModuleHooks
 from booster.plugins.gemini.settings import GeminiSettings
@@ -54,6 +55,7 @@ class GeminiModel(ModelWrapper):
         self._broadcasts_buffers = broadcasts_buffers
         self._clear_gradients: Callable[[bool], None] | None = None
         self.hooks = ModuleHooks(module, manager, self._slots())
+        module.register_state_dict_pre_hook(_RefuseHidden(manager))
 
     def _slots(self) -> dict[int, Slot]:
         return {id(slot.parameter): slot for chunk in self.manager.chunks for slot in chunk.slots}
@@ -67,6 +69,7 @@ class GeminiModel(ModelWrapper):
 
         Collective: weights are gathered.
         """
+        self._require_unmoved()
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_joined(list(self.module.buffers()), self._settings.data_parallel_group)
         return super().forward(*args, **kwargs)
@@ -96,14 +99,42 @@ class GeminiModel(ModelWrapper):
     def gathered(self) -> Iterator[nn.Module]:
         """Shows all weights in the parameters of the user's model, which it gives; changes made inside are kept.
 
-        Needs memory for the whole model. Every rank must make the same changes. Collective.
+        Inside, a forward needs nothing of the other ranks, so one of them alone may run the model, to generate say.
+        Needs memory for the whole model. Collective at its begin and at its end.
+
+        Raises:
+            ConfigError: The ranks have made different changes: nothing is kept of them.
         """
         with self._shown() as chunks:
+            self.manager.is_whole = True
             try:
                 yield self.module
             finally:
+                self.manager.is_whole = False
+                self._settle(chunks)
+                self._require_same(chunks)
                 self._take_back(chunks)
                 self.notify_loaded()
+
+    def _require_same(self, chunks: list[Chunk]) -> None:
+        """Raises if the ranks show different weights."""
+        digest = 0
+        for chunk in chunks:
+            if chunk.payload is not None:
+                used = chunk.payload[: chunk.layout.used_numel].cpu()
+                digest = crc32(used.view(torch.uint8).numpy().data, digest)
+        group = self._settings.agreement_group or self._settings.data_parallel_group
+        digests = all_gather_equal(torch.tensor([digest], device=collective_device(group)), group).tolist()
+        if len(set(digests)) == 1:
+            return
+        for chunk in chunks:
+            if chunk.is_kept and chunk.payload is not None:
+                broadcast([chunk.payload], self._settings.data_parallel_group)
+        raise ConfigError(
+            "the weights were changed inside of `with model.gathered():`, and on the ranks"
+            f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} otherwise than on rank 0: make the"
+            " same changes on every rank. Nothing was taken over (of weights that are kept whole, rank 0's are)"
+        )
 
     @contextmanager
     def _shown(self) -> Iterator[list[Chunk]]:
@@ -121,24 +152,56 @@ class GeminiModel(ModelWrapper):
             self.manager.release_all()
 
     @torch.no_grad()
-    def _take_back(self, chunks: list[Chunk]) -> None:
+    def _settle(self, chunks: list[Chunk]) -> None:
+        """Brings what `.data =` has put in the place of weights into the chunks."""
         for chunk in chunks:
-            payload = chunk.payload
-            if payload is None:
-                continue
-            for slot in chunk.slots:
-                shown, place = slot.parameter.detach(), slot.within(payload)
-                if shown.data_ptr() != place.data_ptr():  # `.data =` inside
+            for slot in chunk.slots if chunk.payload is not None else ():
+                assert chunk.payload is not None
+                shown, place = slot.parameter.detach(), slot.within(chunk.payload)
+                if shown.data_ptr() != place.data_ptr():
                     place.copy_(shown)
                     slot.parameter.data = place
-            if not chunk.is_kept:
-                chunk.weights.store(payload[chunk.layout.piece(chunk.rank)])
+
+    @torch.no_grad()
+    def _take_back(self, chunks: list[Chunk]) -> None:
+        self._settle(chunks)
+        for chunk in chunks:
+            if chunk.payload is not None and not chunk.is_kept:
+                chunk.weights.store(chunk.payload[chunk.layout.piece(chunk.rank)])
 
     def notify_loaded(self) -> None:
         # Nothing is spread: who changes weights from outside changes kept ones on every rank. So a rank whose load
         # failed need not take part.
         super().notify_loaded()
         self._outdate_graphs()
+
+    def check_weights(self) -> None:
+        """Raises if somebody changed weights where that has no effect.
+
+        Raises:
+            ConfigError: The memory of a parameter was replaced, or it was written to while its weights were elsewhere.
+        """
+        self._require_unmoved()
+        chunks = [chunk for chunk in self.manager.chunks if chunk.slots and not chunk.is_kept]
+        written = chunks if chunks and was_written_unseen(chunks) else []
+        for chunk in written:
+            if not chunk.was_written_unseen():
+                continue
+            names = [repr(slot.name) for slot in chunk.slots]
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ConfigError(
+                f"a parameter was written to while its weights were divided among the ranks, where the change is lost:"
+                f" one of {listed}. Change weights inside of `with model.gathered():`"
+            )
+
+    def _require_unmoved(self) -> None:
+        name = self.moved_parameter()
+        if name is not None:
+            raise ConfigError(
+                f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like, which"
+                " the optimizer and the other ranks do not see: do it before boost(), or change weights inside of"
+                " `with model.gathered():`"
+            )
 
     def moved_parameter(self) -> str | None:
         """Returns the name of a parameter that shows other memory than its chunk's; None: there is none."""
@@ -147,7 +210,8 @@ class GeminiModel(ModelWrapper):
                 parameter, kept = slot.parameter, chunk.payload if chunk.is_kept else None
                 if kept is not None and parameter.numel() > 0 and parameter.data_ptr() != slot.within(kept).data_ptr():
                     return slot.name
-                if not chunk.is_kept and parameter.numel() > 1 and any(parameter.stride()):
+                is_hidden = not chunk.is_kept and chunk.payload is None and parameter.numel() > 0
+                if is_hidden and parameter.data_ptr() != chunk.blank.data_ptr():
                     return slot.name
         return None
 
@@ -325,8 +389,31 @@ class GeminiModel(ModelWrapper):
         return [found[name] for name in state if name in found]
 
 
+class _RefuseHidden:
+    """Keeps the user's own module from giving a state of nan."""
+
+    def __init__(self, manager: ChunkManager | None) -> None:
+        self._manager = manager
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._manager is None or keep_vars:  # who wants the parameters themselves knows what they are
+            return
+        if any(chunk.payload is None and chunk.slots for chunk in self._manager.chunks):
+            raise ConfigError(
+                f"state_dict() of the {type(module).__name__} that went into boost() has no weights to give, as they"
+                " are divided among the ranks: call it on the model that boost() returned, use booster.save_model(), or"
+                " call it inside of `with model.gathered():`"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseHidden:
+        return _RefuseHidden(None)
+
+
 def _forget_hooks(module: nn.Module) -> None:
     """Takes hooks of this package, which do nothing in a copy, off a module."""
+    for key, hook in list(module._state_dict_pre_hooks.items()):
+        if isinstance(hook, _RefuseHidden):
+            del module._state_dict_pre_hooks[key]
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if type(hook).__module__ == ModuleHooks.__module__:

@@ -287,19 +287,9 @@ class GeminiOptimizer(ShardedOptimizer):
                 update.write_weights()
 
     def _check_weights(self) -> None:
-        name = self.model.moved_parameter()
-        if name is not None:
-            raise ConfigError(
-                f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like,"
-                " so that the optimizer's updates would not reach the model: do it before boost()"
-            )
-        written = [chunk for chunk in self._manager.chunks if chunk.slots and chunk.was_written_unseen()]
-        if written:
-            raise ConfigError(
-                f"one of the parameters {', '.join(repr(slot.name) for slot in written[0].slots[:20])} was written to"
-                " while its weights were divided among the ranks, where the change is lost: do it inside of"
-                " `with model.gathered():`"
-            )
+        if self._manager.is_whole:
+            raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
+        self.model.check_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""

@@ -225,7 +225,7 @@ class PlacementArguments:
             self._check_strict()
         if device_memory_budget is None and self.placement_policy == "auto":
             device_memory_budget = free_memory(device)
-        return make_placement(
+        placement = make_placement(
             self.placement_policy,
             shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
             offload_optim_frac=self.offload_optim_frac,
@@ -236,6 +236,12 @@ class PlacementArguments:
             max_prefetch=max_prefetch,
             budget=device_memory_budget,
         )
+        if device_memory_budget is None and self.placement_policy == "const":
+            raise ConfigError(
+                "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given: give"
+                " device_memory_budget, or choose 'static' or 'auto'"
+            )
+        return placement
 
     def _check_strict(self) -> None:
         """Raises where weights could not stay whole."""
