@@ -15,6 +15,7 @@ from torch import nn
 
 from booster.comm import group_rank, group_size
 from booster.interface import OptimizerWrapper, Shard, Shards
+from booster.plugins.sharding.masters import follow_weights
 from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients
 
 __all__ = ["FixedScale", "ShardedByHand", "cut_at_random"]
@@ -57,6 +58,8 @@ class ShardedByHand(OptimizerWrapper):
         group: The ranks that share the shards, of which every rank of the world is in one group.
         loss_scaler: Of the gradients.
     """
+
+    follow_weights = staticmethod(follow_weights)
 
     def __init__(self, optim, model, *, seed, has_masters=False, group=None, loss_scaler=None) -> None:
         super().__init__(optim, model, is_primary=group_rank() == 0)
