@@ -79,6 +79,7 @@ class ChunkManager:
         self._last_use = [0] * len(self.chunks)
         self._clock = 0
         self._is_aside = False
+        self._awaits_backward = False
         self._current: tuple[int, ...] = ()
         self._chunk_at: dict[int, Chunk] = {}
         self._sizes: list[ChunkBytes] | None = None
@@ -161,9 +162,9 @@ class ChunkManager:
         if self.record is None:
             if trains and not self._tracer.is_recording:
                 self._tracer.begin()
-        elif self._cursor is not None and self._cursor.now > 0 and not self.reduction.was_forward_only:
-            self._cursor.restart()
-        self.reduction.was_forward_only = trains
+        elif not self._awaits_backward:
+            self._restart_cursor()
+        self._awaits_backward = trains
 
     def end_forward(self, *, trains: bool) -> None:
         """Called when the outermost module has ended: takes part in what other ranks still need. Collective."""
@@ -178,27 +179,34 @@ class ChunkManager:
         self.close()
         self.reduction.finish_backward()
         self.release_all()
-        self.phase = Phase.FORWARD
-        self._current = ()
         if self._tracer.is_recording:
             self.record = self._tracer.finish()
             self._room_at.clear()
             self._cursor = Cursor(self.record)
             self.on_record()
-        elif self._cursor is not None:
-            self._cursor.restart()
+        self._begin_anew()
 
     def give_up_forward(self) -> None:
         """Called when the outermost module has failed: what was recorded of it is forgotten."""
         self._tracer = Tracer()
-        self._current = ()
+        self._begin_anew()
 
     def give_up_backward(self) -> None:
         """Called when autograd has failed."""
-        self.phase = Phase.FORWARD
         self._tracer = Tracer()
-        self._current = ()
+        self._begin_anew()
         self.reduction.give_up()
+
+    def _begin_anew(self) -> None:
+        """Makes ready for the next iteration."""
+        self.phase = Phase.FORWARD
+        self._current = ()
+        self._awaits_backward = False
+        self._restart_cursor()
+
+    def _restart_cursor(self) -> None:
+        if self._cursor is not None:
+            self._cursor.restart()
 
     def close(self) -> None:
         """Meets until every rank has come to the end of its phase."""

@@ -47,7 +47,6 @@ class GradientReduction:
         self._order_to_come: list[int] | None = None
         self._has_news = False
         self.num_ready = 0
-        self.was_forward_only = False
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Takes note of further chunks."""

@@ -15,6 +15,7 @@ from booster.errors import ConfigError
 from booster.plugins.gemini.layout import ChunkLayout
 from booster.plugins.gemini.placement import Placement, make_placement
 from booster.plugins.gemini.tiers import Tier
+from booster.plugins.sharding.checks import check_clipping, check_replicas, is_number
 from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["ChunkSettings", "GeminiArguments", "GeminiSettings", "PlacementArguments"]
@@ -113,7 +114,7 @@ class GeminiArguments:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value: pass True or False")
-        self._check_numbers()
+        check_clipping(self.max_norm, self.norm_type)
         self._check_sizes()
         self._check_ranks(world_size)
         self._check_places()
@@ -142,24 +143,13 @@ class GeminiArguments:
                 " system's directory for temporary files"
             )
 
-    def _check_numbers(self) -> None:
-        if not _is_number(self.max_norm) or self.max_norm < 0:
-            raise ConfigError(
-                f"max_norm={self.max_norm!r} is no norm that gradients could be clipped to: give a positive number, or"
-                " 0 for no clipping"
-            )
-        if not _is_number(self.norm_type) or self.norm_type <= 0:
-            raise ConfigError(
-                f"norm_type={self.norm_type!r} is no order of a norm: give a positive number, or float('inf')"
-            )
-
     def _check_sizes(self) -> None:
-        if not _is_number(self.min_chunk_size_m) or not 0 < self.min_chunk_size_m < float("inf"):
+        if not is_number(self.min_chunk_size_m) or not 0 < self.min_chunk_size_m < float("inf"):
             raise ConfigError(
                 f"min_chunk_size_m={self.min_chunk_size_m!r} holds no parameter: give a number of 2**20 elements above"
                 " 0, such as 32"
             )
-        if not _is_number(self.search_range_m) or not 0 <= self.search_range_m < float("inf"):
+        if not is_number(self.search_range_m) or not 0 <= self.search_range_m < float("inf"):
             raise ConfigError(
                 f"search_range_m={self.search_range_m!r} is no range of chunk sizes: give a number of 2**20 elements,"
                 " such as 32, or 0 for chunks of min_chunk_size_m"
@@ -183,12 +173,7 @@ class GeminiArguments:
                 f"tp_size={self.tp_size} asks for tensor parallel layers, which this version does not have yet: leave"
                 " it out"
             )
-        size = self.extra_dp_size
-        if not _is_count(size, 1) or world_size % size:
-            raise ConfigError(
-                f"extra_dp_size={size!r} does not divide the {world_size} ranks into equal groups that each hold all"
-                " shards: give a divisor of the world size, or 1"
-            )
+        check_replicas(self.extra_dp_size, world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,10 +297,6 @@ class GeminiSettings:
     def main_device(self, states_tier: Tier | None) -> torch.device:
         """Returns where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
         return self.device if states_tier is None else torch.device("cpu")  # a disk's states are host memory too
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 __all__ = ["Cursor", "Moment", "Record", "Tracer"]
@@ -99,18 +99,6 @@ class Record:
     def peak_other_bytes(self, now: int, until: int) -> int:
         """Returns the largest `other_bytes` of the moments from `now` to before `until`, 0 if there are none."""
         return max((moment.other_bytes for moment in self.moments[now:until]), default=0)
-
-    def with_other_bytes(self, other_bytes: Sequence[int]) -> Record:
-        """Returns the same record with other measurements.
-
-        Ranks gather chunks together, so they must decide alike what stays gathered. What each of them measured differs:
-        they agree on the largest values and go on with those.
-
-        Args:
-            other_bytes: One value per moment.
-        """
-        pairs = zip(self.moments, other_bytes, strict=True)
-        return replace(self, moments=tuple(replace(moment, other_bytes=value) for moment, value in pairs))
 
     def _chunks_from(self, now: int) -> Iterator[int]:
         """Yields the chunks that are needed from a moment on, some of them several times."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigError
 from booster.plugins.low_level_zero.weights import Sharding
+from booster.plugins.sharding.checks import check_clipping, check_replicas, is_number
 from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["ZeroArguments", "ZeroSettings"]
@@ -62,23 +63,15 @@ class ZeroArguments:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         self._check_numbers()
         self._check_communication_dtype()
-        self._check_extra_dp_size(world_size)
+        check_replicas(self.extra_dp_size, world_size)
         for name in ("overlap_communication", "overlap_allgather", "cpu_offload", "master_weights", "cast_inputs"):
             _check_flag(name, getattr(self, name))
         for name in ("sync_batch_norm", "broadcast_buffers"):
             _check_flag(name, getattr(self, name))
 
     def _check_numbers(self) -> None:
-        if not _is_number(self.max_norm) or self.max_norm < 0:
-            raise ConfigError(
-                f"max_norm={self.max_norm!r} is no norm that gradients could be clipped to: give a positive number, or"
-                " 0 for no clipping"
-            )
-        if not _is_number(self.norm_type) or self.norm_type <= 0:
-            raise ConfigError(
-                f"norm_type={self.norm_type!r} is no order of a norm: give a positive number, or float('inf')"
-            )
-        if not _is_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
+        check_clipping(self.max_norm, self.norm_type)
+        if not is_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
             raise ConfigError(
                 f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
                 " elements above 0, such as 12"
@@ -90,14 +83,6 @@ class ZeroArguments:
             raise ConfigError(
                 f"communication_dtype={self.communication_dtype!r} is no format that gradients travel in: give"
                 " torch.float32, torch.bfloat16, torch.float16, or None for the gradients' own"
-            )
-
-    def _check_extra_dp_size(self, world_size: int) -> None:
-        size = self.extra_dp_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or world_size % size:
-            raise ConfigError(
-                f"extra_dp_size={size!r} does not divide the {world_size} ranks into equal groups that each hold all"
-                " shards: give a divisor of the world size, or 1"
             )
 
 
@@ -132,10 +117,6 @@ class ZeroSettings:
     overlaps_gathering: bool = False
     max_norm: float = 0.0
     norm_type: float = 2.0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 def _check_flag(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,15 @@ from torch.optim import Optimizer
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16_naive import log_on_master
 
-__all__ = ["check_memory_is_apart", "error_of", "optimizer_facts", "report_first_skip"]
+__all__ = [
+    "check_clipping",
+    "check_memory_is_apart",
+    "check_replicas",
+    "error_of",
+    "is_number",
+    "optimizer_facts",
+    "report_first_skip",
+]
 
 
 def report_first_skip() -> Callable[[str], None]:
@@ -68,3 +77,37 @@ def optimizer_facts(model: nn.Module, optimizer: Optimizer) -> list[str]:
         plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
         facts += [f"group {index}: {key}={value!r}" for key, value in sorted(plain.items())]
     return facts
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether an argument is a number, and not nan."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def check_clipping(max_norm: Any, norm_type: Any) -> None:
+    """Returns if gradients can be clipped so.
+
+    Raises:
+        ConfigError: They can't.
+    """
+    if not is_number(max_norm) or max_norm < 0:
+        raise ConfigError(
+            f"max_norm={max_norm!r} is no norm that gradients could be clipped to: give a positive number, or 0 for no"
+            " clipping"
+        )
+    if not is_number(norm_type) or norm_type <= 0:
+        raise ConfigError(f"norm_type={norm_type!r} is no order of a norm: give a positive number, or float('inf')")
+
+
+def check_replicas(extra_dp_size: Any, world_size: int) -> None:
+    """Returns if the ranks can be divided into so many groups that each hold all shards.
+
+    Raises:
+        ConfigError: They can't.
+    """
+    is_count = isinstance(extra_dp_size, int) and not isinstance(extra_dp_size, bool) and extra_dp_size >= 1
+    if not is_count or world_size % extra_dp_size:
+        raise ConfigError(
+            f"extra_dp_size={extra_dp_size!r} does not divide the {world_size} ranks into equal groups that each hold"
+            " all shards: give a divisor of the world size, or 1"
+        )

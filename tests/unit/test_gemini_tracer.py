@@ -82,18 +82,6 @@ def test_equal_records_are_equal_whatever_they_computed():
     assert repr(first) == f"Record(moments={first.moments!r}, completed=(1, 0))"
 
 
-def test_ranks_can_agree_on_measurements():
-    record = Record((moment(0, other_bytes=1), moment(1, other_bytes=5)), (0,))
-    agreed = record.with_other_bytes([7, 5])
-    assert [later.other_bytes for later in agreed.moments] == [7, 5]
-    assert [later.chunks for later in agreed.moments] == [(0,), (1,)]
-    assert agreed.completed == (0,)
-    assert agreed.next_use(1, 0) == 1
-    assert record.moments[0].other_bytes == 1
-    with pytest.raises(ValueError, match="shorter"):
-        record.with_other_bytes([7])
-
-
 def test_the_tracer_writes_down_what_happens():
     tracer = Tracer()
     assert not tracer.is_recording
