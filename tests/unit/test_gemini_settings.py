@@ -61,7 +61,12 @@ def test_policies_get_their_own_numbers():
 def test_auto_alone_takes_what_is_free():
     free = free_memory(CPU)
     assert free / 4 < placement(placement_policy="auto").budget < 4 * free
-    assert all(placement(placement_policy=policy).budget is None for policy in ("static", "const", "cpu", "cuda"))
+    assert all(placement(placement_policy=policy).budget is None for policy in ("static", "cpu", "cuda"))
+
+
+def test_const_alone_is_refused():
+    with pytest.raises(ConfigError, match="device_memory_budget"):
+        placement(placement_policy="const")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
