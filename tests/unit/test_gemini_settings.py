@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from booster.device import free_memory
+from booster.errors import ConfigError
 from booster.plugins.gemini.disk_tier import DiskTier
 from booster.plugins.gemini.layout import ChunkLayout
 from booster.plugins.gemini.placement import AutoPlacement, ConstPlacement, StaticPlacement
