@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from _engine import Engine, Step
 from _gpt import SIZES, GPTSize, batches, make_gpt, next_token_loss
+from _zero_by_hand import FULL_SHARD, SHARD_GRAD_OP, STRATEGIES, policy_of, shard_by_hand
+from _zero_fsdp import plugin_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,6 +167,25 @@ def boosted(
     return step
 
 
+def _fsdp_by_hand(size: GPTSize, device: torch.device, *, strategy: str, precision: str) -> Step:
+    """FSDP2 without the booster, with the plugin's units and policy."""
+    model, batch = make_gpt(size, device), batches(size, device=device)
+    reshards = STRATEGIES[strategy]
+    shard_by_hand(model, policy_of(precision), reshard_after_forward=reshards, device_type=device.type)
+    optimizer = _adamw(model.parameters())
+
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        loss = next_token_loss(model(tokens), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def _plain_saving(size: GPTSize, device: torch.device) -> Step:
     """fp32, and after every step a durable torch.save of model and optimizer."""
     model, batch = make_gpt(size, device), batches(size, device=device)
@@ -237,6 +258,13 @@ def _zero_case(stage: int, precision: str, plain: SizedBuild) -> Case:
     return Case(name=f"low_level_zero {stage} {precision}", plain=plain, boosted=build, is_distributed=True)
 
 
+def _fsdp_case(strategy: str, precision: str) -> Case:
+    """Beside FSDP2 by hand: what is shown is the cost of the wrapper."""
+    plain = partial(_fsdp_by_hand, strategy=strategy, precision=precision)
+    build = partial(boosted, plugin=partial(plugin_of, strategy, precision))
+    return Case(name=f"torch_fsdp {strategy} {precision}", plain=plain, boosted=build, is_distributed=True)
+
+
 CASES: Sequence[Case] = (
     Case(name="fp32", plain=_plain, boosted=boosted),
     Case(
@@ -283,6 +311,9 @@ CASES: Sequence[Case] = (
     _gemini_case("static", "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0)),
     _gemini_case("auto", "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0), placement_policy="auto"),
     _gemini_case("cpu", "bf16", partial(plain_half, dtype=torch.bfloat16, scale=1.0), placement_policy="cpu"),
+    _fsdp_case(FULL_SHARD, "fp32"),
+    _fsdp_case(FULL_SHARD, "bf16"),
+    _fsdp_case(SHARD_GRAD_OP, "bf16"),
     Case(name="fp32, a checkpoint per step", plain=_plain_saving, boosted=_boosted_saving, largest="50m"),
 )
 

@@ -11,6 +11,7 @@ import torch
 from _engine import Step
 from _gpt import GPT, SIZES, GPTSize, batches, next_token_loss
 from _gpu_cases import SizedBuild, boosted, gemini, plain_half
+from _zero_by_hand import policy_of
 from torch import nn
 
 __all__ = ["LADDER", "LARGE", "PLAIN", "TINY_LADDER", "LargeEngine", "large_engine"]
@@ -87,14 +88,14 @@ def _gemini_step(size: GPTSize, device: torch.device, *, arguments: Mapping[str,
 def _fsdp(size: GPTSize, device: torch.device, *, offloads: bool) -> Step:
     """fp32 weights, cast to bf16 where they are gathered."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     with torch.device("meta"):
         model = GPT(size)
     arguments: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (1,)),
         "reshard_after_forward": True,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "mp_policy": policy_of("bf16", torch.float32),
         "offload_policy": CPUOffloadPolicy() if offloads and device.type != "cpu" else OffloadPolicy(),
     }
     for module in (*model.blocks, model.head, model):
@@ -115,6 +116,28 @@ def _fsdp(size: GPTSize, device: torch.device, *, offloads: bool) -> Step:
         return loss.detach()
 
     return step
+
+
+def _fsdp_plugin(size: GPTSize, device: torch.device, *, offloads: bool) -> Step:
+    """The same through the booster: units, policy and optimizer are those of `_fsdp`."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    from booster import LazyInitContext
+    from booster.plugins import TorchFSDPPlugin
+
+    torch.manual_seed(0)
+    with LazyInitContext():
+        model = GPT(size)
+    units = {id(module) for module in (*model.blocks, model.head)}
+    plugin = partial(
+        TorchFSDPPlugin,
+        cpu_offload=CPUOffloadPolicy() if offloads and device.type != "cpu" else None,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+        mixed_precision=policy_of("bf16", torch.float32),
+        reshard_after_forward=True,
+    )
+    return boosted(size, device, plugin=plugin, model=model)
 
 
 def _initialize(name: str, parameter: Any) -> None:
@@ -152,6 +175,10 @@ LARGE: Sequence[LargeEngine] = (
     ),
     LargeEngine(name="FSDP2", build=partial(_fsdp, offloads=False), device_bytes=16, host_bytes=0),
     LargeEngine(name="FSDP2, CPU offload", build=partial(_fsdp, offloads=True), device_bytes=0, host_bytes=16),
+    LargeEngine(name="TorchFSDPPlugin", build=partial(_fsdp_plugin, offloads=False), device_bytes=16, host_bytes=0),
+    LargeEngine(
+        name="TorchFSDPPlugin, CPU offload", build=partial(_fsdp_plugin, offloads=True), device_bytes=0, host_bytes=16
+    ),
     LargeEngine(
         name="LowLevelZero 2",
         build=partial(boosted, plugin=partial(_zero, 2), make_optimizer=_hybrid_adam),

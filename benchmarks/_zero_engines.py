@@ -10,11 +10,25 @@ import torch
 import torch.distributed as dist
 from _gpt import GPT, SIZES, batches, make_gpt, next_token_loss
 from _pair import Engine, Step
+from _zero_by_hand import policy_of, shard_by_hand
 from _zero_deepspeed import build_deepspeed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BASELINE", "FLOOR", "REDUNDANCY", "STAGES", "deepspeed_name", "engines_of", "our_name", "probe"]
+__all__ = [
+    "BASELINE",
+    "FLOOR",
+    "REDUNDANCY",
+    "STAGES",
+    "adamw",
+    "boosted_step",
+    "deepspeed_name",
+    "engines_of",
+    "our_name",
+    "plain_step",
+    "probe",
+    "task",
+]
 
 BASELINE = "torch DDP"
 FLOOR = "no communication"
@@ -63,16 +77,17 @@ def probe(size: str, precision: str) -> Engine:
 
 
 def _deepspeed_engine(size: str, precision: str, stage: int) -> Engine:
-    build = partial(build_deepspeed, size, precision, stage, _adamw, _MAX_NORM)
+    build = partial(build_deepspeed, size, precision, stage, adamw, _MAX_NORM)
     return Engine(name=deepspeed_name(stage), build=build, requires=("deepspeed",), is_optional=True)
 
 
 def _our_engine(size: str, precision: str, stage: int, *, hybrid_adam: bool = False) -> Engine:
-    build = partial(_build_ours, size, precision, stage, _hybrid_adam if hybrid_adam else _adamw)
+    build = partial(_build_ours, size, precision, stage, _hybrid_adam if hybrid_adam else adamw)
     return Engine(name=our_name(stage, hybrid_adam=hybrid_adam), build=build, requires=("booster",))
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Returns torch's fused AdamW, the optimizer of all."""
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, fused=True)
 
 
@@ -82,14 +97,17 @@ def _hybrid_adam(parameters: Any) -> torch.optim.Optimizer:
     return HybridAdam(parameters, lr=1e-3, weight_decay=0.01)
 
 
-def _task(size: str) -> tuple[GPT, Callable[[int], tuple[torch.Tensor, torch.Tensor]]]:
+def task(size: str) -> tuple[GPT, Callable[[int], tuple[torch.Tensor, torch.Tensor]]]:
+    """Returns the model of that size and this rank's batches."""
     shape = SIZES[size]
     return make_gpt(shape), batches(shape, dist.get_rank(), dist.get_world_size())
 
 
-def _plain_step(
+def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Callable[[int], Sequence[torch.Tensor]], autocasts: bool
 ) -> Step:
+    """Returns a step of the loop in plain torch; `autocasts` has it compute in bf16."""
+
     def step(index: int) -> torch.Tensor:
         tokens, targets = batch(index)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
@@ -104,49 +122,47 @@ def _plain_step(
 
 
 def _build_ddp(size: str, precision: str) -> Step:
-    model, batch = _task(size)
+    model, batch = task(size)
     replicated = DistributedDataParallel(model)
-    return _plain_step(replicated, _adamw(model.parameters()), batch, precision == "bf16")
+    return plain_step(replicated, adamw(model.parameters()), batch, precision == "bf16")
 
 
 def _build_alone(size: str, precision: str) -> Step:
     """The floor: the baseline's work on each rank's own data, with nothing sent. Its losses go their own way."""
-    model, batch = _task(size)
-    return _plain_step(model, _adamw(model.parameters()), batch, precision == "bf16")
+    model, batch = task(size)
+    return plain_step(model, adamw(model.parameters()), batch, precision == "bf16")
 
 
 def _build_redundancy(size: str) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model, batch = _task(size)
+    model, batch = task(size)
     # As its documentation has it: the gradients stay in the buckets that DDP has in any case.
     replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
         replicated.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, weight_decay=0.01, fused=True
     )
-    return _plain_step(replicated, optimizer, batch, False)
+    return plain_step(replicated, optimizer, batch, False)
 
 
 def _build_fsdp(size: str, precision: str) -> Step:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model, batch = _task(size)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    return _plain_step(model, _adamw(model.parameters()), batch, False)
+    model, batch = task(size)
+    shard_by_hand(model, policy_of(precision, torch.float32), reshard_after_forward=True)
+    return plain_step(model, adamw(model.parameters()), batch, False)
 
 
 def _build_ours(size: str, precision: str, stage: int, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> Step:
-    from booster import Booster
     from booster.plugins import LowLevelZeroPlugin
 
-    model, batch = _task(size)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision))
+    return boosted_step(size, LowLevelZeroPlugin(stage=stage, precision=precision), make_optimizer)
+
+
+def boosted_step(size: str, plugin: Any, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> Step:
+    """Returns a step of the same loop through the booster with that plugin."""
+    from booster import Booster
+
+    model, batch = task(size)
+    booster = Booster(plugin=plugin)
     model, optimizer, criterion, _, _ = booster.boost(model, make_optimizer(model.parameters()), next_token_loss)
 
     def step(index: int) -> torch.Tensor:
@@ -162,7 +178,7 @@ def _build_ours(size: str, precision: str, stage: int, make_optimizer: Callable[
 
 
 def _build_probe(size: str, precision: str) -> Step:
-    model, batch = _task(size)
+    model, batch = task(size)
     model.to(_DTYPES[precision])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from _goals import Goal
 from _pair import Comparison
+from _zero_by_hand import STRATEGIES
 from _zero_engines import BASELINE, REDUNDANCY, STAGES, deepspeed_name, our_name
+from _zero_fsdp import by_hand_name, plugin_name
 from _zero_memory import MemoryRow
 
-__all__ = ["memory_goals", "speed_goals"]
+__all__ = ["memory_goals", "speed_goals", "wrapper_goals"]
 
 _OVER_BASELINE = 1.00
 _OVER_DEEPSPEED = 0.80
 _OVER_REDUNDANCY = 0.95
 _OVER_FORMULA = 1.10
+_OVER_BY_HAND = 1.02
 
 
 def speed_goals(comparison: Comparison, precision: str) -> list[Goal]:
@@ -43,6 +46,20 @@ def memory_goals(comparison: Comparison, rows: Sequence[MemoryRow]) -> list[Goal
         )
         for stage in _asked_stages(comparison)
     ]
+
+
+def wrapper_goals(comparison: Comparison, precision: str) -> list[Goal]:
+    """Returns how much of FSDP2's step by hand the plugin may take: in the same run, with the same precision.
+
+    The second one of a strategy leaves our collectives out of it: there the other has them too.
+    """
+    asked = {engine.name for engine in comparison.engines}
+    pairs = [
+        (plugin_name(strategy), by_hand_name(strategy, has_our_collectives=has_ours))
+        for strategy in STRATEGIES
+        for has_ours in (False, True)
+    ]
+    return [_at_most(comparison, ours, twin, _OVER_BY_HAND) for ours, twin in pairs if {ours, twin} <= asked]
 
 
 def _asked_stages(comparison: Comparison) -> list[int]:

@@ -9,9 +9,20 @@ import torch
 from _gpt import GPT, SIZES
 from _pair import Comparison, World, memory_of
 from _table import align
+from _zero_by_hand import FULL_SHARD, STRATEGIES
 from _zero_engines import BASELINE, FLOOR, REDUNDANCY, STAGES, deepspeed_name, our_name, probe
+from _zero_fsdp import by_hand_name, plugin_name
 
-__all__ = ["Formula", "MemoryRow", "activation_bytes", "format_memory", "formula_of", "memory_rows", "num_parameters"]
+__all__ = [
+    "Formula",
+    "MemoryRow",
+    "activation_bytes",
+    "format_memory",
+    "formula_of",
+    "largest_unit",
+    "memory_rows",
+    "num_parameters",
+]
 
 _OUR_UNDER_WAY = 6 * 2**20  # elements of the two buckets that are sent: half of reduce_bucket_size_in_m
 _DEEPSPEED_BUCKET = 500_000_000  # elements: reduce_bucket_size
@@ -27,7 +38,7 @@ class Formula:
         weights: That forward and backward work with.
         gradients: Of the weights.
         states: Of the optimizer, fp32 masters among them.
-        buffers: Of the communication, as large as the method's arguments name them.
+        buffers: Of the communication, as large as the method's arguments name them; weights that are gathered.
     """
 
     weights: int
@@ -74,7 +85,15 @@ def num_parameters(size: str) -> int:
         return sum(parameter.numel() for parameter in GPT(SIZES[size]).parameters())
 
 
-def formula_of(name: str, precision: str, N: int, P: int) -> Formula | None:
+def largest_unit(size: str) -> int:
+    """Returns the weights of FSDP2's largest unit: of a block, or of what the blocks leave to the root."""
+    with torch.device("meta"):
+        model = GPT(SIZES[size])
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+    return max(*blocks, num_parameters(size) - sum(blocks))
+
+
+def formula_of(name: str, precision: str, N: int, P: int, U: int = 0) -> Formula | None:
     """Returns what an engine needs by its theory; None where it has no simple one.
 
     Args:
@@ -82,7 +101,12 @@ def formula_of(name: str, precision: str, N: int, P: int) -> Formula | None:
         precision: "fp32" or "bf16".
         N: Weights of the model.
         P: Ranks that share them.
+        U: Weights of FSDP2's largest unit.
     """
+    for strategy in STRATEGIES:
+        by_hand = (by_hand_name(strategy, has_our_collectives=has_ours) for has_ours in (False, True))
+        if name in (plugin_name(strategy), *by_hand):
+            return _fully_sharded(precision, N, P, U if strategy == FULL_SHARD else N)
     for stage in STAGES:
         if name == our_name(stage):
             return _sharded(stage, precision, N, P, _our_buffer_elements(stage, N, P))
@@ -116,6 +140,12 @@ def _sharded(stage: int, precision: str, N: int, P: int, buffer_elements: int) -
     )
 
 
+def _fully_sharded(precision: str, N: int, P: int, gathered: int) -> Formula:
+    """ZeRO stage 3 in fp32 (section 5.3 of the same), and the weights that are gathered at a time."""
+    weight_bytes = 4 if precision == "fp32" else 2
+    return Formula(weights=4 * N // P, gradients=4 * N // P, states=8 * N // P, buffers=weight_bytes * gathered)
+
+
 def activation_bytes(size: str, precision: str, world: World, steps: int) -> int | None:
     """Measures what forward and backward need beside weights and gradients, in processes of their own."""
     memory = memory_of(probe(size, precision), world, steps)
@@ -127,10 +157,10 @@ def activation_bytes(size: str, precision: str, world: World, steps: int) -> int
 
 def memory_rows(comparison: Comparison, size: str, precision: str, activations: int) -> list[MemoryRow]:
     """Returns a row for every measured engine that has a formula."""
-    N, P = num_parameters(size), comparison.world.size
+    N, P, U = num_parameters(size), comparison.world.size, largest_unit(size)
     rows = []
     for engine in comparison.engines:
-        formula = formula_of(engine.name, precision, N, P)
+        formula = formula_of(engine.name, precision, N, P, U)
         if formula is not None and engine.memory is not None:
             row = MemoryRow(name=engine.name, formula=formula, activations=activations, peak=engine.memory.step_peak)
             rows.append(row)

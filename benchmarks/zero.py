@@ -1,18 +1,20 @@
 """ZeRO stages 1 and 2 beside torch's DDP, ZeroRedundancyOptimizer and FSDP2, and DeepSpeed, over two processes.
 
     python benchmarks/zero.py [--memory] [--save] [--strict] [--quick] [--only bf16] [--size 50m] [--engines zero fsdp]
+    python benchmarks/zero.py --part fsdp [--no-shared-memory] [--memory] [--save] [--strict] [--quick] ...
 
-Goals: at most 1.00 of DDP's step, 0.80 of DeepSpeed's of the same stage and 0.95 of ZeroRedundancyOptimizer's in fp32;
-at most 1.00 of DDP under autocast in bf16; resident memory at most 1.10 of the formula. DeepSpeed takes part where it
-is installed.
+The part `stages` has these goals: at most 1.00 of DDP's step, 0.80 of DeepSpeed's of the same stage and 0.95 of
+ZeroRedundancyOptimizer's in fp32; at most 1.00 of DDP under autocast in bf16; resident memory at most 1.10 of the
+formula. DeepSpeed takes part where it is installed. The part `fsdp` is the TorchFSDPPlugin beside FSDP2 set up by hand
+in the same way: at most 1.02 of its step, with its own collectives, and with ours in both.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 if __name__ != "__mp_main__":  # a rank's sys.path comes from here anyway
@@ -22,8 +24,9 @@ from _goals import Goal, print_goals
 from _gpt import SIZES
 from _pair import Comparison, Engine, RankError, Schedule, World, compare, save
 from _zero_deepspeed import ENVIRONMENT
-from _zero_engines import BASELINE, engines_of
-from _zero_goals import memory_goals, speed_goals
+from _zero_engines import engines_of
+from _zero_fsdp import engines_of as fsdp_engines_of
+from _zero_goals import memory_goals, speed_goals, wrapper_goals
 from _zero_memory import MemoryRow, activation_bytes, format_memory, memory_rows
 
 _PRECISIONS = ("fp32", "bf16")
@@ -34,6 +37,30 @@ _WARMUP = 3
 _MEMORY_STEPS = 4
 _FEWEST_STEPS = 3
 _TIMEOUT_SECONDS = 3600.0  # the slowest comparison takes 10 minutes on a quiet machine
+_WITHOUT_SHARED_MEMORY = {"BOOSTER_SHARED_MEMORY": "off"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Comparisons of one kind.
+
+    Attributes:
+        title: Follows model and precision at the head of a table.
+        engines: For a size and a precision, the baseline first.
+        goals: Of a comparison in a precision.
+        memory_goals: Of a comparison and its rows; None: there are none.
+    """
+
+    title: str
+    engines: Callable[[str, str], list[Engine]]
+    goals: Callable[[Comparison, str], list[Goal]]
+    memory_goals: Callable[[Comparison, Sequence[MemoryRow]], list[Goal]] | None = None
+
+
+_PARTS = {
+    "stages": Part(title="", engines=engines_of, goals=speed_goals, memory_goals=memory_goals),
+    "fsdp": Part(title=", FSDP2", engines=fsdp_engines_of, goals=wrapper_goals),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,10 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--part", choices=list(_PARTS), help="of the comparisons; default: all")
     parser.add_argument("--only", choices=_PRECISIONS, help="one precision; default: both")
     parser.add_argument("--size", choices=list(_STEPS), help=f"of the GPT; default: {' and '.join(_DEFAULT_SIZES)}")
     parser.add_argument("--engines", nargs="+", help="only those with one of these in their names, and the baseline")
     parser.add_argument("--steps", type=int, help="timed ones; default: by the size")
+    parser.add_argument("--no-shared-memory", action="store_true", help="our collectives send messages instead")
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps: for a look, not for a figure")
     parser.add_argument("--memory", action="store_true", help="also measure resident memory, in further processes")
     parser.add_argument("--save", action="store_true", help="write a JSON file under benchmarks/results/")
@@ -73,30 +102,42 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[Comparison, list[MemoryRow], list[Goal]]]:
-    for precision in _PRECISIONS:
-        for size in _DEFAULT_SIZES if options.size is None else (options.size,):
-            if options.only in (None, precision):
-                yield _compare(size, precision, options)
+    for part in _parts(options):
+        for precision in _PRECISIONS if options.only is None else (options.only,):
+            for size in _DEFAULT_SIZES if options.size is None else (options.size,):
+                yield _compare(part, size, precision, options)
 
 
-def _compare(size: str, precision: str, options: argparse.Namespace) -> tuple[Comparison, list[MemoryRow], list[Goal]]:
-    world = World(size=_NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, environment=ENVIRONMENT)
+def _parts(options: argparse.Namespace) -> list[Part]:
+    """Returns the parts that were asked for, less those of which no engine was."""
+    return [part for part in _asked(options) if options.engines is None or _has_engine(part, options.engines)]
+
+
+def _asked(options: argparse.Namespace) -> list[Part]:
+    return list(_PARTS.values()) if options.part is None else [_PARTS[options.part]]
+
+
+def _compare(
+    part: Part, size: str, precision: str, options: argparse.Namespace
+) -> tuple[Comparison, list[MemoryRow], list[Goal]]:
+    environment = ENVIRONMENT | (_WITHOUT_SHARED_MEMORY if options.no_shared_memory else {})
+    world = World(size=_NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
     comparison = compare(
-        f"{size} GPT in {precision}",
-        _chosen(engines_of(size, precision), options.engines),
+        f"{size} GPT in {precision}{part.title}",
+        _chosen(part.engines(size, precision), options.engines),
         _schedule(size, options),
         world,
         memory_steps=_MEMORY_STEPS * options.memory,
         step_tokens=SIZES[size].tokens * world.size,
     )
     print(comparison.table(), end="\n\n", flush=True)
-    goals = speed_goals(comparison, precision)
+    goals = part.goals(comparison, precision)
     if not options.memory:
         return comparison, [], goals
     activations = activation_bytes(size, precision, world, _MEMORY_STEPS)
     rows = [] if activations is None else memory_rows(comparison, size, precision, activations)
     print(format_memory(rows), end="\n\n", flush=True)
-    return comparison, rows, goals + memory_goals(comparison, rows)
+    return comparison, rows, goals + ([] if part.memory_goals is None else part.memory_goals(comparison, rows))
 
 
 def _schedule(size: str, options: argparse.Namespace) -> Schedule:
@@ -105,18 +146,22 @@ def _schedule(size: str, options: argparse.Namespace) -> Schedule:
 
 
 def _chosen(engines: Sequence[Engine], parts: Sequence[str] | None) -> list[Engine]:
-    """Returns the baseline, and the engines with one of these parts in their names; None: all of them."""
+    """Returns the baseline, which is the first, and the engines with one of these parts in their names; None: all."""
     if parts is None:
         return list(engines)
-    wanted = [part.lower() for part in parts]
-    return [
-        engine for engine in engines if engine.name == BASELINE or any(part in engine.name.lower() for part in wanted)
-    ]
+    return [engine for index, engine in enumerate(engines) if index == 0 or _is_named(engine.name, parts)]
 
 
 def _has_engines(options: argparse.Namespace) -> bool:
-    names = {engine.name for engine in engines_of("tiny", "fp32")}
-    return all(any(part.lower() in name.lower() for name in names) for part in options.engines or ())
+    return all(any(_has_engine(part, [name]) for part in _asked(options)) for name in options.engines or ())
+
+
+def _has_engine(part: Part, parts: Sequence[str]) -> bool:
+    return any(_is_named(engine.name, parts) for engine in part.engines("tiny", "fp32"))
+
+
+def _is_named(name: str, parts: Sequence[str]) -> bool:
+    return any(part.lower() in name.lower() for part in parts)
 
 
 if __name__ == "__main__":

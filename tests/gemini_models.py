@@ -1,4 +1,4 @@
-"""A model under GeminiPlugin and its twin in one process, and models that use their weights in every way there is."""
+"""A model under GeminiPlugin, or another plugin, and its twin in one process; models that do all that models do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
+from booster.interface import Plugin
 from booster.plugins import GeminiPlugin
 
 WIDTH = 16
@@ -69,11 +70,15 @@ class Twins:
     ) -> None:
         self.iterate, self.at_once, self.calls_plain_backward = iterate, at_once, calls_plain_backward
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.booster = Booster(plugin=GeminiPlugin(**{"precision": "fp32", "chunk_config_dict": CHUNK, **arguments}))
         self.plain, self.raw = (build_plain or build)(), build()
+        self.booster = Booster(plugin=self.make_plugin(**arguments))
         self.plain_optimizer = optimizer(self.plain)
         self.initial = {name: tensor.clone() for name, tensor in self.plain.state_dict().items()}
         self.model, self.optimizer, *_ = self.booster.boost(self.raw, optimizer(self.raw))
+
+    def make_plugin(self, **arguments: Any) -> Plugin:
+        """Returns the plugin of the boosted model; twins of another one say here which."""
+        return GeminiPlugin(**{"precision": "fp32", "chunk_config_dict": CHUNK, **arguments})
 
     def batch(self, step: int, rank: int | None = None) -> torch.Tensor:
         """Returns a rank's part of a batch; None: this rank's."""

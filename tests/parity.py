@@ -61,7 +61,18 @@ KIND = {
     "fp16_apex_o2": "fp16 weights",
     "fp16_apex_o1": "fp16",
     "bf16_weights": "bf16 weights",
+    "fsdp_bf16": "bf16 weights",
+    "fsdp_fp16": "fp16 weights",
 }
+# FSDP's own precisions: (gathered weights, gradients on their way between ranks).
+FSDP_DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "fsdp_bf16": (torch.bfloat16, None),
+    "fsdp_bf16_fp32_reduce": (torch.bfloat16, torch.float32),
+    "fsdp_fp16": (torch.float16, None),
+}
+# With fp32 buffers that their layers can't use beside low-precision weights: FSDP1's `MixedPrecision` casts them, and
+# leaves batch norms as they are; FSDP2's policy does neither.
+NEEDS_CAST_BUFFERS = ("convnet_batchnorm", "convit")
 
 
 @dataclass(frozen=True)
@@ -154,6 +165,7 @@ def train_reference(case: Case, in_parts: bool) -> Record:
             max_norm=case.max_norm,
             optimizer="adamw" if case.optimizer == "hybrid_adam" else case.optimizer,
             fp32_sums=_fp32_sums(case),
+            whole_model_is_half=case.precision not in FSDP_DTYPES or case.model in NEEDS_CAST_BUFFERS,
         )
 
 
@@ -172,13 +184,17 @@ def _reference_precision(case: Case) -> str | None:
     """Returns what `train_serial` calls the numbers of a plugin that has a precision of its own."""
     if case.plugin in ("low_level_zero", "gemini") and case.precision is not None:
         return {"fp16": "fp16_naive", "bf16": "bf16_weights"}[case.precision]
-    return case.precision
+    return "fsdp_bf16" if case.precision == "fsdp_bf16_fp32_reduce" else case.precision
 
 
 def _fp32_sums(case: Case) -> Fp32Sums:
     """Returns which gradients of low-precision weights the plugin adds up in fp32."""
     if case.plugin == "gemini" and case.precision is not None:
         return "all"
+    if case.plugin == "torch_fsdp" and case.precision in (*FSDP_DTYPES, "fp16_naive", "fp16_apex_o2"):
+        # What no_sync holds back is added by autograd, in the format of the gathered weights or of reductions.
+        adds_before = case.synchronize != "always" and case.precision != "fsdp_bf16_fp32_reduce"
+        return "parts" if adds_before else "all"
     if case.plugin != "low_level_zero" or case.precision is None:
         return "none"
     arguments = case.plugin_arguments
@@ -273,8 +289,30 @@ def make_booster(case: Case, entry):
             arguments.setdefault("force_outputs_fp32", True)
         arguments.setdefault("chunk_config_dict", {"chunk_size": 512})  # several chunks in the zoo's small models
         return Booster(plugin=GeminiPlugin(precision=case.precision or "fp32", **arguments))
+    if case.plugin == "torch_fsdp":
+        return make_fsdp_booster(case, arguments)
     assert not arguments, f"say here how {case.plugin} takes {arguments}"
     return Booster(plugin=plugin_from_name(case.plugin), mixed_precision=make_precision(case.precision))
+
+
+def make_fsdp_booster(case: Case, arguments: dict[str, Any]):
+    from booster import Booster
+    from booster.plugins import TorchFSDPPlugin
+
+    if case.precision not in FSDP_DTYPES:
+        return Booster(plugin=TorchFSDPPlugin(**arguments), mixed_precision=make_precision(case.precision))
+    if case.precision == "fsdp_fp16":
+        arguments.setdefault("initial_scale", 2**10)  # of oracles.serial_training.HalfLoop: nothing overflows
+    return Booster(plugin=TorchFSDPPlugin(mixed_precision=_fsdp_precision(case), **arguments))
+
+
+def _fsdp_precision(case: Case):
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    param_dtype, reduce_dtype = FSDP_DTYPES[case.precision]
+    if case.model in NEEDS_CAST_BUFFERS:
+        return MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=param_dtype)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
 
 
 def make_precision(name: str | None):

@@ -7,8 +7,24 @@ import sys
 import warnings
 from pathlib import Path
 
+from torch.distributed.tensor import DTensor
+
+from booster import Booster
+from booster.comm import count_communication
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-MODULES = ("engine", "gpt", "pair", "samples", "zero_deepspeed", "zero_engines", "zero_goals", "zero_memory")
+MODULES = (
+    "engine",
+    "gpt",
+    "pair",
+    "samples",
+    "zero_by_hand",
+    "zero_deepspeed",
+    "zero_engines",
+    "zero_fsdp",
+    "zero_goals",
+    "zero_memory",
+)
 
 
 def import_benchmark():
@@ -22,10 +38,10 @@ def import_benchmark():
         sys.path[:] = before
 
 
-def train(precision, names, steps):
+def train(precision, names, steps, part="engines"):
     """Builds some engines of the tiny model on this rank and trains with each; returns their losses by name."""
     modules = import_benchmark()
-    engines = [engine for engine in modules["engines"].engines_of("tiny", precision) if engine.name in names]
+    engines = [engine for engine in modules[part].engines_of("tiny", precision) if engine.name in names]
     losses = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own use of what it has deprecated
@@ -39,3 +55,35 @@ def probe_gradients(precision):
     """Runs the engine that shows the activations; returns its loss twice."""
     step = import_benchmark()["engines"].probe("tiny", precision).build()
     return float(step(0)), float(step(0))
+
+
+def count_calls(names, steps):
+    """Trains with engines of FSDP2; returns how often each communicated through the booster."""
+    engines = {engine.name: engine for engine in import_benchmark()["fsdp"].engines_of("tiny", "fp32")}
+    counts = {}
+    for name in names:
+        step = engines[name].build()
+        with count_communication() as count:
+            for index in range(steps):
+                step(index)
+        counts[name] = count.calls
+    return counts
+
+
+def gathered_after_forward(strategy, is_plugin):
+    """Returns the names of the weights that this strategy keeps whole after a forward."""
+    modules = import_benchmark()
+    size = modules["gpt"].SIZES["tiny"]
+    model, shown = modules["gpt"].make_gpt(size), None
+    if is_plugin:
+        booster = Booster(plugin=modules["fsdp"].plugin_of(strategy, "fp32"))
+        model, *_ = booster.boost(model)
+        shown = booster.unwrap_model(model)
+    else:
+        by_hand = modules["by_hand"]
+        by_hand.shard_by_hand(model, by_hand.policy_of("fp32"), reshard_after_forward=by_hand.STRATEGIES[strategy])
+    tokens, _ = modules["gpt"].batches(size)(0)
+    logits = model(tokens)
+    assert logits.requires_grad
+    names = [name for name, _ in modules["gpt"].GPT(size).named_parameters()]
+    return [name for name in names if not isinstance((shown or model).get_parameter(name), DTensor)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from booster.comm.operation import Operation, begin
 from booster.device import current_device
-from booster.kernels.shared_memory import can_reduce
+from booster.kernels.shared_memory import SharedMemory, can_reduce
 
 __all__ = [
     "all_gather_equal",
@@ -125,32 +125,111 @@ def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: di
             by_backend()
 
 
-def all_to_all_single(output: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sends the r-th of P equal pieces of the payload to rank r, and sets the r-th of the output to what came from it.
+# Note [Uneven pieces]
+# Shared memory moves pieces of one length. Uneven ones go in rounds: each takes the next elements of every piece, in a
+# small room of equal pieces, in which shorter ones leave a gap. The ranks perform as many rounds if all know how long
+# the largest of all pieces is. A rank sees its own ones only, so it has to be told.
+_ROOM_BYTES = 2**21  # each of the two, together with shared memory's slots within a processor's caches
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    payload: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    output_sizes: Sequence[int] | None = None,
+    payload_sizes: Sequence[int] | None = None,
+    largest_size: int | None = None,
+) -> None:
+    """Sends the r-th of P pieces of the payload to rank r, and sets the r-th of the output to what came from it.
+
+    The pieces are equal, or of the sizes that the last three arguments say; these are given together or left out, the
+    same on all ranks.
 
     Args:
-        output: As many elements as the payload, of the same dtype; the two don't overlap. Pieces are cut along
-            dimension 0; both are contiguous and lie where the group's backend takes them.
-        payload: Its length is divisible by the number of ranks.
+        output: Of the payload's dtype; the two don't overlap. Equal pieces are cut along dimension 0 and are as many as
+            the payload's; uneven ones are of one dimension. Both are contiguous and lie where the group's backend takes
+            them.
+        payload: The length of equal pieces together is divisible by the number of ranks.
         group: None: the world.
+        output_sizes: How many elements come from each rank.
+        payload_sizes: How many elements go to each rank.
+        largest_size: The largest of the pieces between any two ranks; the same number on all ranks.
 
     Raises:
         RankFailedError: A rank is lost or too late; the message names it.
 
-    Collective: every rank of the group must call it with as many elements of the same dtype.
+    Collective: every rank of the group must call it, with as many elements for a rank as that expects, of one dtype.
     """
     size = group_size(group)
-    _require_equal_pieces(output, payload, size)
+    if output_sizes is not None and payload_sizes is not None and largest_size is not None:
+        _require_uneven_pieces(output, output_sizes, largest_size, size, payload.dtype)
+        _require_uneven_pieces(payload, payload_sizes, largest_size, size, payload.dtype)
+    elif output_sizes is None and payload_sizes is None and largest_size is None:
+        _require_equal_pieces(output, payload, size)
+    else:
+        raise AssertionError("output_sizes, payload_sizes and largest_size go together")
     if size == 1:
         output.copy_(payload)
-        return
+    elif output_sizes is None or payload_sizes is None or largest_size is None:
+        _all_to_all_equal(output.detach(), payload.detach(), group)
+    else:
+        _all_to_all_uneven(output.detach(), payload.detach(), group, output_sizes, payload_sizes, largest_size)
+
+
+def _all_to_all_equal(output: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    size = group_size(group)
     volume = (size - 1) * payload.nbytes // size
     operation = begin("all_to_all", group, sent=volume, received=volume)
     operation.run(
         payload,
         in_memory=lambda memory: memory.all_to_all(output, payload, operation.number),
-        by_backend=lambda: dist.all_to_all_single(output.detach(), payload.detach(), group=group),
+        by_backend=lambda: dist.all_to_all_single(output, payload, group=group),
     )
+
+
+def _all_to_all_uneven(
+    output: torch.Tensor,
+    payload: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    output_sizes: Sequence[int],
+    payload_sizes: Sequence[int],
+    largest_size: int,
+) -> None:
+    rank, itemsize = group_rank(group), payload.itemsize
+    sent, received = ((sum(sizes) - sizes[rank]) * itemsize for sizes in (payload_sizes, output_sizes))
+    operation = begin("all_to_all", group, sent=sent, received=received)
+    outgoing, incoming = payload.split(list(payload_sizes)), output.split(list(output_sizes))
+    operation.run(
+        payload,
+        in_memory=lambda memory: _all_to_all_in_rounds(memory, incoming, outgoing, largest_size, operation.number),
+        by_backend=lambda: dist.all_to_all_single(
+            output, payload, list(output_sizes), list(payload_sizes), group=group
+        ),
+    )
+
+
+def _all_to_all_in_rounds(
+    memory: SharedMemory,
+    incoming: Sequence[torch.Tensor],
+    outgoing: Sequence[torch.Tensor],
+    largest_size: int,
+    number: int,
+) -> None:
+    """See Note [Uneven pieces]."""
+    size, like = len(outgoing), outgoing[0]
+    stride = min(largest_size, max(_ROOM_BYTES // (size * like.itemsize), 1))
+    given, taken = like.new_zeros(size * stride), like.new_empty(size * stride)
+    for start in range(0, largest_size, max(stride, 1)):
+        length = min(stride, largest_size - start)
+        sources, targets = (room[: size * length].view(size, length) for room in (given, taken))
+        for source, piece in zip(sources, outgoing, strict=True):
+            part = piece[start : start + length]
+            source[: part.numel()].copy_(part)
+        memory.all_to_all(targets, sources, number)
+        for target, piece in zip(targets, incoming, strict=True):
+            part = piece[start : start + length]
+            part.copy_(target[: part.numel()])
 
 
 def _require_equal_pieces(output: torch.Tensor, payload: torch.Tensor, size: int) -> None:
@@ -160,6 +239,17 @@ def _require_equal_pieces(output: torch.Tensor, payload: torch.Tensor, size: int
         raise AssertionError(
             f"{payload.dtype} of shape {tuple(payload.shape)} and stride {payload.stride()} is not {size} equal pieces"
             f" for {output.dtype} of shape {tuple(output.shape)} and stride {output.stride()}"
+        )
+
+
+def _require_uneven_pieces(
+    tensor: torch.Tensor, sizes: Sequence[int], largest_size: int, num_ranks: int, dtype: torch.dtype
+) -> None:
+    is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == sum(sizes) and tensor.dtype == dtype
+    if not is_flat or len(sizes) != num_ranks or not 0 <= min(sizes) <= max(sizes) <= largest_size:
+        raise AssertionError(
+            f"{tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not {num_ranks} flat pieces"
+            f" of {dtype} of sizes {list(sizes)}, of which none is larger than {largest_size}"
         )
 
 

@@ -383,6 +383,17 @@ class OptimizerWrapper(OptimizerPassThrough):
 
     # What a plugin overrides.
 
+    def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
+        """Has the optimizer update fp32 copies of low-precision weights, if the plugin keeps such copies itself.
+
+        Args:
+            originals: Whole fp32 values that weights had before they were rounded, by the `id` of the user's parameter.
+
+        Returns:
+            False: it does not, and `master_weights` may be set.
+        """
+        return False
+
     def _collecting_gradients(self) -> AbstractContextManager[None]:
         """Returns the context that autograd runs in."""
         return nullcontext()

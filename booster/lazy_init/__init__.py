@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from booster.lazy_init.context import LazyInitContext
-from booster.lazy_init.filling import materialize, materialize_tensor
+from booster.lazy_init.filling import materialize, materialize_own, materialize_tensor
 from booster.lazy_init.guard import is_lazy
 
-__all__ = ["LazyInitContext", "is_lazy", "materialize", "materialize_tensor"]
+__all__ = ["LazyInitContext", "is_lazy", "materialize", "materialize_own", "materialize_tensor"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from booster.lazy_init.guard import refresh_class
 from booster.lazy_init.record import Geometry, Record, replay, view_of
 from booster.lazy_init.storage import record_of
 
-__all__ = ["materialize", "materialize_tensor"]
+__all__ = ["materialize", "materialize_own", "materialize_tensor"]
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,14 +51,30 @@ def materialize(module: nn.Module, device: torch.device | str | None = None) -> 
     Raises:
         ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
     """
+    materialize_own(module.modules(), device)
+    return module
+
+
+def materialize_own(modules: Iterable[nn.Module], device: torch.device | str | None = None) -> None:
+    """Fills the lazy tensors that the given modules hold themselves; those of their children stay lazy.
+
+    Like `materialize` for a part of a model: tensors of the given modules that share memory share it afterwards too,
+    and one that shares memory with a tensor elsewhere in the model gets memory of its own, with the same values.
+
+    Args:
+        modules: Whose tensors are filled.
+        device: Where the values go; without it the context's `default_device`.
+
+    Raises:
+        ConfigError: an operator of the model's code can't be run again with the same result; the message names it.
+    """
     sharing: dict[int, tuple[Record, dict[int, torch.Tensor]]] = {}
-    for tensor in _tensors(module):
+    for tensor in _tensors(modules):
         record = record_of(tensor)
         if record is not None:
             sharing.setdefault(id(record), (record, {}))[1][id(tensor)] = tensor
     for record, tensors in sharing.values():
         _fill(record, list(tensors.values()), torch.device(device) if device is not None else record.device)
-    return module
 
 
 def _fill(record: Record, tensors: list[torch.Tensor], device: torch.device) -> None:
@@ -72,11 +88,11 @@ def _fill(record: Record, tensors: list[torch.Tensor], device: torch.device) -> 
         refresh_class(tensor)
 
 
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the tensors that the modules of a tree hold: registered, as attributes, or in a list or dict of those."""
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that modules hold themselves: registered, as attributes, or in a list or dict of those."""
     seen: set[int] = set()
-    for part in module.modules():
-        for value in vars(part).values():
+    for module in modules:
+        for value in vars(module).values():
             yield from _in_containers(value, seen)
 
 

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
+from booster.lazy_init import materialize
 from booster.mixed_precision.master_weights import LOW_PRECISION, Fp32MasterWeights
 from booster.tensor_tree import map_tensors
 
@@ -46,6 +47,7 @@ class HalfWeights:
         """
         if self.dtype is None:
             return
+        materialize(model)  # what was built lazily has no values to round yet
         originals: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
         for module in model.modules():
             if self._keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
@@ -72,8 +74,10 @@ class HalfWeights:
             model: The boosted model.
             optimizer: The boosted optimizer.
         """
-        originals = self._originals.pop(model.unwrap(), {})
-        masters = Fp32MasterWeights(optimizer.unwrap(), {key: value for key, (_, value) in originals.items()})
+        originals = {key: value for key, (_, value) in self._originals.pop(model.unwrap(), {}).items()}
+        if optimizer.adopt_masters(originals):
+            return
+        masters = Fp32MasterWeights(optimizer.unwrap(), originals)
         optimizer.master_weights = masters
         model.register_load_hook(masters.refresh)
         model.register_exact_copies(lambda: masters.slices(model))

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
-from booster.plugins.gemini.buffers import Buffer
 from booster.plugins.gemini.layout import ChunkLayout, Place
 from booster.plugins.gemini.pieces import Piece
 from booster.plugins.gemini.tensor_states import TensorState, checked_transition
 from booster.plugins.gemini.tiers import Tier
+from booster.plugins.sharding.buffer_pool import Buffer
 
 __all__ = ["Chunk", "Slot", "placeholder", "was_written_unseen"]
 

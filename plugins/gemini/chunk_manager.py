@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from booster.comm import raise_on_all_ranks
 from booster.errors import ConfigError
-from booster.plugins.gemini.buffers import Buffer, BufferPool
 from booster.plugins.gemini.chunk import Chunk, Slot
 from booster.plugins.gemini.meeting import Meeting, Phase, Post
 from booster.plugins.gemini.placement import ChunkBytes, Homes, Placement, evictions
 from booster.plugins.gemini.reducing import GradientReduction
 from booster.plugins.gemini.tiers import Tier
 from booster.plugins.gemini.tracer import Cursor, Record, Tracer
+from booster.plugins.sharding.buffer_pool import Buffer, BufferPool
 
 __all__ = ["ChunkManager"]
 

@@ -10,7 +10,7 @@ from booster.optim import CPUAdam, FusedAdam, HybridAdam
 from booster.plugins.sharding.probe import find_obstacle
 from booster.plugins.sharding.shard_states import shard_state
 
-__all__ = ["require_elementwise", "shard_state"]
+__all__ = ["obstacle_to_parts", "require_elementwise", "shard_state"]
 
 _OUR_OWN = frozenset({CPUAdam, FusedAdam, HybridAdam})
 # torch's own, whose formulas were read and that tests compare on parts and on wholes.
@@ -38,7 +38,25 @@ _REFUSED = {
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Returns if the optimizer may update parts of parameters in place of whole ones.
+    """Returns if the optimizer may update parts of parameters in place of whole ones; see `obstacle_to_parts`.
+
+    Args:
+        optimizer: The user's optimizer, before its parameters are cut.
+
+    Raises:
+        ConfigError: It may not; the message says what was seen.
+    """
+    obstacle = obstacle_to_parts(optimizer)
+    if obstacle is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} can't update parts of parameters: {obstacle}. Use an optimizer that updates"
+            " every element by itself, such as torch.optim.AdamW, or the torch_ddp plugin; or give the class a method"
+            " use_shards(), see booster.interface.ShardAware (an empty one declares that it is elementwise after all)"
+        )
+
+
+def obstacle_to_parts(optimizer: optim.Optimizer) -> str | None:
+    """Returns what keeps an optimizer from updating parts of parameters in place of whole ones; None: it may.
 
     It may if it is one of torch's or our elementwise classes, if it is `ShardAware`, or if it did the same on parts as
     on wholes when copies of it were tried out on small tensors. The optimizer itself and the process's state stay as
@@ -48,22 +66,16 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
         optimizer: The user's optimizer, before its parameters are cut.
 
     Raises:
-        ConfigError: It may not; the message says what was seen.
+        ConfigError: Its steps are to be differentiated, which no sharded training can do.
     """
     if isinstance(optimizer, ShardAware):
-        return
+        return None
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
             "differentiable=True asks for gradients through the step, and the weights that it makes are copied between"
             " ranks: make the optimizer without it"
         )
     if type(optimizer) in _ELEMENTWISE or type(optimizer) in _OUR_OWN:
-        return
+        return None
     obstacle = next((why for cls, why in _REFUSED.items() if isinstance(optimizer, cls)), None)
-    obstacle = find_obstacle(optimizer) if obstacle is None else obstacle
-    if obstacle is not None:
-        raise ConfigError(
-            f"{type(optimizer).__name__} can't update parts of parameters: {obstacle}. Use an optimizer that updates"
-            " every element by itself, such as torch.optim.AdamW, or the torch_ddp plugin; or give the class a method"
-            " use_shards(), see booster.interface.ShardAware (an empty one declares that it is elementwise after all)"
-        )
+    return find_obstacle(optimizer) if obstacle is None else obstacle

@@ -113,6 +113,11 @@ class ShardedOptimizer(OptimizerWrapper):
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Makes a raw gradient in the parameter's shape this rank's own, to be reduced with the others'."""
 
+    @property
+    def gradient_shards(self) -> Sequence[Shard]:
+        """The parts in which this rank has sums over the ranks: those that it updates, unless a strategy differs."""
+        return self.shards.parts
+
     # Sharding.
 
     def _note_group(self, index: int) -> None:

@@ -131,7 +131,9 @@ class ShardedPendingGradients(PendingGradients):
         dtypes = {name: getattr(torch, dtype) for one in payloads for name, dtype in json.loads(one).items()}
         # A parameter may lie in several buckets, of which only some were reduced: in the others its sum is zero.
         held = {(shard.name, shard.span) for shard, _ in found}
-        missing = [one for one in shards.parts if one.name in dtypes and (one.name, one.span) not in held]
+        missing = [
+            one for one in self.optimizer.gradient_shards if one.name in dtypes and (one.name, one.span) not in held
+        ]
         found += [(one, torch.zeros_like(one.parameter, dtype=dtypes[one.name])) for one in missing]
         self._reduced = [replace(shard_slice(shard, shard.name, sums), primary=True) for shard, sums in found]
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from zoo import get_model, split_batch
 
 from booster import Booster
-from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.single_device import SingleDevicePlugin
 
 
@@ -79,6 +79,22 @@ def gemini_replicated(uses_unused):
     return gemini_plugin(extra_dp_size=2)
 
 
+def torch_fsdp(uses_unused):
+    return TorchFSDPPlugin()
+
+
+def fsdp_grad_op(uses_unused):
+    return TorchFSDPPlugin(sharding_strategy="SHARD_GRAD_OP")
+
+
+def fsdp_hybrid(uses_unused):
+    return TorchFSDPPlugin(sharding_strategy="HYBRID_SHARD", extra_dp_size=2)
+
+
+def fsdp_whole(uses_unused):
+    return TorchFSDPPlugin(sharding_strategy="NO_SHARD")
+
+
 LAYOUTS = [
     Layout("one device", 1, single_device),
     *(Layout("torch_ddp", world_size, torch_ddp) for world_size in (1, 2, 3, 4)),
@@ -89,6 +105,10 @@ LAYOUTS = [
     Layout("gemini on disk", 2, gemini_on_disk),
     Layout("gemini half kept", 2, gemini_half_kept),
     Layout("gemini replicated", 4, gemini_replicated),
+    *(Layout("torch_fsdp", world_size, torch_fsdp) for world_size in (1, 2, 3, 4)),
+    Layout("fsdp grad op", 2, fsdp_grad_op),
+    Layout("fsdp hybrid", 4, fsdp_hybrid),
+    Layout("fsdp whole", 2, fsdp_whole),
 ]
 # Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
 MODELS = ["multi_output_groups", "tied_lm", "frozen_unused_conditional"]
@@ -341,7 +361,9 @@ def save_gathered_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.name.startswith("gemini")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [one for one in LAYOUTS if one.name.startswith(("gemini", "torch_fsdp", "fsdp"))], ids=str
+)
 def test_gathered_weights_are_saved_by_transformers_itself(tmp_path, layout):
     for weights in run_layout(layout, save_gathered_llama, str(tmp_path / "c")):
         assert_same(weights, build_llama(1).state_dict())

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from harness import distributed, run_ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Dataset
 
 from booster import Booster, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.comm import group_rank, group_size
 from booster.errors import CheckpointError, ConfigError
-from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.single_device import SingleDevicePlugin
 
 PRECISIONS = {
@@ -290,6 +291,76 @@ def test_every_cut_of_ranks_with_chunks_resumes_bit_for_bit(tmp_path, policy, pr
     assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: gemini_plugin(precision, **arguments))
 
 
+FSDP_PRECISIONS = {
+    "fsdp_bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+    "fsdp_bf16_fp32_reduce": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    ),
+    "fsdp_fp16": MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32),
+}
+
+
+def fsdp_plugin(precision: str = "fp32", sharding_strategy: str = "FULL_SHARD", extra_dp_size: int | None = None):
+    """Gathers weights in a precision of FSDP's own, or in that of the Booster."""
+    return TorchFSDPPlugin(
+        sharding_strategy=sharding_strategy,
+        extra_dp_size=extra_dp_size,
+        mixed_precision=FSDP_PRECISIONS.get(precision),
+        initial_scale=2**16,
+        growth_interval=2,
+        hysteresis=1,
+    )
+
+
+def assert_fsdp_resume_is_exact(path: Path, precision: str, cut: str, *arguments) -> None:
+    of_booster = "fp32" if precision in FSDP_PRECISIONS else precision
+    assert_resume_is_exact(path, of_booster, cut, lambda: fsdp_plugin(precision, *arguments))
+
+
+@distributed(world_size=(2, 3))
+@pytest.mark.parametrize(
+    ("precision", "cut", "strategy"),
+    [
+        *[("fp32", cut, "FULL_SHARD") for cut in ("mid-accumulation", "epoch end", "after rotation")],
+        ("fp32", "mid-accumulation", "SHARD_GRAD_OP"),
+        ("fp32", "mid-epoch", "NO_SHARD"),
+        ("bf16", "mid-accumulation", "FULL_SHARD"),
+        ("fp16", "mid-accumulation", "FULL_SHARD"),
+        ("fp16_naive", "mid-accumulation", "FULL_SHARD"),
+        ("fp8", "mid-epoch", "FULL_SHARD"),
+        ("fsdp_bf16", "mid-accumulation", "FULL_SHARD"),
+        ("fsdp_bf16_fp32_reduce", "mid-accumulation", "SHARD_GRAD_OP"),
+        ("fsdp_fp16", "after an overflow", "FULL_SHARD"),
+        ("fsdp_fp16", "mid-accumulation", "SHARD_GRAD_OP"),
+    ],
+)
+def test_ranks_with_units_resume_bit_for_bit(tmp_path, precision, cut, strategy):
+    assert_fsdp_resume_is_exact(tmp_path / "c", precision, cut, strategy)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("precision", ["fp32", "fsdp_fp16"])
+def test_replicas_of_units_resume_bit_for_bit(tmp_path, precision):
+    assert_fsdp_resume_is_exact(tmp_path / "c", precision, "mid-accumulation", "HYBRID_SHARD", 2)
+
+
+@pytest.mark.slow
+@distributed(world_size=(1, 2, 4))
+@pytest.mark.parametrize(
+    ("precision", "cut"),
+    [
+        (precision, cut)
+        for precision in (*PRECISIONS, *FSDP_PRECISIONS)
+        for cut in CUTS
+        if cut != "after an overflow" or "fp16" in precision  # only a scaled loss overflows
+    ],
+)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_every_cut_of_ranks_with_units_resumes_bit_for_bit(tmp_path, strategy, precision, cut):
+    num_replicas = (2 if group_size() == 4 else 1) if strategy == "HYBRID_SHARD" else None
+    assert_fsdp_resume_is_exact(tmp_path / "c", precision, cut, strategy, num_replicas)
+
+
 @pytest.mark.slow
 @distributed(world_size=(1, 2, 4))
 @pytest.mark.parametrize("cut", CUTS)
@@ -429,6 +500,9 @@ PLUGINS = {
     "zero 2": functools.partial(zero_plugin, 2),
     "gemini": gemini_plugin,
     "gemini on disk": functools.partial(gemini_plugin, placement_policy="cpu"),
+    "fsdp": fsdp_plugin,
+    "fsdp grad op": functools.partial(fsdp_plugin, sharding_strategy="SHARD_GRAD_OP"),
+    "fsdp hybrid": functools.partial(fsdp_plugin, sharding_strategy="HYBRID_SHARD", extra_dp_size=2),
 }
 
 
@@ -452,6 +526,15 @@ PLUGINS = {
         (("gemini", 4), ("ddp", 2)),
         (("zero 1", 2), ("gemini", 3)),
         (("ddp", 3), ("gemini on disk", 2)),
+        (("fsdp", 2), ("fsdp", 2)),
+        (("fsdp", 2), ("fsdp", 3)),
+        (("fsdp grad op", 3), ("ddp", 2)),
+        (("fsdp hybrid", 4), ("fsdp grad op", 2)),
+        (("ddp", 2), ("fsdp", 3)),
+        (("zero 2", 2), ("fsdp", 4)),
+        (("fsdp", 3), ("zero 1", 2)),
+        (("gemini", 2), ("fsdp hybrid", 4)),
+        (("fsdp", 2), ("gemini", 3)),
     ],
 )
 def test_a_step_may_begin_under_one_plugin_and_end_under_another(tmp_path, saved, loaded, has_items):

@@ -14,6 +14,15 @@ from zoo import split_batch
 from booster import FP8MixedPrecision
 from booster.tensor_tree import map_tensors
 
+# Weights in low precision, made of fp32 masters: their format.
+HALF = {
+    "fp16_naive": torch.float16,
+    "fp16_apex_o2": torch.float16,
+    "bf16_weights": torch.bfloat16,
+    "fsdp_bf16": torch.bfloat16,
+    "fsdp_fp16": torch.float16,
+}
+
 # Of low-precision gradients: none (autograd adds them up as they are), those of the parts of a batch (each part adds up
 # its micro-batches as they are), or all.
 Fp32Sums = Literal["none", "parts", "all"]
@@ -56,19 +65,30 @@ def train_serial(
     max_norm: float,
     optimizer: str,
     fp32_sums: Fp32Sums = "none",
+    whole_model_is_half: bool = True,
 ) -> Record:
     """Trains on the global batches with nothing but torch (and the float8 layers), each batch in `parts` parts.
 
-    `precision` is a name of `booster.Booster`, "fp16_apex_o1", "fp16_apex_o2", or "bf16_weights" for bf16 weights with
-    fp32 masters. `fp32_sums` says which gradients of low-precision weights are added in fp32.
+    `precision` is a name of `booster.Booster`, "fp16_apex_o1", "fp16_apex_o2", "bf16_weights" for bf16 weights with
+    fp32 masters, or "fsdp_bf16" and "fsdp_fp16" for such of which the masters come out in the end. `fp32_sums` says
+    which gradients of low-precision weights are added in fp32. `whole_model_is_half`: of "fsdp_..." buffers are cast
+    too, and outputs stay as they are.
     """
     model = entry.build()
     record = Record()
-    if precision in ("fp16_naive", "fp16_apex_o2"):
-        keeps = precision == "fp16_apex_o2"
-        loop: Loop = HalfLoop(model, entry, optimizer, torch.float16, keep_batch_norm=keeps, fp32_sums=fp32_sums)
-    elif precision == "bf16_weights":
-        loop = HalfLoop(model, entry, optimizer, torch.bfloat16, keep_batch_norm=False, fp32_sums=fp32_sums)
+    if precision in HALF:
+        is_of_fsdp = precision.startswith("fsdp_")
+        loop: Loop = HalfLoop(
+            model,
+            entry,
+            optimizer,
+            HALF[precision],
+            keep_batch_norm=is_of_fsdp or precision == "fp16_apex_o2",
+            fp32_sums=fp32_sums,
+            casts_buffers=whole_model_is_half,
+            casts_outputs=not (is_of_fsdp and whole_model_is_half),
+            keeps_fp32_state=is_of_fsdp,
+        )
     else:
         loop = AutocastLoop(model, entry, optimizer, precision)
     for step in range(steps):
@@ -76,6 +96,7 @@ def train_serial(
         batches = [split_batch(batch, part, parts) for batch in whole for part in range(parts)]
         record.losses.append(loop.backward(batches, parts))
         record.norms.append(loop.clip_and_step(max_norm))
+    loop.finish()
     record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return record
 
@@ -93,6 +114,9 @@ class Loop:
 
     def clip_and_step(self, max_norm: float) -> float:
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Leaves in the model what is to be compared."""
 
 
 class AutocastLoop(Loop):
@@ -140,6 +164,13 @@ class HalfLoop(Loop):
     """fp16 or bf16 weights with fp32 masters, written out by hand.
 
     The loss scale of fp16 is constant as nothing overflows here; bf16 has fp32's range and needs none.
+
+    Args:
+        keep_batch_norm: Normalisation over batches stays in fp32.
+        fp32_sums: Which gradients are added in fp32.
+        casts_buffers: Buffers are rounded like weights.
+        casts_outputs: The model's outputs are cast to fp32.
+        keeps_fp32_state: The masters are what comes out in the end, not the rounded weights.
     """
 
     # Of fp16: small gradients stay out of its subnormal numbers, and large ones below its largest.
@@ -154,14 +185,19 @@ class HalfLoop(Loop):
         *,
         keep_batch_norm: bool,
         fp32_sums: Fp32Sums = "none",
+        casts_buffers: bool = True,
+        casts_outputs: bool = True,
+        keeps_fp32_state: bool = False,
     ) -> None:
         self.model, self.entry, self.dtype, self.fp32_sums = model, entry, dtype, fp32_sums
+        self.casts_outputs, self.keeps_fp32_state = casts_outputs, keeps_fp32_state
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.scale = self.SCALE if dtype is torch.float16 else 1.0
         exact = [parameter.detach().clone() for parameter in model.parameters()]
         for module in model.modules():
             if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm)):
-                for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                buffers = module.buffers(recurse=False) if casts_buffers else ()
+                for tensor in [*module.parameters(recurse=False), *buffers]:
                     if tensor.is_floating_point():
                         tensor.data = tensor.data.to(dtype)
         self.working = list(model.parameters())
@@ -189,7 +225,7 @@ class HalfLoop(Loop):
         return total
 
     def _backward(self, batch: dict, num_micro_batches: int) -> float:
-        loss = self.entry.loss(HalfInputs(self.model, self.dtype), batch)
+        loss = self.entry.loss(HalfInputs(self.model, self.dtype, self.casts_outputs), batch)
         (loss / num_micro_batches * self.scale).backward()
         return float(loss.detach())
 
@@ -210,19 +246,24 @@ class HalfLoop(Loop):
             working.data.copy_(master.data)
         return float(norm)
 
+    def finish(self) -> None:
+        if self.keeps_fp32_state:
+            for working, master in zip(self.working, self.masters, strict=True):
+                working.data = master.data
+
 
 class HalfInputs(nn.Module):
-    """Feeds a model in low precision floating inputs in its format, and hands its outputs on in fp32."""
+    """Feeds a model in low precision floating inputs in its format, and may hand its outputs on in fp32."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, casts_outputs: bool) -> None:
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.casts_outputs = model, dtype, casts_outputs
 
     def forward(self, *args, **kwargs):
         def half(tensor):
             return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
         def single(tensor):
-            return tensor.float() if tensor.is_floating_point() else tensor
+            return tensor.float() if self.casts_outputs and tensor.is_floating_point() else tensor
 
         return map_tensors(single, self.model(*map_tensors(half, args), **map_tensors(half, kwargs)))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack
 
 from booster.plugins.gemini import buffers
-from booster.plugins.gemini.buffers import BufferPool
+from booster.plugins.sharding.buffer_pool import BufferPool
 
 NUM_BYTES = 4096
 

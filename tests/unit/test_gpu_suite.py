@@ -56,6 +56,7 @@ def test_every_required_case_is_there_once(suite):
     assert len(names) == len(set(names))
     required = {"fp32", "bf16", "fp16", "fp16_naive", "fp16_apex O1", "fp16_apex O2", "fp8", "torch_ddp bf16"}
     required |= {"low_level_zero 1 fp32", "low_level_zero 1 bf16", "low_level_zero 2 bf16", "low_level_zero 2 fp16"}
+    required |= {"torch_fsdp FULL_SHARD fp32", "torch_fsdp FULL_SHARD bf16", "torch_fsdp SHARD_GRAD_OP bf16"}
     required |= {"gemini static fp32", "gemini static bf16", "gemini auto bf16", "gemini cpu bf16"}
     assert required <= set(names)
     assert suite.gpu_cases.case_named("fp8").name == "fp8"
@@ -89,8 +90,15 @@ def test_failures_reach_table_and_exit_code(suite):
 
 def test_every_way_to_train_a_large_model_is_there_once(suite):
     names = [engine.name for engine in suite.gpu_large_engines.LARGE]
-    assert names[:4] == ["plain torch", "FSDP2", "FSDP2, CPU offload", "LowLevelZero 2"]
-    assert {"Gemini static", "Gemini auto", "Gemini cpu"} <= set(names)
+    assert names[:3] == ["plain torch", "FSDP2", "FSDP2, CPU offload"]
+    assert {
+        "LowLevelZero 2",
+        "TorchFSDPPlugin",
+        "TorchFSDPPlugin, CPU offload",
+        "Gemini static",
+        "Gemini auto",
+        "Gemini cpu",
+    } <= set(names)
     assert len(set(names)) == len(names)
     assert suite.gpu_large_engines.large_engine("Gemini cpu").name == "Gemini cpu"
     fractions = [

@@ -55,7 +55,10 @@ def test_torchs_engines_train_as_the_baseline_does(bench):
             assert ours == pytest.approx(baseline, abs=1e-5)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 3e-2)])
+PRECISIONS = pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 3e-2)])
+
+
+@PRECISIONS
 def test_ours_train_as_the_baseline_does(bench, precision, tolerance):
     names = [bench.engines.BASELINE, *map(bench.engines.our_name, bench.engines.STAGES)]
     for losses in run_ranks(zero_bench_ranks.train, 2, precision, names, STEPS):
@@ -63,6 +66,37 @@ def test_ours_train_as_the_baseline_does(bench, precision, tolerance):
         assert len(losses) == 2
         for ours in losses.values():
             assert ours == pytest.approx(baseline, abs=tolerance)
+
+
+@PRECISIONS
+def test_the_plugin_trains_as_fsdp_by_hand(bench, precision, tolerance):
+    names = [engine.name for engine in bench.fsdp.engines_of("tiny", precision)]
+    assert len(set(names)) == len(names) == 6
+    for losses in run_ranks(zero_bench_ranks.train, 2, precision, names, STEPS, "fsdp"):
+        assert list(losses) == names
+        baseline = losses[bench.fsdp.by_hand_name("FULL_SHARD")]
+        for others in losses.values():
+            assert others == pytest.approx(baseline, abs=tolerance)
+
+
+def test_only_the_wrapper_tells_the_plugin_from_its_twin(bench):
+    """Both gather and reduce the same units as often through the same collectives; FSDP2 alone uses its own."""
+    by_hand = [bench.fsdp.by_hand_name("FULL_SHARD", has_our_collectives=has_ours) for has_ours in (False, True)]
+    names = [*by_hand, bench.fsdp.plugin_name("FULL_SHARD")]
+    for calls in run_ranks(zero_bench_ranks.count_calls, 2, names, 2):
+        own, twin, plugin = (calls[name] for name in names)
+        assert not own
+        assert plugin["all_gather"] == twin["all_gather"] > 0
+        assert plugin["reduce_scatter"] == twin["reduce_scatter"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_the_plugin_keeps_what_fsdp_by_hand_keeps(strategy):
+    by_hand = run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, False)
+    assert by_hand == run_ranks(zero_bench_ranks.gathered_after_forward, 2, strategy, True)
+    for names in by_hand:
+        assert "head.weight" in names
+        assert any(name.startswith("blocks.") for name in names) == (strategy == "SHARD_GRAD_OP")
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="it is installed")
@@ -102,10 +136,23 @@ def test_formulas_per_weight(bench):
     assert formula("DeepSpeed 1", "fp32").buffers == 4 * N
     assert formula("torch DDP", "bf16") is None
     assert formula("FSDP2", "fp32") is None
+    for name in ("FSDP2 FULL_SHARD", "FSDP2 FULL_SHARD, our collectives", "TorchFSDPPlugin SHARD_GRAD_OP"):
+        assert per_weight(name, "fp32") == per_weight(name, "bf16") == (2, 2, 4)
+    assert formula("TorchFSDPPlugin FULL_SHARD", "fp32", U=1000).buffers == 4000
+    assert formula("TorchFSDPPlugin FULL_SHARD", "bf16", U=1000).buffers == 2000
+    assert formula("TorchFSDPPlugin SHARD_GRAD_OP", "fp32", U=1000).buffers == 4 * N
 
 
 def test_buffers_are_no_larger_than_the_model(bench):
     assert bench.memory.formula_of("LowLevelZero 2", "fp32", 1000, 2).buffers == 6000
+
+
+def test_the_largest_unit_of_fsdp(bench):
+    tables = 2 * 256 * 32 + 32 * 32 + 2 * 32
+    assert bench.memory.largest_unit("tiny") == tables
+    assert bench.memory.largest_unit("350m") == 2 * 32768 * 1024 + 1024 * 1024 + 2 * 1024
+    block = 12 * 2048**2 + 13 * 2048
+    assert bench.memory.largest_unit("1.3b") == max(block, 2 * 32768 * 2048 + 1024 * 2048 + 2 * 2048)
 
 
 @pytest.mark.parametrize(("size", "num_parameters"), [("10m", 10.5e6), ("50m", 50e6)])
@@ -174,6 +221,34 @@ def test_goals_over_the_peers_that_were_measured(bench):
     assert [goal.what for goal in bench.goals.speed_goals(comparison, "bf16")] == ["LowLevelZero 1 over torch DDP, t"]
 
 
+FSDP_SECONDS = {
+    "FSDP2 FULL_SHARD": [1.0, 1.0, 1.0],
+    "FSDP2 FULL_SHARD (control)": [1.0, 1.0, 1.0],
+    "FSDP2 SHARD_GRAD_OP": [1.0, 1.0, 1.0],
+    "FSDP2 FULL_SHARD, our collectives": [0.5, 0.5, 0.5],
+    "TorchFSDPPlugin FULL_SHARD": [0.51, 0.51, 0.52],
+    "TorchFSDPPlugin SHARD_GRAD_OP": [1.0, 1.03, 1.1],
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_goals_of_the_plugin_over_its_twins(bench, precision):
+    comparison = _comparison(bench, FSDP_SECONDS)
+    goals = bench.goals.wrapper_goals(comparison, precision)
+    assert {goal.what: (goal.value, goal.verdict, goal.interval) for goal in goals} == {
+        "TorchFSDPPlugin FULL_SHARD over FSDP2 FULL_SHARD, t": (0.51, "PASS", (0.51, 0.52)),
+        "TorchFSDPPlugin FULL_SHARD over FSDP2 FULL_SHARD, our collectives, t": (1.02, "PASS", (1.02, 1.04)),
+        "TorchFSDPPlugin SHARD_GRAD_OP over FSDP2 SHARD_GRAD_OP, t": (1.03, "NOISY", (1.0, 1.1)),
+    }
+    assert {goal.high for goal in goals} == {1.02}
+
+
+def test_a_plugin_that_could_not_be_built_misses_its_goals(bench):
+    seconds = {name: values for name, values in FSDP_SECONDS.items() if not name.startswith("Torch")}
+    comparison = _comparison(bench, seconds, missing=["TorchFSDPPlugin FULL_SHARD"])
+    assert [goal.verdict for goal in bench.goals.wrapper_goals(comparison, "fp32")] == ["FAIL", "FAIL"]
+
+
 def test_a_stage_that_could_not_be_built_misses_its_goals(bench):
     comparison = _comparison(bench, SECONDS, missing=["LowLevelZero 2", "DeepSpeed 2"])
     goals = [goal for goal in bench.goals.speed_goals(comparison, "fp32") if "LowLevelZero 2" in goal.what]
@@ -207,17 +282,53 @@ def test_an_engine_that_does_not_exist_is_refused(bench, capsys):
     assert "no engine has one of these in its name" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "titles"),
+    [
+        ([], ["", ", FSDP2"]),
+        (["--part", "fsdp"], [", FSDP2"]),
+        (["--engines", "speed"], [""]),
+        (["--engines", "TorchFSDP"], [", FSDP2"]),
+        (["--engines", "fsdp2"], ["", ", FSDP2"]),
+    ],
+)
+def test_parts_that_were_asked_for(bench, arguments, titles):
+    options = bench.script._parser().parse_args(arguments)
+    assert [part.title for part in bench.script._parts(options)] == titles
+
+
+def test_an_engine_of_another_part_is_refused(bench, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.script.main(["--part", "fsdp", "--engines", "DeepSpeed"])
+    assert "no engine has one of these in its name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "steps"), [([], 30), (["--quick"], 3), (["--steps", "70", "--quick"], 7)])
 def test_steps(bench, arguments, steps):
     options = bench.script._parser().parse_args(arguments)
     assert bench.script._schedule("50m", options).steps == steps
 
 
+def _run_script(*arguments):
+    command = [sys.executable, str(zero_bench_ranks.BENCHMARKS / "zero.py"), "--size", "tiny", "--steps", "3"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_the_whole_script():
-    script = zero_bench_ranks.BENCHMARKS / "zero.py"
-    command = [sys.executable, str(script), "--size", "tiny", "--steps", "3", "--memory", "--only", "fp32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "LowLevelZero 2 over ZeroRedundancyOptimizer, tiny GPT in fp32" in done.stdout
-    assert "peak memory of LowLevelZero 2 over its formula" in done.stdout
+    output = _run_script("--memory", "--only", "fp32", "--part", "stages")
+    assert "LowLevelZero 2 over ZeroRedundancyOptimizer, tiny GPT in fp32" in output
+    assert "peak memory of LowLevelZero 2 over its formula" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--memory"], ["--no-shared-memory"]])
+def test_the_whole_script_over_fsdp(options):
+    output = _run_script("--part", "fsdp", *options)
+    for precision in ("fp32", "bf16"):
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            twin = f"FSDP2 {strategy}"
+            for over in (twin, f"{twin}, our collectives"):
+                assert f"TorchFSDPPlugin {strategy} over {over}, tiny GPT in {precision}" in output

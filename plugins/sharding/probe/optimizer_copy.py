@@ -58,6 +58,9 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
             if name != "step":  # see Note [Copying an optimizer]
                 made.__dict__[name] = _copied(f"attribute {name!r}", value, memo, budget)
     _copy_states(optimizer, copies[0], parameters, memo, budget)
+    for group, replacements in zip(copies[0].param_groups, parameters, strict=True):
+        if names := group.get("param_names"):
+            group["param_names"] = [names[index % len(names)] for index in range(len(replacements))]
     return copies[0]
 
 

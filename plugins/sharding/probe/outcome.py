@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["ObstacleFound", "Outcome", "Place", "check_tells_something", "compare"]
+__all__ = [
+    "ObstacleFound",
+    "Outcome",
+    "Place",
+    "check_state_shapes",
+    "check_tells_something",
+    "compare",
+    "compare_exactly",
+]
 
 Place = tuple[int, int]  # param group, and number of the parameter among those that are tried
 
@@ -23,7 +31,7 @@ _LARGEST_FREE_STATE = 32  # elements that a state may have without any relation 
 
 
 class ObstacleFound(Exception):
-    """The text says what an optimizer did that an elementwise one doesn't."""
+    """The text says what an optimizer did that one of the kind in question doesn't."""
 
 
 @dataclass(slots=True)
@@ -66,18 +74,23 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_tells_something(whole: Outcome, shapes: Mapping[Place, tuple[int, ...]]) -> None:
-    """Raises ObstacleFound if comparing would say nothing, or if trying parts could take for ever."""
+def check_tells_something(whole: Outcome) -> None:
+    """Raises ObstacleFound if comparing would say nothing."""
     for place, weights in whole.weights.items():
         if not bool(torch.isfinite(weights).all()):
             raise ObstacleFound(
                 f"a few steps with the hyperparameters of param_groups[{place[0]}] made weights that are not finite, so"
                 " it could not be tried out"
             )
-        for key, value in whole.states[place].items():
-            _check_state_shape(key, value, shapes[place])
     if all(torch.equal(rows[0], rows[-1]) for rows in whole.weights.values()):
         raise ObstacleFound("a few steps did not change any weight, so it could not be tried out")
+
+
+def check_state_shapes(whole: Outcome, shapes: Mapping[Place, tuple[int, ...]]) -> None:
+    """Raises ObstacleFound if a state can't be divided, or if trying parts could take for ever."""
+    for place, states in whole.states.items():
+        for key, value in states.items():
+            _check_state_shape(key, value, shapes[place])
 
 
 def _check_state_shape(key: str, value: Any, shape: tuple[int, ...]) -> None:
@@ -107,6 +120,41 @@ def compare(whole: Outcome, ranks: Sequence[Outcome], shapes: Mapping[Place, tup
                 raise ObstacleFound(
                     f"param_groups[{index}][{key!r}] came out different on ranks with parts of parameters"
                 )
+
+
+def compare_exactly(whole: Outcome, part: Outcome, shapes: Mapping[Place, tuple[int, ...]]) -> None:
+    """Raises ObstacleFound if what happened to some parameters is not, bit for bit, what happened to them among all.
+
+    Args:
+        whole: What happened to all parameters together.
+        part: What happened to some of them.
+        shapes: Of the parameters, for the text.
+    """
+    for place, weights in part.weights.items():
+        if not _are_same_bits(weights, whole.weights[place]):
+            raise ObstacleFound(
+                f"a parameter of shape {shapes[place]} came out different without the others (hyperparameters of"
+                f" param_groups[{place[0]}])"
+            )
+        for key in _not_the_same(whole.states[place], part.states[place]):
+            raise ObstacleFound(
+                f"its state {key} of a parameter of shape {shapes[place]} came out different without the others"
+            )
+    for index, (expected, found) in enumerate(zip(whole.numbers, part.numbers, strict=True)):
+        for key in _not_the_same(expected, found):
+            raise ObstacleFound(f"param_groups[{index}][{key!r}] came out different without some parameters")
+
+
+def _not_the_same(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    both = expected.keys() & found.keys()
+    alone = expected.keys() ^ found.keys()
+    return sorted(alone | {key for key in both if not _are_same_bits(_tensor(found[key]), _tensor(expected[key]))})
+
+
+def _are_same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return False
+    return bool(((found == expected) | ((found != found) & (expected != expected))).all())
 
 
 def _are_same_weights(found: torch.Tensor, expected: torch.Tensor) -> bool:

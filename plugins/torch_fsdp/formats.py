@@ -1,0 +1,127 @@
+"""FSDP's own mixed precision, as users of FSDP1 and of FSDP2 describe it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+from booster.errors import ConfigError
+from booster.interface import MixedPrecision as BoosterPrecision
+
+__all__ = ["UnitFormats", "check_flag", "check_formats", "is_module_class", "read_formats"]
+
+_FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFormats:
+    """The number formats of FSDP's own mixed precision.
+
+    Attributes:
+        param_dtype: Of gathered weights and of computation; None: the weights' own.
+        reduce_dtype: In which gradients travel; None: that of the gathered weights.
+        buffer_dtype: To which floating buffers are cast once; None: they stay.
+        output_dtype: Of the root's floating outputs; None: they stay.
+        casts_root_inputs: The model's floating inputs are cast to `param_dtype`.
+        casts_unit_inputs: So are those of every unit below it.
+        keeps_own_format: Classes of modules that compute in the format their weights are in.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    casts_root_inputs: bool = True
+    casts_unit_inputs: bool = True
+    keeps_own_format: tuple[type[nn.Module], ...] = ()
+
+    def policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
+        """Returns FSDP2's description of the root or of a unit below it that keeps no format of its own."""
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            output_dtype=self.output_dtype if is_root else None,
+            cast_forward_inputs=self.casts_root_inputs if is_root else self.casts_unit_inputs,
+        )
+
+
+def read_formats(given: Any) -> UnitFormats | None:
+    """Returns what a `mixed_precision` that `check_formats` passed means; None: none was given."""
+    if isinstance(given, MixedPrecision):
+        return UnitFormats(
+            param_dtype=given.param_dtype,
+            reduce_dtype=given.reduce_dtype or given.param_dtype,
+            buffer_dtype=given.buffer_dtype,
+            casts_root_inputs=given.cast_root_forward_inputs,
+            casts_unit_inputs=given.cast_forward_inputs,
+            keeps_own_format=tuple(given._module_classes_to_ignore),
+        )
+    if isinstance(given, MixedPrecisionPolicy):
+        return UnitFormats(
+            param_dtype=given.param_dtype,
+            reduce_dtype=given.reduce_dtype or given.param_dtype,
+            output_dtype=given.output_dtype,
+            casts_root_inputs=given.cast_forward_inputs,
+            casts_unit_inputs=given.cast_forward_inputs,
+        )
+    return None
+
+
+def check_formats(given: Any) -> None:
+    """Raises for a `mixed_precision` that can't be.
+
+    Raises:
+        ConfigError: Such an argument.
+    """
+    if given is None:
+        return
+    if isinstance(given, (str, BoosterPrecision)):
+        raise ConfigError(
+            f"mixed_precision={given!r} is the Booster's to apply, not the plugin's: write"
+            " Booster(plugin=..., mixed_precision=...), or give the plugin torch's MixedPrecisionPolicy"
+        )
+    if not isinstance(given, (MixedPrecision, MixedPrecisionPolicy)):
+        raise ConfigError(
+            f"mixed_precision={given!r} is not understood: give MixedPrecisionPolicy or MixedPrecision of"
+            " torch.distributed.fsdp, or write Booster(plugin=..., mixed_precision='bf16')"
+        )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+        dtype = getattr(given, name, None)
+        if dtype is not None and dtype not in _FORMATS:
+            raise ConfigError(
+                f"mixed_precision with {name}={dtype!r}: FSDP casts to it and computes or adds up in it, which needs"
+                f" one of {', '.join(map(str, _FORMATS))}; for float8 write Booster(..., mixed_precision='fp8')"
+            )
+    for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
+        check_flag(f"mixed_precision.{name}", getattr(given, name, True))
+    if isinstance(given, MixedPrecision):
+        _check_first_generation(given)
+
+
+def _check_first_generation(given: MixedPrecision) -> None:
+    if given.keep_low_precision_grads is not False:
+        raise ConfigError(
+            f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: shards are updated from"
+            " gradients in the shards' own format, which FSDP2 casts them to: leave it out"
+        )
+    classes = given._module_classes_to_ignore
+    if not isinstance(classes, (tuple, list)) or not all(is_module_class(one) for one in classes):
+        raise ConfigError(
+            f"mixed_precision with _module_classes_to_ignore={classes!r}: give a tuple of classes of modules, () for"
+            " none"
+        )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises `ConfigError` for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False")
+
+
+def is_module_class(given: Any) -> bool:
+    """Returns whether it is a class of modules."""
+    return isinstance(given, type) and issubclass(given, nn.Module)

@@ -1,0 +1,367 @@
+"""The model side: FSDP2 runs the forward; the user's own names and tensors are whole to those who ask."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from booster.comm import all_gather_equal, collective_device, raise_on_all_ranks
+from booster.errors import ConfigError
+from booster.interface import ModelWrapper, TensorSlice
+from booster.kernels.checksum import crc32
+from booster.plugins.sharding.buffers import broadcast_joined
+from booster.plugins.torch_fsdp.coordination import Coordinator
+from booster.plugins.torch_fsdp.shown_weights import shown_whole, without_fsdp
+from booster.plugins.torch_fsdp.units import Member, Unit
+from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
+
+__all__ = ["FSDPModel"]
+
+
+class FSDPModel(ModelWrapper):
+    """The boosted model; every rank holds its rows of the weights, and whole ones of a unit while it runs.
+
+    The user's module shows DTensors between forwards: `state_dict()` gives whole weights, and `with model.gathered():`
+    shows them in the module. Both are collective.
+
+    Args:
+        module: The user's model, to which `fully_shard` was applied.
+        units: Its units, which hold the parameters.
+        whole: The parameters that no unit holds.
+        coordinator: Of the units.
+        shown: By the `id` of a parameter from before boost() what the model shows in its place.
+        is_primary: True on the rank that writes what all ranks hold alike.
+        writes_shards: True where this rank writes what replicas of the shards hold alike.
+        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        whole: WholeParameters,
+        coordinator: Coordinator,
+        shown: Mapping[int, nn.Parameter],
+        *,
+        is_primary: bool,
+        writes_shards: bool,
+        broadcasts_buffers: bool,
+    ) -> None:
+        super().__init__(module, is_primary=is_primary)
+        self.units = tuple(units)
+        self.whole = whole
+        self.coordinator = coordinator
+        self._shown = dict(shown)
+        self._writes_shards = writes_shards
+        self._broadcasts_buffers = broadcasts_buffers
+        self._clear_gradients: Callable[[bool], None] | None = None
+        self._is_gathered = False
+        self._places: dict[int, tuple[Unit, Member] | WholeMember] = {}
+        for unit in self.units:
+            self._places |= {id(member.parameter): (unit, member) for member in unit.members}
+        self._places |= {id(member.parameter): member for member in whole.members}
+        coordinator.serve_with([unit.served for unit in self.units])
+
+    @property
+    def members(self) -> list[Member]:
+        """The parameters of all units."""
+        return [member for unit in self.units for member in unit.members]
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where the shards are."""
+        first = next(iter(self.members), None)
+        return torch.device("cpu") if first is None else first.piece.device
+
+    def shown(self, original: nn.Parameter) -> nn.Parameter:
+        """Returns what the model shows in the place of a parameter from before boost()."""
+        return self._shown.get(id(original), original)
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[Unit, Member] | WholeMember:
+        """Returns where a parameter that the model shows between forwards is."""
+        return self._places[id(parameter)]
+
+    def connect(self, clear_gradients: Callable[[bool], None]) -> None:
+        """Tells what clears the gradients."""
+        self._clear_gradients = clear_gradients
+
+    def describe_units(self) -> str:
+        """Returns what is gathered together, in words."""
+        units = ", ".join(
+            f"{unit.name or 'the root'} ({sum(math.prod(one.shape) for one in unit.members)})" for unit in self.units
+        )
+        whole = ", ".join(one.name for one in self.whole.members)
+        return f"{len(self.units)} units (elements): {units or 'none'}; kept whole: {whole or 'nothing'}"
+
+    # Running.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's forward; arguments and result are those of the user's model.
+
+        Collective: weights are gathered.
+        """
+        if self._is_gathered:
+            return super().forward(*args, **kwargs)
+        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+            broadcast_joined(list(self.module.buffers()), None)
+        with self._recovering():
+            outputs = super().forward(*args, **kwargs)
+        self.coordinator.close()
+        return outputs
+
+    @contextmanager
+    def backward(self, *, synchronizes: bool) -> Iterator[None]:
+        """Returns the context that autograd runs in. Collective at its end.
+
+        Args:
+            synchronizes: Whether gradients are reduced; False: each rank adds up its own, whole.
+
+        Raises:
+            ConfigError: Whole weights are shown, which know nothing of gradients.
+        """
+        if self._is_gathered:
+            raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
+        for unit in self.units:
+            if unit.group.reduce_grads != synchronizes:
+                unit.module.set_requires_gradient_sync(synchronizes, recurse=False)
+        with self._recovering():
+            yield
+        self.coordinator.close()
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Brings FSDP2 back to where a forward can begin, if one raises or its backward does."""
+        try:
+            yield
+        except BaseException:
+            reset = getattr(self.module, "reset_iter_state", None)
+            if reset is not None and self.units:
+                reset()
+            raise
+
+    def reshard(self) -> None:
+        """Drops gathered weights, which don't follow changes of the shards."""
+        if not self._is_gathered:
+            for unit in self.units:
+                unit.reshard()
+
+    def outdate_graphs(self) -> None:
+        """Has graphs from before a change of the weights know that they are too old."""
+        whole = (getattr(member.state, "_unsharded_param", None) for member in self.members)
+        changed = [one for one in whole if one is not None] + [one.parameter for one in self.whole.members]
+        torch.autograd.graph.increment_version(changed)
+
+    def check_may_step(self) -> None:
+        """Raises if an update would be lost.
+
+        Raises:
+            ConfigError: Whole weights are shown, and taken back later.
+        """
+        if self._is_gathered:
+            raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
+
+    def forget_gradients(self, *, keeps_use: bool = False) -> None:
+        """Drops all gradients of all ranks' parts."""
+        self.coordinator.finish_flight()
+        for unit in self.units:
+            unit.forget_gradients(keeps_use=keeps_use)
+        self.whole.forget_gradients(keeps_use=keeps_use)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the model and of its optimizer."""
+        super().zero_grad(set_to_none)
+        if self._clear_gradients is not None:
+            self._clear_gradients(set_to_none)
+        else:
+            self.forget_gradients()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModel:
+        for parameter in self.module.parameters():
+            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
+            if probe.dtype != parameter.dtype or probe.device != parameter.device:
+                raise ConfigError(
+                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
+                    f" and is {parameter.dtype} on {parameter.device}, where its shards are: do it before boost()"
+                )
+        return self
+
+    # Whole weights.
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Shows all weights in the user's model, which it gives, in the shards' format; changes made inside are kept.
+
+        Inside, a forward needs nothing of the other ranks, so one of them alone may run the model, to generate say.
+        Needs memory for the whole model. Collective at its begin and at its end.
+
+        Raises:
+            ConfigError: The ranks have made different changes: nothing is kept of them.
+        """
+        with self._showing() as take_back:
+            yield self.module
+            self._require_same()
+            take_back()
+        self.notify_loaded()
+
+    @contextmanager
+    def _showing(self) -> Iterator[Callable[[], None]]:
+        self.reshard()
+        with shown_whole(self.units) as take_back:
+            self._is_gathered = True
+            try:
+                yield take_back
+            finally:
+                self._is_gathered = False
+
+    def _require_same(self) -> None:
+        """Raises if the ranks show different weights."""
+        digest = 0
+        for parameter in self.module.parameters():
+            digest = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
+        digests = all_gather_equal(torch.tensor([digest], device=collective_device()), None).tolist()
+        if len(set(digests)) > 1:
+            raise ConfigError(
+                "the weights were changed inside of `with model.gathered():`, and on the ranks"
+                f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} otherwise than on rank 0: make the"
+                " same changes on every rank. Nothing was taken over"
+            )
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
+        if self._is_gathered:
+            return self.module.state_dict(*args, **kwargs)
+        self.reshard()
+        state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
+        known = self._places.keys() | {id(buffer) for buffer in self.module.buffers()}
+        if any(isinstance(value, torch.Tensor) and id(value) not in known for value in state.values()):
+            with self._showing():  # a hook or get_extra_state() computes something of weights
+                state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
+                copies = {id(one): one.detach().clone() for one in state.values() if isinstance(one, torch.Tensor)}
+        else:
+            copies = self._copies(state)
+        for name, value in list(state.items()):
+            state[name] = copies.get(id(value), value)  # tied ones stay tied
+        return state
+
+    def _copies(self, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+        """Returns copies of a state's tensors by the tensors' `id`, gathered unit by unit. Collective."""
+        asked = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
+        copies: dict[int, torch.Tensor] = {}
+        for unit in self.units:
+            if any(id(member.parameter) in asked for member in unit.members):
+                copies |= {id(member.parameter): whole for member, whole in unit.gather().items()}
+        return copies | {key: value.detach().clone() for key, value in asked.items() if key not in copies}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads whole weights into the user's model; fp32 master weights follow.
+
+        If anything is wrong on any rank, nothing is loaded on all of them.
+
+        Collective: every rank loads the same.
+
+        Raises:
+            ConfigError: assign=True, which would take the parameters away from the optimizer.
+            RuntimeError: What torch finds wrong with names or shapes.
+            RankFailedError: Another rank found something wrong.
+        """
+        if assign:
+            raise ConfigError(
+                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would go on with"
+                " the old ones: leave assign out, or load before boost()"
+            )
+        if self._is_gathered:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        self.reshard()
+        # torch copies what fits before it raises.
+        live = [*(one.piece for one in self.members), *(one.parameter.detach() for one in self.whole.members)]
+        kept = [(tensor, tensor.clone()) for tensor in [*live, *self.module.buffers()]]
+        error: Exception | None = None
+        result = None
+        try:
+            result = self.module.load_state_dict(self._sharded(state_dict), strict=strict)
+        except Exception as caught:  # raised on all ranks below
+            error = caught
+        try:
+            raise_on_all_ranks(error)
+        except BaseException:
+            for tensor, before in kept:
+                tensor.copy_(before)
+            raise
+        self.notify_loaded()
+        return result
+
+    def _sharded(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state with this rank's rows, as the model has them, in the place of whole weights."""
+        by_name = {name: member for member in self.members for name in member.names}
+        found = dict(state_dict)
+        for name, value in state_dict.items():
+            member = by_name.get(name)
+            if member is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != member.shape:
+                continue
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            start, stop = member.span
+            rows = whole.detach().reshape(-1)[start:stop].to(member.piece.device).view(member.state.sharded_size)
+            found[name] = member.state.to_sharded_dtensor(rows)
+        return found
+
+    def notify_loaded(self) -> None:
+        self.reshard()
+        super().notify_loaded()
+        self.outdate_graphs()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+        """Returns a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
+        with self._showing(), without_fsdp(self.module):
+            copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
+        copied.precision = self.precision
+        return copied.train(self.training)
+
+    # What a CheckpointIO reads and fills.
+
+    def tensor_slices(self) -> list[TensorSlice]:
+        self.reshard()
+        slices: list[TensorSlice] = []
+        for names, value in self._named_state():
+            place = self._places.get(id(value))
+            if isinstance(place, tuple):
+                slices += self._slice_of(names[0], place[1])
+            else:
+                is_shared = place is not None
+                slices.append(TensorSlice.whole(names[0], value.detach(), primary=self._is_primary, shared=is_shared))
+        return slices
+
+    def _slice_of(self, name: str, member: Member) -> Iterator[TensorSlice]:
+        start, stop = member.span
+        if stop > start or member.rank == 0:  # a parameter without elements is the first rank's
+            yield TensorSlice(
+                name=name,
+                dtype=member.piece.dtype,
+                global_shape=member.shape,
+                box=member.box,
+                span=(0, stop - start),
+                tensor=member.piece,
+                primary=self._writes_shards,
+            )
+
+    def tied_names(self) -> dict[str, tuple[str, ...]]:
+        return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
+
+    def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
+        """Returns the tensors of the model's state, each with all of its names."""
+        state = self.module.state_dict(keep_vars=True)
+        groups: dict[int, list[str]] = {}
+        for name, value in state.items():
+            if id(value) in self._places:
+                groups.setdefault(id(value), []).append(name)
+        others = {name: value for name, value in state.items() if id(value) not in self._places}
+        found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
+        return [found[name] for name in state if name in found]

@@ -1,0 +1,401 @@
+"""The optimizer side: the user's own optimizer updates this rank's pieces of what FSDP2 has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.comm import all_reduce_max, all_reduce_sum, collective_device, group_size
+from booster.errors import ConfigError
+from booster.interface import Shard, Shards
+from booster.interface.mixed_precision import LossScaler
+from booster.plugins.sharding.elementwise import shard_state
+from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.torch_fsdp.model import FSDPModel
+from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind
+from booster.plugins.torch_fsdp.piece_exchange import Divided, PieceExchange, choose_owners
+from booster.plugins.torch_fsdp.units import Member, Unit
+from booster.plugins.torch_fsdp.updates import OwnedUpdate, OwnedUpdates, PieceUpdate, Update, WholeUpdate
+from booster.plugins.torch_fsdp.whole_parameters import WholeMember
+
+__all__ = ["FSDPOptimizer", "OptimizerSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """How an optimizer is sharded.
+
+    Attributes:
+        kind: Which parts of parameters it may update.
+        agreement_group: All ranks among which data are divided, on the CPU; None: the world is.
+        shard_group: The ranks among them that share the shards.
+        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
+        is_primary: True where this rank writes what replicas of the shards hold alike.
+        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
+        norm_type: Order of that norm.
+    """
+
+    kind: OptimizerKind
+    agreement_group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup | None
+    is_primary: bool
+    max_norm: float
+    norm_type: float
+
+
+class FSDPOptimizer(ShardedOptimizer):
+    """An optimizer over the shards of FSDP2.
+
+    Args:
+        optim: The user's optimizer, over the parameters from before they were sharded.
+        model: The boosted model.
+        settings: How it is sharded.
+        loss_scaler: Of half precision; None: losses are not scaled.
+        is_primary: True on the rank that writes what all ranks hold alike.
+    """
+
+    model: FSDPModel
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: FSDPModel,
+        settings: OptimizerSettings,
+        *,
+        loss_scaler: LossScaler | None = None,
+        is_primary: bool = True,
+    ) -> None:
+        super().__init__(
+            optim,
+            model,
+            data_parallel_group=None,
+            shard_group=settings.shard_group,
+            max_norm=settings.max_norm,
+            norm_type=settings.norm_type,
+            loss_scaler=loss_scaler,
+            is_primary=is_primary,
+        )
+        self._settings = settings
+        self._updates: list[Update] = []
+        self._original_ids: dict[str, int] = {}
+        self._synchronizes = True
+        self._replace_originals()
+        for index in range(len(optim.param_groups)):
+            self._note_group(index)
+        self._shard_groups(range(len(optim.param_groups)))
+        model.connect(self.zero_grad)
+
+    # Sharding.
+
+    def _replace_originals(self) -> None:
+        """Puts what the model shows now in the place of the user's parameters from before boost()."""
+        for group in self.param_groups:
+            originals, members = list(group["params"]), group["params"]
+            members[:] = [self.model.shown(one) for one in originals]
+            for original, shown in zip(originals, members, strict=True):
+                self._original_ids[self._names[id(shown)]] = id(original)
+                if shown is not original and original in self.optim.state:
+                    self.optim.state[shown] = self.optim.state.pop(original)
+
+    def _shard_groups(self, indices: Collection[int]) -> None:
+        """Puts this rank's shards in the place of the parameters of these groups that train."""
+        for index in indices:
+            group = self.param_groups[index]
+            new = [one for one in group["params"] if one.requires_grad and id(one) not in self._working_of]
+            updates = self._updates_of(new, index)
+            for parameter, update in zip(new, updates, strict=True):
+                shards = [] if update.shard is None else [update.shard]
+                shard_state(self.optim, parameter, shards)
+                self._working_of |= {id(one.parameter): one.working for one in shards}
+            sharded = {id(one) for one in new}
+            shards_of_group = [one.shard.parameter for one in updates if one.shard is not None]
+            # In place: optimizers may keep the list itself.
+            group["params"][:] = [one for one in group["params"] if id(one) not in sharded] + shards_of_group
+            # A rank may own nothing of a parameter, which all the same is no new one.
+            self._working_of |= {id(one): one for one in new}
+            self._updates += updates
+        self._note_shards()
+
+    def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[Update]:
+        settings, owners = self._settings, iter(self._owners_of(parameters))
+        updates: list[Update] = []
+        for parameter in parameters:
+            place = self.model.place_of(parameter)
+            if isinstance(place, WholeMember):
+                is_flat = settings.kind is OptimizerKind.PIECES
+                if settings.kind is OptimizerKind.TOGETHER:
+                    place.owner = 0
+                updates.append(
+                    WholeUpdate(self.model.whole, place, group_index, is_primary=settings.is_primary, is_flat=is_flat)
+                )
+            elif settings.kind is OptimizerKind.PIECES:
+                unit, member = place
+                updates.append(PieceUpdate(unit, member, group_index, is_primary=settings.is_primary))
+            else:
+                unit, member = place
+                updates.append(OwnedUpdate(unit, member, group_index, next(owners), is_primary=settings.is_primary))
+        return updates
+
+    def _owners_of(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """Returns the owners of those parameters that are cut, in order; for an optimizer that needs them whole."""
+        places = [self.model.place_of(one) for one in parameters]
+        divided = [_divided(place[1]) for place in places if not isinstance(place, WholeMember)]
+        if self._settings.kind is OptimizerKind.TOGETHER:
+            return [0] * len(divided)
+        return choose_owners(divided, group_size(self._settings.shard_group))
+
+    def _note_shards(self) -> None:
+        owned = [one for one in self._updates if isinstance(one, OwnedUpdate)]
+        exchange = PieceExchange(
+            [_divided(one.member) for one in owned],
+            [one.owner for one in owned],
+            self._settings.shard_group,
+            self.model.shard_device,
+        )
+        self._owned = OwnedUpdates(owned, exchange)
+        parts = [one.shard for one in self._updates if one.shard is not None]
+        shapes = {one.member.name: one.member.shape for one in self._updates}
+        self._use_shards(Shards(parts, list(shapes), self._settings.shard_group, shapes=shapes))
+
+    def _reshard(self, indices: Sequence[int]) -> None:
+        self._shard_groups(indices)
+
+    # Masters.
+
+    def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
+        """Has the optimizer update fp32 copies of low-precision weights; True, as it does so itself."""
+        replaced: dict[int, nn.Parameter] = {}
+        for update in self._updates:
+            before = update.keep_master(originals, self._original_ids[update.member.name])
+            if before is None:
+                continue
+            assert update.shard is not None
+            master = update.shard.parameter
+            replaced[id(before)] = master
+            self._working_of[id(master)] = update.shard.working
+            if before in self.optim.state:
+                self.optim.state[master] = {
+                    key: value.float() if isinstance(value, torch.Tensor) and value.dtype == before.dtype else value
+                    for key, value in self.optim.state.pop(before).items()
+                }
+        for group in self.param_groups:
+            group["params"][:] = [replaced.get(id(one), one) for one in group["params"]]
+        self._note_shards()
+        return True
+
+    def _refresh_masters(self) -> None:
+        for update in self._updates:
+            update.follow()
+
+    def follow_weights(self, shard: Shard) -> None:
+        update = next(one for one in self._updates if one.shard is shard)
+        update.follow()
+
+    # Backward.
+
+    def _collecting_gradients(self) -> AbstractContextManager[None]:
+        return self.model.backward(synchronizes=self._synchronizes)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Adds up gradients on this rank alone, whole."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    # Gradients.
+
+    def _reduce_gradients(self) -> float:
+        self._known_norm = None
+        self._bring_together()
+        for update in self._updates:
+            update.point_gradient()
+        if self._owned.updates:
+            self._owned.bring_gradients()
+        return 1.0 / group_size(self.data_parallel_group)
+
+    def _bring_together(self) -> None:
+        """Reduces what ranks have for themselves, and sums over replicas. Collective."""
+        model, whole = self.model, self.model.whole
+        model.coordinator.close()
+        whole.note_use()
+        *has_local, reduces_whole = self._any_rank(
+            [*(unit.has_local for unit in model.units), any(one.parameter.grad is not None for one in whole.members)]
+        )
+        for unit, reduces in zip(model.units, has_local, strict=True):
+            if reduces:
+                unit.reduce_local()
+        summed = self._agree_on_use()
+        if self._settings.replica_group is not None:
+            for unit in summed:
+                self._sum_over_replicas(unit)
+        if reduces_whole:
+            whole.reduce()
+
+    def _agree_on_use(self) -> list[Unit]:
+        """Marks what was used on any rank as used; returns the units of which any rank has sums. Collective."""
+        units = self.model.units
+        members: list[Member | WholeMember] = [*self.model.members, *self.model.whole.members]
+        agreed = self._any_rank([*(one.is_used for one in members), *(unit.has_sums for unit in units)])
+        for member, is_used in zip(members, agreed, strict=False):
+            member.is_used = is_used
+        return [unit for unit, has_sums in zip(units, agreed[len(members) :], strict=True) if has_sums]
+
+    def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
+        group = self._settings.agreement_group or self.data_parallel_group
+        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
+        return [bool(fact) for fact in all_reduce_max(mask, group).tolist()] if facts else []
+
+    def _sum_over_replicas(self, unit: Unit) -> None:
+        sums = unit.sums()
+        home = collective_device(self._settings.replica_group)
+        summed = all_reduce_sum(sums.to(home), self._settings.replica_group)
+        if summed.data_ptr() != sums.data_ptr():
+            sums.copy_(summed)
+
+    def _has_gradients(self) -> bool:
+        whole = any(one.sums is not None or one.parameter.grad is not None for one in self.model.whole.members)
+        return whole or any(unit.has_sums or unit.has_local for unit in self.model.units)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
+        if self._holds_gradients:
+            return
+        super().zero_grad()
+        self.model.forget_gradients(keeps_use=not set_to_none)
+
+    # Step.
+
+    def _check_weights(self) -> None:
+        self.model.check_may_step()
+        for update in self._updates:
+            if update.has_moved():
+                raise ConfigError(
+                    f"the memory of {update.member.name!r} was replaced after boost(), by model.to(), .half(), .data ="
+                    " or the like, so that the optimizer's updates would not reach the model: do it before boost()"
+                )
+
+    def _update_parameters(self) -> None:
+        self.model.reshard()
+        if self._owned.updates:
+            self._owned.bring_weights()
+        self._is_stepping = True
+        try:
+            self._run_together(self._step_shards)
+        finally:
+            self._is_stepping = False
+        if self._window.num_backwards > 0:
+            self._write_weights()
+
+    def _step_shards(self) -> None:
+        if self._window.factors is None:
+            self.optim.step()
+            return
+        copies = {
+            update.shard.parameter: update.weights.view(update.shard.parameter.shape)
+            for update in self._updates
+            if update.shard is not None and update.rounds_in_place
+        }
+        self._step_fused(copies, {})
+
+    def _write_weights(self) -> None:
+        for update in self._updates:
+            if self._window.factors is None or not update.rounds_in_place:
+                update.write_weights()
+        if self._owned.updates:
+            self._owned.spread()
+        self.model.whole.spread()
+        self.model.outdate_graphs()
+
+    # What a checkpoint reads and fills.
+
+    @property
+    def gradient_shards(self) -> Sequence[Shard]:
+        """The parts in which sums over the ranks lie here: rows, whoever updates them."""
+        return [shard for shard, _ in self._pieces()]
+
+    def _pieces(self) -> Iterator[tuple[Shard, Update]]:
+        """Yields where sums lie: this rank's rows, and whole parameters at their owners."""
+        for update in self._updates:
+            member = update.member
+            if isinstance(update, PieceUpdate) and update.shard is not None:
+                yield update.shard, update
+            elif isinstance(member, Member):
+                start, stop = member.span
+                if stop > start and not isinstance(update, PieceUpdate):
+                    yield _row_shard(member, update, is_primary=self._settings.is_primary), update
+            elif update.shard is not None:
+                yield update.shard, update
+
+    def local_gradients(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for update in self._updates:
+            member = update.member
+            gradient = member.parameter.grad if isinstance(member, WholeMember) else member.local_gradient()
+            if gradient is not None:
+                found[member.name] = gradient
+        return found
+
+    def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
+        if allocate is None:
+            self.model.coordinator.close()
+            self._agree_on_use()
+        else:
+            self._make_sums(allocate)
+        found = []
+        for shard, update in self._pieces():
+            sums = update.sums()
+            if sums is not None and update.member.is_used:
+                found.append((shard, sums))
+        return found
+
+    def _make_sums(self, names: Collection[str]) -> None:
+        self.model.forget_gradients()
+        for unit in self.model.units:
+            used = [one for one in unit.members if one.name in names]
+            for one in used:
+                one.is_used = True
+            if used:
+                unit.sums()
+        for member in self.model.whole.members:
+            if member.name in names:
+                member.is_used = True
+                if self.model.whole.is_own(member):
+                    member.sums = torch.zeros(
+                        member.parameter.numel(), dtype=member.sum_dtype, device=member.parameter.device
+                    )
+
+    def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        member = next(one.member for one in self._updates if one.member.name == name)
+        if isinstance(member, WholeMember):
+            member.parameter.grad = torch.empty_like(member.parameter, requires_grad=False).copy_(gradient)
+            return
+        dtype = next(unit for unit in self.model.units if member in unit.members).reduce_dtype
+        device = self.model.shard_device
+        member.state.unsharded_accumulated_grad = torch.empty(member.shape, dtype=dtype, device=device).copy_(gradient)
+
+
+def _divided(member: Member) -> Divided:
+    return Divided(name=member.name, shape=member.shape, dtype=member.piece.dtype)
+
+
+def _row_shard(member: Member, update: Update, *, is_primary: bool) -> Shard:
+    return Shard(
+        name=member.name,
+        global_shape=member.shape,
+        span=member.span,
+        parameter=nn.Parameter(member.piece.detach(), requires_grad=False),
+        working=member.parameter,
+        group_index=update.group_index,
+        has_master=False,
+        is_primary=is_primary,
+    )

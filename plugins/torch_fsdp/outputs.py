@@ -1,0 +1,76 @@
+"""What a unit returns, in a form that FSDP2 can put its hooks on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.utils._pytree import tree_leaves
+
+from booster.plugins.torch_fsdp.units import groups_of
+from booster.tensor_tree import map_tensors
+
+__all__ = ["SafeOutputs"]
+
+# Note [Outputs of units]
+# FSDP2 gathers a unit's weights for its backward when the gradient of what the unit returned arrives, by a hook on each
+# tensor that it finds in there. Two things go wrong silently with that: where a returned tensor is a view, and the
+# caller changes it in place, autograd replaces the node that the hook is on; and in objects other than containers and
+# dataclasses no tensor is found. In both cases backward reads weights that were freed. So views are returned as tensors
+# of their own, and where nothing is found the weights stay until they have been through backward.
+
+
+# What FSDP2 finds tensors with; before torch 2.13 it looked where pytrees do.
+_collect: Callable[[Any], Sequence[torch.Tensor]] | None = getattr(_common_utils, "collect_grad_tensors", None)
+
+
+class SafeOutputs:
+    """A forward hook of a unit, to come before FSDP2's own; see Note [Outputs of units].
+
+    Args:
+        module: What `fully_shard` is about to be applied to.
+        copies_views: Whether the unit's weights are freed after forward, so that views matter.
+    """
+
+    def __init__(self, module: nn.Module, *, copies_views: bool) -> None:
+        self._copies_views = copies_views
+        self._freed_to: dict[int, Any] | None = None
+        module.register_forward_hook(self)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", module="torch")
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns the output that goes to FSDP2 and the caller."""
+        if not torch.is_grad_enabled():
+            return output
+        tensors = _tensors_with_gradients(output)
+        self._keep_weights(module, keeps=not tensors)
+        if self._copies_views and any(one._base is not None for one in tensors):
+            return map_tensors(_own, output)
+        return output
+
+    def _keep_weights(self, module: nn.Module, *, keeps: bool) -> None:
+        if not keeps and self._freed_to is None:
+            return
+        assert isinstance(module, FSDPModule)
+        groups = groups_of(module)
+        if keeps and self._freed_to is None:
+            self._freed_to = {id(group): group.post_forward_mesh_info for group in groups}
+        assert self._freed_to is not None
+        for group in groups:
+            group.post_forward_mesh_info = None if keeps else self._freed_to[id(group)]
+        if not keeps:
+            self._freed_to = None
+
+
+def _tensors_with_gradients(output: Any) -> Sequence[torch.Tensor]:
+    if _collect is not None:
+        return _collect(output)
+    return [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor

@@ -1,0 +1,308 @@
+"""The plugin's arguments, checked one by one before anything is allocated, and what they mean for FSDP2."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import _Policy
+
+from booster.comm import group_size
+from booster.errors import ConfigError
+from booster.plugins.sharding.checks import check_clipping, check_replicas
+from booster.plugins.torch_fsdp.formats import UnitFormats, check_flag, check_formats, is_module_class, read_formats
+from booster.plugins.torch_fsdp.grouping import check_process_group, describe_process_group, make_mesh
+
+__all__ = ["FSDPArguments", "Strategy", "UnitFormats", "check_reshard_after_forward"]
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+_KEEPS_GATHERED = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+_FLAGS = ("sync_module_states", "verbose", "sync_batch_norm", "broadcast_buffers")
+_POLICY_CALL = "policy(module=..., recurse=..., nonwrapped_numel=...)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How weights are divided.
+
+    Attributes:
+        num_replicas: Ranks of the "replica" axis, which hold the same shards.
+        shard_size: Ranks of the "shard" axis, which share them.
+        reshard_after_forward: As `fully_shard` takes it.
+    """
+
+    num_replicas: int
+    shard_size: int
+    reshard_after_forward: bool | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDPArguments:
+    """See `TorchFSDPPlugin`."""
+
+    process_group: Any
+    sharding_strategy: Any
+    cpu_offload: Any
+    auto_wrap_policy: Any
+    mixed_precision: Any
+    ignored_modules: Any
+    param_init_fn: Any
+    sync_module_states: bool
+    reshard_after_forward: bool | int | None
+    max_norm: float
+    norm_type: float
+    extra_dp_size: int | None
+    verbose: bool
+    sync_batch_norm: bool
+    broadcast_buffers: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignored_modules, Iterable):  # it may be a generator, and is looked at more than once
+            object.__setattr__(self, "ignored_modules", tuple(self.ignored_modules))
+
+    @property
+    def facts(self) -> list[str]:
+        """Returns what must be the same on all ranks, as no rank may do its part of the work in another way."""
+        formats = self.formats
+        policy = None if formats is None else [getattr(formats, name) for name in UnitFormats.__slots__]
+        described = {
+            "process_group": describe_process_group(self.process_group),
+            "sharding_strategy": self._strategy_name,
+            "cpu_offload": self.offloads,
+            "auto_wrap_policy": _describe(self.auto_wrap_policy),
+            "mixed_precision": _describe(policy),
+            "ignored_modules": _describe(self.ignored_modules or ()),
+            "param_init_fn": _describe(self.param_init_fn),
+        }
+        same = [name for name in self.__slots__ if name != "verbose"]
+        return [f"{name}={described[name] if name in described else repr(getattr(self, name))}" for name in same]
+
+    @property
+    def formats(self) -> UnitFormats | None:
+        """FSDP's own mixed precision; None: none was given."""
+        return read_formats(self.mixed_precision)
+
+    @property
+    def offloads(self) -> bool:
+        """Shards, gradients and optimizer states are to lie in the host's memory."""
+        given = self.cpu_offload
+        if isinstance(given, CPUOffload):
+            return given.offload_params
+        return given is True or isinstance(given, CPUOffloadPolicy)
+
+    def offload_policy(self, device: torch.device) -> OffloadPolicy:
+        """Returns FSDP2's description of where shards lie. On the CPU they lie there in any case."""
+        if device.type == "cpu" or not self.offloads:
+            return OffloadPolicy()
+        given = self.cpu_offload
+        return CPUOffloadPolicy(pin_memory=given.pin_memory if isinstance(given, CPUOffloadPolicy) else True)
+
+    def check(self, world_size: int) -> None:
+        """Raises for what can't be. Only `strategy` knows whether the hosts are of one size.
+
+        Raises:
+            ConfigError: Such an argument.
+        """
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        check_clipping(self.max_norm, self.norm_type)
+        self._check_strategy()
+        self._check_group(world_size)
+        _check_offload(self.cpu_offload)
+        check_formats(self.mixed_precision)
+        _check_policy(self.auto_wrap_policy)
+        _check_modules(self.ignored_modules)
+        _check_function(self.param_init_fn)
+        num_replicas = self._given_replicas(world_size)
+        if num_replicas is not None:
+            check_reshard_after_forward(self.reshard_after_forward, world_size // num_replicas)
+
+    def strategy(self, world_size: int, num_hosts: int) -> Strategy:
+        """Returns how weights are divided.
+
+        Args:
+            world_size: Number of ranks.
+            num_hosts: Number of machines that they run on; HYBRID_SHARD by itself has one replica on each.
+
+        Raises:
+            ConfigError: The hosts can't hold a replica each, or `reshard_after_forward` does not fit the shards.
+        """
+        num_replicas = self._given_replicas(world_size)
+        if num_replicas is None:
+            num_replicas = _one_replica_per_host(world_size, num_hosts)
+        shard_size = world_size // num_replicas
+        check_reshard_after_forward(self.reshard_after_forward, shard_size)
+        reshards = False if self._strategy_name in _KEEPS_GATHERED else self.reshard_after_forward
+        return Strategy(num_replicas=num_replicas, shard_size=shard_size, reshard_after_forward=reshards)
+
+    def make_mesh(self, device_type: str, strategy: Strategy) -> DeviceMesh:
+        """Returns the ranks as a mesh with the axes "replica" and "shard".
+
+        Collective: every rank must call it.
+
+        Raises:
+            ConfigError: The groups of the ranks don't make a mesh; on all ranks.
+        """
+        return make_mesh(self.process_group, device_type, (strategy.num_replicas, strategy.shard_size))
+
+    @property
+    def _strategy_name(self) -> str:
+        given = self.sharding_strategy
+        return given.name if isinstance(given, ShardingStrategy) else given
+
+    @property
+    def _is_hybrid(self) -> bool:
+        return self._strategy_name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+    def _given_replicas(self, world_size: int) -> int | None:
+        """Returns how many ranks hold the same shard; None: one on every host."""
+        given = self.process_group
+        if self._strategy_name == "NO_SHARD":
+            return world_size
+        if not self._is_hybrid:
+            return 1
+        if isinstance(given, tuple):
+            return group_size(given[1])
+        return given.size(0) if isinstance(given, DeviceMesh) else self.extra_dp_size
+
+    def _check_strategy(self) -> None:
+        given = self.sharding_strategy
+        if not isinstance(given, ShardingStrategy) and not (isinstance(given, str) and given in _STRATEGIES):
+            raise ConfigError(
+                f"sharding_strategy={given!r} is not known: choose one of {', '.join(_STRATEGIES)}, or a member of"
+                " torch's ShardingStrategy"
+            )
+        reshards, name = self.reshard_after_forward, self._strategy_name
+        if name in _KEEPS_GATHERED and not (reshards is None or reshards is False):
+            raise ConfigError(
+                f"reshard_after_forward={reshards!r} frees weights after forward, and sharding_strategy={name!r} keeps"
+                " them until backward is done: leave it out, or choose FULL_SHARD or HYBRID_SHARD"
+            )
+        if self.extra_dp_size is not None and not self._is_hybrid:
+            raise ConfigError(
+                f"extra_dp_size={self.extra_dp_size!r} is a number of replicas, and sharding_strategy={name!r} has its"
+                " own: leave it out, or choose HYBRID_SHARD"
+            )
+
+    def _check_group(self, world_size: int) -> None:
+        check_process_group(self.process_group, world_size, is_hybrid=self._is_hybrid)
+        if self.extra_dp_size is None:
+            return
+        if isinstance(self.process_group, (tuple, DeviceMesh)):
+            raise ConfigError(
+                f"extra_dp_size={self.extra_dp_size!r} is given beside a process_group that says already how many"
+                " replicas there are: give one of the two"
+            )
+        check_replicas(self.extra_dp_size, world_size)
+
+
+def check_reshard_after_forward(value: Any, shard_size: int) -> None:
+    """Returns if weights can be divided so after forward.
+
+    Args:
+        value: As `fully_shard` takes it.
+        shard_size: Number of ranks that share the shards.
+
+    Raises:
+        ConfigError: They can't.
+    """
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int) or value < 1 or shard_size % value:
+        raise ConfigError(
+            f"reshard_after_forward={value!r} does not divide the {shard_size} ranks that share the shards: give True,"
+            " False, a divisor of that number above 1, or None"
+        )
+    if value == 1:
+        raise ConfigError(
+            "reshard_after_forward=1 would keep weights whole on every rank after forward: write False for that, or"
+            " True to free them"
+        )
+
+
+def _one_replica_per_host(world_size: int, num_hosts: int) -> int:
+    if num_hosts > 1 and world_size % num_hosts == 0:
+        return num_hosts
+    choices = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+    if num_hosts > 1:
+        why = f"the {world_size} ranks do not divide evenly over {num_hosts} hosts"
+    else:
+        why = "on a single host that would be FULL_SHARD"
+    raise ConfigError(
+        f"sharding_strategy='HYBRID_SHARD' replicates over hosts and shards within each, and {why}: give"
+        f" extra_dp_size=, the number of replicas, as one of {choices}, or choose FULL_SHARD"
+    )
+
+
+def _check_offload(given: Any) -> None:
+    if isinstance(given, CPUOffload):
+        check_flag("cpu_offload.offload_params", given.offload_params)
+    is_known = given is None or isinstance(given, (bool, CPUOffload, CPUOffloadPolicy)) or type(given) is OffloadPolicy
+    if not is_known:
+        raise ConfigError(
+            f"cpu_offload={given!r} is not understood: pass True, False, torch's CPUOffload(offload_params=True) or"
+            " CPUOffloadPolicy(), or leave it out"
+        )
+
+
+def _check_policy(given: Any) -> None:
+    if given is None or isinstance(given, _Policy):
+        return
+    if is_module_class(given) or not callable(given):
+        raise ConfigError(
+            f"auto_wrap_policy={given!r} is no policy: give ModuleWrapPolicy({{Block}}) or another policy of"
+            f" torch.distributed.fsdp.wrap, a function that is called as {_POLICY_CALL}, or leave it out"
+        )
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # one written in C does not say
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        raise ConfigError(
+            f"auto_wrap_policy={_describe(given)} can't be called as {_POLICY_CALL}: {error}. Give what it needs"
+            " besides with functools.partial"
+        ) from error
+
+
+def _check_function(given: Any) -> None:
+    if given is not None and not callable(given):
+        raise ConfigError(
+            f"param_init_fn={given!r} can't be called: give a function that takes a module and fills its own parameters"
+            " and buffers, or leave it out for each module's reset_parameters()"
+        )
+
+
+def _check_modules(given: Any) -> None:
+    if given is None or (isinstance(given, tuple) and all(isinstance(one, nn.Module) for one in given)):
+        return
+    raise ConfigError(
+        f"ignored_modules={given!r} is no list of modules: give modules of the model, as in [model.head], or leave it"
+        " out"
+    )
+
+
+def _describe(value: Any) -> str:
+    """Returns what ranks can compare of a policy or a function: names, numbers and classes, no addresses."""
+    if isinstance(value, functools.partial):
+        parts = [*map(_describe, value.args), *(f"{name}={_describe(one)}" for name, one in value.keywords.items())]
+        return f"{_describe(value.func)}({', '.join(parts)})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_describe, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_describe, value))}]"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, _Policy):
+        inside = getattr(value, "_module_classes", getattr(value, "_lambda_fn", None))
+        return f"{type(value).__qualname__}({_describe(inside)})"
+    named = cast(Callable[..., Any], value) if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

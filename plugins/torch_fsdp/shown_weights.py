@@ -1,0 +1,119 @@
+"""Shows whole weights in a module that FSDP2 has sharded, and takes FSDP2 off a module for as long as it is copied."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+from booster.plugins.torch_fsdp.units import Unit
+
+__all__ = ["shown_whole", "without_fsdp"]
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@contextmanager
+def shown_whole(units: Sequence[Unit]) -> Iterator[Callable[[], None]]:
+    """Shows whole weights, in the shards' format, and has FSDP2 take them for gathered ones.
+
+    Gives a function that brings what is shown into the shards; without it changes are lost.
+
+    Args:
+        units: All units of a model, none of them gathered.
+
+    Collective at its begin over the ranks that share the units.
+    """
+    with ExitStack() as shown:
+        for unit in units:
+            shown.enter_context(_shown(unit))
+        yield lambda: _take_back(units)
+
+
+@contextmanager
+def _shown(unit: Unit) -> Iterator[None]:
+    group, state = unit.group, unit.module._get_fsdp_state()
+    for member, whole in unit.gather().items():
+        member.state._setattr_on_modules(nn.Parameter(whole, requires_grad=member.trains))
+        member.state.sharded_state = ShardedState.UNSHARDED
+    group._sharded_state = ShardedState.UNSHARDED
+    policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
+    blocked = ("_to_sharded", "_to_sharded_post_forward")
+    for name in blocked:
+        setattr(group, name, _stay)
+    try:
+        yield
+    finally:
+        for name in blocked:
+            delattr(group, name)
+        state._mp_policy = policy
+        group._sharded_state = ShardedState.SHARDED
+        for member in unit.members:
+            member.state._setattr_on_modules(member.state.sharded_param)
+            member.state.sharded_state = ShardedState.SHARDED
+
+
+def _stay() -> None:
+    """Takes the place of what would take whole weights away."""
+
+
+@torch.no_grad()
+def _take_back(units: Sequence[Unit]) -> None:
+    for unit in units:
+        for member in unit.members:
+            info = member.state._module_info
+            whole = getattr(info.module, info.param_name).detach()
+            start, stop = member.span
+            member.piece.copy_(whole.reshape(-1)[start:stop])
+
+
+@contextmanager
+def without_fsdp(model: nn.Module) -> Iterator[None]:
+    """Takes what `fully_shard` has added off all modules of a model.
+
+    Args:
+        model: A model that shows whole weights, see `shown_whole`.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        for module in model.modules():
+            _take_off(module, undo)
+        yield
+    finally:
+        for back in reversed(undo):
+            back()
+
+
+def _take_off(module: nn.Module, undo: list[Callable[[], None]]) -> None:
+    if isinstance(module, FSDPModule):
+        sharded = type(module)
+        module.__class__ = sharded.__mro__[2]
+        undo.append(lambda: setattr(module, "__class__", sharded))
+    for key in (STATE_KEY, REGISTRY_KEY):
+        if key in module.__dict__:
+            value = module.__dict__.pop(key)
+            undo.append(lambda key=key, value=value: module.__dict__.__setitem__(key, value))  # type: ignore[misc]
+    for name in _HOOKS:
+        hooks = getattr(module, name)
+        kept = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
+        if len(kept) < len(hooks):
+            setattr(module, name, kept)
+            undo.append(lambda name=name, hooks=hooks: setattr(module, name, hooks))  # type: ignore[misc]
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # some are wrapped by torch
+    return (getattr(function, "__module__", None) or "").startswith("torch.distributed.fsdp")

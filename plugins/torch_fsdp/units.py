@@ -1,0 +1,471 @@
+"""A unit: parameters that FSDP2 gathers in one collective, and whose gradients it reduces in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from booster.comm import group_rank, group_size, start_all_gather, start_reduce_scatter
+from booster.errors import DesyncError
+from booster.plugins.sharding.buffer_pool import BufferPool
+from booster.plugins.torch_fsdp.collectives import UnitAllGather, UnitReduceScatter, room
+from booster.plugins.torch_fsdp.coordination import Coordinator, Served, Task, TaskKind
+
+__all__ = ["Member", "Unit", "groups_of", "units_of"]
+
+# Note [Sums of a unit]
+# FSDP2 allocates memory for the sums of a backward, rounds them to the weights' format, and adds them to what earlier
+# backwards left. Here a unit has one flat buffer for sums, in fp32 or wider, that lives as long as the model; the
+# reduction adds straight into it, and the gradients that FSDP2 then makes of it are dropped. All parameters that train
+# take part in every reduction, with zeros where this rank has not used them, as the ranks' inputs must be of one
+# length; which were used on any rank is agreed upon when the gradients are asked for.
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A parameter of a unit.
+
+    Attributes:
+        name: Its first name in the model.
+        names: All of them.
+        parameter: What the model shows of it between forwards, a DTensor.
+        state: FSDP2's.
+        rank: This rank's place among those that share it.
+        is_used: A backward of this window gave it a gradient.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    state: FSDPParam = field(repr=False)
+    rank: int
+    is_used: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements that every rank has, with padding."""
+        return self.state.padded_sharded_param_size.numel()
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """This rank's elements of the row-major parameter."""
+        numel = math.prod(self.shape)
+        start = min(numel, self.rank * self.piece_numel)
+        return start, min(numel, start + self.piece_numel)
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """This rank's elements, flat, in the memory that FSDP2 gathers from."""
+        start, stop = self.span
+        return self.state._sharded_param_data[: stop - start]
+
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """This rank's rows as offset and length per dimension."""
+        rest = math.prod(self.shape[1:])
+        start, stop = (bound // rest for bound in self.span) if rest else (0, 0)
+        return ((start, stop - start), *((0, size) for size in self.shape[1:]))
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are wanted."""
+        return self.parameter.requires_grad
+
+    @property
+    def has_local_gradient(self) -> bool:
+        """Whether this rank has a gradient that was not reduced yet."""
+        whole = getattr(self.state, "_unsharded_param", None)
+        return self.state.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+    def local_gradient(self) -> torch.Tensor | None:
+        """Returns this rank's own raw gradient that was not reduced yet, whole."""
+        kept = self.state.unsharded_accumulated_grad
+        whole = getattr(self.state, "_unsharded_param", None)
+        fresh: torch.Tensor | None = None if whole is None else whole.grad
+        if kept is None or fresh is None:
+            return fresh if kept is None else kept
+        return kept + fresh
+
+    def forget_local_gradient(self) -> None:
+        """Drops it."""
+        self.state.unsharded_accumulated_grad = None
+        whole = getattr(self.state, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
+class Unit:
+    """One of FSDP2's groups of parameters, whose collectives are taken over.
+
+    Args:
+        index: Its place in the model.
+        name: Of the module in the model.
+        module: What `fully_shard` was applied to.
+        group: FSDP2's.
+        members: Its parameters.
+        coordinator: Of all units of the model.
+        pool: Memory for collectives, shared by all units of the model.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: FSDPModule,
+        group: FSDPParamGroup,
+        members: Sequence[Member],
+        coordinator: Coordinator,
+        pool: BufferPool,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.group = group
+        self.members = tuple(members)
+        self.pool = pool
+        self._coordinator = coordinator
+        self._device = group.device
+        self._offloads = any(one.state.offload_to_cpu for one in self.members)
+        self._sums: torch.Tensor | None = None
+        self._summed: tuple[Member, ...] = ()
+        self.has_sums = False
+        self._take_over(module)
+
+    def _take_over(self, module: FSDPModule) -> None:
+        module.set_custom_all_gather(UnitAllGather(self))
+        module.set_custom_reduce_scatter(UnitReduceScatter(self))
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if self._device.type == "cpu" and hasattr(module, "_set_unshard_async_op"):
+            module._set_unshard_async_op(True)  # gloo has no streams: who waits at once lets nothing overlap
+        self.group.post_backward = self._post_backward  # type: ignore[method-assign]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share the unit."""
+        return _shard_group(self.group)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return group_size(self.process_group)
+
+    @property
+    def trained(self) -> tuple[Member, ...]:
+        """The members that take part in reductions."""
+        return tuple(one for one in self.members if one.trains)
+
+    @property
+    def served(self) -> Served:
+        """How this rank takes part for the others' sake."""
+        return Served(gather=self._serve_gather, reduce=lambda: self.reduce_local(gives=False))
+
+    # Weights.
+
+    def arrive_to_gather(self) -> None:
+        """Returns when it is the turn of this unit's weights. Collective."""
+        in_backward = self.group._training_state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
+        kind = TaskKind.BACKWARD_GATHER if in_backward else TaskKind.FORWARD_GATHER
+        self._coordinator.arrive(Task(kind, self.index))
+
+    def reshard(self) -> None:
+        """Drops gathered weights, which don't follow changes of the shards."""
+        self.group._to_sharded()
+
+    @torch.no_grad()
+    def gather(self, dtype: torch.dtype | None = None) -> dict[Member, torch.Tensor]:
+        """Returns whole weights in memory of their own. Collective over the unit's ranks.
+
+        Args:
+            dtype: Their format; None: that of the shards.
+        """
+        found: dict[Member, torch.Tensor] = {}
+        buffer = self._gathered(dtype)
+        grid, start = buffer.view(self.num_ranks, -1), 0
+        for one in self.members:
+            rows = grid[:, start : start + one.piece_numel].reshape(-1)
+            found[one] = rows[: math.prod(one.shape)].clone().view(one.shape)
+            start += one.piece_numel
+        return found
+
+    def _gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
+        numel = sum(one.piece_numel for one in self.members)
+        dtype = dtype or self.members[0].piece.dtype
+        buffer = room(self.pool, (numel * self.num_ranks,), dtype, self._device)
+        rank, start = group_rank(self.process_group), 0
+        own = buffer[rank * numel : (rank + 1) * numel]
+        for one in self.members:
+            own[start : start + one.piece_numel].copy_(one.state._sharded_param_data)
+            start += one.piece_numel
+        start_all_gather(buffer, self.process_group).wait()
+        return buffer
+
+    @torch.no_grad()
+    def _serve_gather(self, in_backward: bool) -> None:
+        if in_backward and self.group._use_post_forward_mesh:
+            raise DesyncError(
+                f"another rank uses {self.name!r} in a backward and this rank does not, which can't be"
+                " where weights are kept by smaller groups of ranks in between: leave reshard_after_forward=<number>"
+                " out, or use the same parts of the model on every rank"
+            )
+        self._gathered(self.members[0].state.mp_policy.param_dtype)
+
+    # Gradients.
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The format in which gradients travel."""
+        policy, own = self.group.mp_policy, self.members[0].piece.dtype
+        return policy.reduce_dtype or policy.param_dtype or own
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The format of the sums."""
+        return self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
+
+    @property
+    def has_local(self) -> bool:
+        """Whether this rank has gradients that were not reduced yet."""
+        return any(one.has_local_gradient for one in self.members)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory for sums."""
+        return 0 if self._sums is None else self._sums.nbytes
+
+    def gradient_of(self, member: Member) -> torch.Tensor | None:
+        """Returns this rank's elements of a member's sum, flat; None where there are no sums."""
+        if not self.has_sums or member not in self._summed:
+            return None
+        assert self._sums is not None
+        start = self._start_of(member)
+        first, last = member.span
+        return self._sums[start : start + last - first]
+
+    def _start_of(self, member: Member) -> int:
+        return sum(one.piece_numel for one in self._summed[: self._summed.index(member)])
+
+    def forget_gradients(self, *, keeps_use: bool = False) -> None:
+        """Drops all gradients; the memory stays."""
+        self.has_sums = False
+        for one in self.members:
+            one.forget_local_gradient()
+            one.is_used = one.is_used and keeps_use
+
+    def sums(self) -> torch.Tensor:
+        """Returns the sums of all members that train, zeros where there were none yet; with room for new ones."""
+        members = self.trained
+        if self._sums is not None and self.has_sums and members == self._summed:
+            return self._sums
+        kept = {one: grad.clone() for one in members if (grad := self.gradient_of(one)) is not None}
+        numel = sum(one.piece_numel for one in members)
+        if self._sums is None or members != self._summed:
+            home = torch.device("cpu") if self._offloads else self._device
+            self._sums = torch.empty(numel, dtype=self.sum_dtype, device=home)
+            self._summed = members
+        self._sums.zero_()
+        self.has_sums = True
+        for one, gradient in kept.items():
+            own = self.gradient_of(one)
+            assert own is not None
+            own.copy_(gradient)
+        return self._sums
+
+    def output_of_reduction(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns what FSDP2 takes for the result of a reduction."""
+        if self._is_collected:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        self._prepare_sums()
+        assert self._sums is not None
+        assert self._sums.numel() == numel
+        return self._sums
+
+    def _prepare_sums(self) -> None:
+        """Makes sure that the memory is there; without sums its content is nobody's."""
+        members = self.trained
+        if self.has_sums and members != self._summed:
+            self._coordinator.finish_flight()
+            self.sums()
+        elif self._sums is None or members != self._summed:
+            numel = sum(one.piece_numel for one in members)
+            self._sums = torch.empty(numel, dtype=self.sum_dtype, device=self._device)
+            self._summed = members
+
+    @property
+    def _is_collected(self) -> bool:
+        """Whether sums are collected from what FSDP2 makes: where it communicates not at all, or moves them."""
+        return self.num_ranks == 1 or self._offloads
+
+    def reduce(self, payload: torch.Tensor, output: torch.Tensor) -> None:
+        """Sums the ranks' payloads when it is this unit's turn. Collective.
+
+        Args:
+            payload: The gradients of all ranks' parts.
+            output: What `output_of_reduction` gave.
+        """
+        if self.num_ranks == 1:
+            output.copy_(payload)
+            return
+        self._coordinator.arrive(Task(TaskKind.REDUCE, self.index))
+        flight = start_reduce_scatter(payload, self.process_group)
+        if self._is_collected:
+            flight.finish(output, accumulate=False)
+            return
+        accumulate, self.has_sums = self.has_sums, True
+        if self._device.type != "cpu":
+            flight.finish(output, accumulate=accumulate)  # in the stream that is current now; nobody waits
+            return
+        flight.aim(output, accumulate=accumulate)
+        self._coordinator.fly(lambda: flight.finish(output, accumulate=accumulate))
+
+    def _post_backward(self, *unused: Any) -> None:
+        """Does what FSDP2 does when a unit's gradients are there; see Note [Sums of a unit]."""
+        if self.group.reduce_grads and self._note_use():
+            self._complete_gradients()
+        FSDPParamGroup.post_backward(self.group)
+        self._collect_gradients()
+
+    def _note_use(self) -> bool:
+        used = [one for one in self.members if one.has_local_gradient]
+        for one in used:
+            one.is_used = True
+        return bool(used)
+
+    @torch.no_grad()
+    def _complete_gradients(self) -> None:
+        """Gives every parameter that trains a gradient, and all of them in one format."""
+        keeps = any(one.state.unsharded_accumulated_grad is not None for one in self.members)
+        for one in self.trained:
+            gradient = one.local_gradient()
+            whole = one.state.unsharded_param
+            if gradient is None:
+                gradient = torch.zeros_like(whole, requires_grad=False)
+            if keeps:
+                one.forget_local_gradient()
+                one.state.unsharded_accumulated_grad = gradient.to(self.reduce_dtype)
+            elif whole.grad is None:
+                whole.grad = gradient
+
+    @torch.no_grad()
+    def _collect_gradients(self) -> None:
+        for one in self.members:
+            gradient: Any = one.state.sharded_param.grad
+            if gradient is None:
+                continue
+            one.state.sharded_param.grad = None
+            if self._is_collected:
+                if one.state.grad_offload_event is not None:
+                    one.state.grad_offload_event.synchronize()
+                    one.state.grad_offload_event = None
+                self.sums()
+                own = self.gradient_of(one)
+                assert own is not None
+                own.add_(gradient._local_tensor.reshape(-1))
+
+    @torch.no_grad()
+    def reduce_local(self, *, gives: bool = True) -> None:
+        """Reduces gradients that this rank alone has, outside of what FSDP2 does. Collective over the unit's ranks.
+
+        Args:
+            gives: Whether this rank gives its own; False: zeros, and it keeps them.
+        """
+        self._coordinator.finish_flight()
+        if gives:
+            self._note_use()
+        members = self.trained
+        numel = sum(one.piece_numel for one in members)
+        payload = torch.zeros(numel * self.num_ranks, dtype=self.reduce_dtype, device=self._device)
+        grid, start = payload.view(self.num_ranks, -1), 0
+        for one in members if gives else ():
+            gradient = one.local_gradient()
+            if gradient is not None:
+                _spread(gradient.reshape(-1), grid[:, start : start + one.piece_numel])
+                one.forget_local_gradient()
+            start += one.piece_numel
+        with self._reducing():
+            flight = start_reduce_scatter(payload, self.process_group)
+            if self._offloads:
+                output = torch.empty(numel, dtype=self.sum_dtype, device=self._device)
+                flight.finish(output, accumulate=False)
+                self.sums().add_(output.to("cpu"))
+                return
+            self._prepare_sums()
+            assert self._sums is not None
+            accumulate, self.has_sums = self.has_sums, True
+            flight.finish(self._sums, accumulate=accumulate)
+
+    def _reducing(self) -> AbstractContextManager[Any]:
+        """Returns a context that runs behind the reductions of FSDP2's own."""
+        context = self.group.comm_ctx
+        if self._device.type == "cpu" or not hasattr(context, "reduce_scatter_stream"):
+            return nullcontext()
+        current = torch.accelerator.current_stream()
+        current.wait_stream(context.reduce_scatter_stream)
+        return nullcontext()
+
+
+def _shard_group(group: FSDPParamGroup) -> dist.ProcessGroup:
+    assert isinstance(group.mesh_info, FSDPMeshInfo)
+    return group.mesh_info.shard_process_group
+
+
+def _spread(flat: torch.Tensor, grid: torch.Tensor) -> None:
+    """Copies a flat tensor into the rows of a grid, one after the other."""
+    parts = flat.split(grid.shape[1]) if grid.shape[1] else ()
+    for row, part in zip(grid, parts, strict=False):
+        row[: part.numel()].copy_(part)
+
+
+def groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
+    """Returns FSDP2's groups of a module that `fully_shard` was applied to; none where it has no parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 there was one at most
+        group = state._fsdp_param_group
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def units_of(
+    modules: Iterable[tuple[str, FSDPModule]],
+    names_of: dict[int, tuple[str, ...]],
+    coordinator: Coordinator,
+    pool: BufferPool,
+) -> Iterator[Unit]:
+    """Yields the units of modules, in order.
+
+    Args:
+        modules: What `fully_shard` was applied to, with names, in the order of the model.
+        names_of: By the `id` of a sharded parameter all of its names.
+        coordinator: Of all units of the model.
+        pool: Memory for collectives.
+    """
+    index = 0
+    for name, module in modules:
+        for group in groups_of(module):
+            rank = group_rank(_shard_group(group))
+            members = [_member(state, names_of, rank) for state in group.fsdp_params]
+            yield Unit(index, name, module, group, members, coordinator, pool)
+            index += 1
+
+
+def _member(state: FSDPParam, names_of: dict[int, tuple[str, ...]], rank: int) -> Member:
+    assert state.sharded_state is ShardedState.SHARDED
+    names = names_of[id(state.sharded_param)]
+    return Member(name=names[0], names=names, parameter=state.sharded_param, state=state, rank=rank)

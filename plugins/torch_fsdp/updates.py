@@ -1,0 +1,319 @@
+"""What the optimizer updates of each parameter on this rank, and how it comes back into the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from booster.interface import Shard
+from booster.plugins.sharding.masters import take_over
+from booster.plugins.torch_fsdp.piece_exchange import PieceExchange
+from booster.plugins.torch_fsdp.units import Member, Unit
+from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
+
+__all__ = ["OwnedUpdate", "OwnedUpdates", "PieceUpdate", "Update", "WholeUpdate", "new_master"]
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Update(ABC):
+    """A parameter that trains, as the optimizer has it.
+
+    Args:
+        group_index: Which of `param_groups` it is in.
+
+    Attributes:
+        shard: What this rank updates of it; None: nothing.
+    """
+
+    shard: Shard | None = None
+
+    def __init__(self, group_index: int) -> None:
+        self.group_index = group_index
+
+    @property
+    @abstractmethod
+    def member(self) -> Member | WholeMember:
+        """The parameter."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> torch.Tensor:
+        """This rank's part of the model's weights, flat."""
+
+    @abstractmethod
+    def sums(self) -> torch.Tensor | None:
+        """Returns this rank's part of the sums over the ranks, flat; None where there are none."""
+
+    @abstractmethod
+    def point_gradient(self) -> None:
+        """Gives the shard its sums as gradient; None if nobody used the parameter."""
+
+    def has_moved(self) -> bool:
+        """Returns whether the memory of the weights is not the one that is updated."""
+        return False
+
+    @property
+    def rounds_in_place(self) -> bool:
+        """Whether the shard is a copy of weights that lie on the same device."""
+        return self.shard is not None and self.shard.has_master
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Rounds what was updated into the model's weights."""
+        if self.shard is not None and self.shard.has_master:
+            self.weights.copy_(self.shard.parameter.detach().reshape(-1))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Takes over weights that were changed from outside."""
+        if self.shard is not None and self.shard.has_master:
+            take_over(self.shard.parameter.detach().view(-1), self.weights)
+
+    def keep_master(self, originals: Mapping[int, torch.Tensor], original_id: int) -> nn.Parameter | None:
+        """Has the optimizer update an fp32 copy; returns what the copy takes the place of, None: nothing.
+
+        Args:
+            originals: Whole weights from before they were rounded, by the `id` of the user's parameter.
+            original_id: That of this one.
+        """
+        shard = self.shard
+        if shard is None or shard.has_master or shard.parameter.dtype not in LOW_PRECISION:
+            return None
+        exact = originals.get(original_id)
+        self.shard = new_master(shard, exact)
+        return shard.parameter
+
+
+class PieceUpdate(Update):
+    """A parameter of which this rank updates its own rows, in the memory that FSDP2 gathers from."""
+
+    def __init__(self, unit: Unit, member: Member, group_index: int, *, is_primary: bool) -> None:
+        super().__init__(group_index)
+        self.unit = unit
+        self._member = member
+        start, stop = member.span
+        if stop > start:
+            self.shard = _shard_of(member, (start, stop), member.piece, group_index, is_primary=is_primary)
+
+    @property
+    def member(self) -> Member:
+        return self._member
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self._member.piece
+
+    def sums(self) -> torch.Tensor | None:
+        return self.unit.gradient_of(self._member)
+
+    def point_gradient(self) -> None:
+        if self.shard is not None:
+            self.shard.parameter.grad = _gradient_for(self.shard, self._member.is_used, self.sums())
+
+    def has_moved(self) -> bool:
+        shard = self.shard
+        if shard is None or shard.has_master:
+            return False
+        return shard.parameter.data_ptr() != self._member.piece.data_ptr()
+
+
+class WholeUpdate(Update):
+    """A parameter that is whole on every rank, and updated by its owner."""
+
+    def __init__(
+        self,
+        everything: WholeParameters,
+        member: WholeMember,
+        group_index: int,
+        *,
+        is_primary: bool,
+        is_flat: bool,
+    ) -> None:
+        super().__init__(group_index)
+        self._member = member
+        if everything.is_own(member) and member.parameter.numel() > 0:
+            memory = member.parameter.detach()
+            self.shard = _shard_of(
+                member,
+                (0, memory.numel()),
+                memory.view(-1) if is_flat else memory,
+                group_index,
+                is_primary=is_primary,
+            )
+
+    @property
+    def member(self) -> WholeMember:
+        return self._member
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self._member.parameter.detach().view(-1)
+
+    def sums(self) -> torch.Tensor | None:
+        return self._member.sums
+
+    def point_gradient(self) -> None:
+        if self.shard is not None:
+            self.shard.parameter.grad = _gradient_for(self.shard, self._member.is_used, self.sums())
+
+    def has_moved(self) -> bool:
+        shard = self.shard
+        if shard is None or shard.has_master:
+            return False
+        return shard.parameter.data_ptr() != self._member.parameter.data_ptr()
+
+
+class OwnedUpdate(Update):
+    """A parameter that is cut into rows, and updated whole by its owner."""
+
+    def __init__(self, unit: Unit, member: Member, group_index: int, owner: int, *, is_primary: bool) -> None:
+        super().__init__(group_index)
+        self.unit = unit
+        self.owner = owner
+        self._member = member
+        if member.rank == owner:
+            memory = torch.empty(member.shape, dtype=member.piece.dtype, device=member.piece.device)
+            self.shard = _shard_of(member, (0, memory.numel()), memory, group_index, is_primary=is_primary)
+
+    @property
+    def member(self) -> Member:
+        return self._member
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self._member.piece
+
+    def sums(self) -> torch.Tensor | None:
+        return self.unit.gradient_of(self._member)
+
+    def gradient_or_zeros(self) -> torch.Tensor:
+        """Returns this rank's part of the sums, flat."""
+        sums = self.sums()
+        return torch.zeros_like(self.weights, dtype=self.unit.sum_dtype) if sums is None else sums
+
+    def point_gradient(self) -> None:
+        """Does nothing: gradients of all owned parameters come together."""
+
+    def write_weights(self) -> None:
+        """Does nothing: weights of all owned parameters go together."""
+
+    def follow(self) -> None:
+        """Does nothing: whole weights come before every step."""
+
+
+class OwnedUpdates:
+    """All parameters of a model that owners update whole.
+
+    Args:
+        updates: Theirs, the same on all ranks.
+        exchange: Between the ranks that share them; the indices are those of `updates`.
+    """
+
+    def __init__(self, updates: Sequence[OwnedUpdate], exchange: PieceExchange) -> None:
+        self.updates = tuple(updates)
+        self._exchange = exchange
+
+    def _used(self) -> dict[int, OwnedUpdate]:
+        return {index: one for index, one in enumerate(self.updates) if one.member.is_used}
+
+    @torch.no_grad()
+    def bring_gradients(self) -> None:
+        """Gives the owners' shards their sums as gradients. Collective."""
+        for one in self.updates:
+            if one.shard is not None:
+                one.shard.parameter.grad = None
+        used = self._used()
+        for dtype in dict.fromkeys(one.unit.sum_dtype for one in used.values()):
+            chosen = {index: one for index, one in used.items() if one.unit.sum_dtype == dtype}
+            sums = {index: one.gradient_or_zeros() for index, one in chosen.items()}
+            for index, whole in self._exchange.to_owners(sums, indices=chosen, dtype=dtype).items():
+                shard = chosen[index].shard
+                assert shard is not None
+                shard.parameter.grad = whole.to(device=shard.parameter.device, dtype=shard.parameter.dtype)
+
+    @torch.no_grad()
+    def bring_weights(self) -> None:
+        """Gives the owners' shards the weights as they are now; masters keep their digits. Collective."""
+        pieces = {index: one.weights for index, one in enumerate(self.updates)}
+        for index, whole in self._exchange.to_owners(pieces).items():
+            shard = self.updates[index].shard
+            assert shard is not None
+            if shard.has_master:
+                take_over(shard.parameter.detach(), whole)
+            else:
+                shard.parameter.copy_(whole)
+
+    @torch.no_grad()
+    def spread(self, *, everything: bool = False) -> None:
+        """Gives all ranks what the owners have updated. Collective.
+
+        Args:
+            everything: Also of parameters that nobody used.
+        """
+        chosen = dict(enumerate(self.updates)) if everything else self._used()
+        wholes = {
+            index: one.shard.parameter.detach().to(one.weights.dtype)
+            for index, one in chosen.items()
+            if one.shard is not None
+        }
+        pieces = {index: one.weights for index, one in chosen.items()}
+        self._exchange.from_owners(wholes, pieces, indices=chosen)
+
+
+def _shard_of(
+    member: Member | WholeMember,
+    span: tuple[int, int],
+    memory: torch.Tensor,
+    group_index: int,
+    *,
+    is_primary: bool,
+) -> Shard:
+    return Shard(
+        name=member.name,
+        global_shape=member.shape,
+        span=span,
+        parameter=nn.Parameter(memory.detach()),
+        working=member.parameter,
+        group_index=group_index,
+        has_master=False,
+        is_primary=is_primary,
+    )
+
+
+def new_master(shard: Shard, exact: torch.Tensor | None) -> Shard:
+    """Returns the shard as an fp32 copy of its weights.
+
+    Args:
+        shard: With the rounded weights.
+        exact: The whole parameter from before it was rounded; None: the copy begins at the rounded values. Values that
+            don't round to the weights are not its own, as where another rank's weights were taken over.
+    """
+    rounded = shard.parameter.detach()
+    values = rounded.float()
+    if exact is not None and not exact.is_meta:
+        values = exact.detach().reshape(-1)[slice(*shard.span)].to(rounded.device, torch.float32, copy=True)
+        values = values.view(rounded.shape)
+        take_over(values, rounded)
+    return Shard(
+        name=shard.name,
+        global_shape=shard.global_shape,
+        span=shard.span,
+        parameter=nn.Parameter(values),
+        working=shard.working,
+        group_index=shard.group_index,
+        has_master=True,
+        is_primary=shard.is_primary,
+    )
+
+
+def _gradient_for(shard: Shard, is_used: bool, sums: torch.Tensor | None) -> torch.Tensor | None:
+    parameter = shard.parameter
+    if not is_used:
+        return None
+    if sums is None:  # zero_grad(set_to_none=False), and nothing since
+        return torch.zeros_like(parameter, requires_grad=False)
+    return sums.view(parameter.shape).to(device=parameter.device, dtype=parameter.dtype)

@@ -1,0 +1,274 @@
+"""Which modules below the root become units: one gather and one reduction each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import _Policy
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import ParametrizationList
+
+from booster.errors import ConfigError
+
+__all__ = ["UnitPlan", "plan_units"]
+
+# The modules that a policy names, and what it says of their weights after forward.
+_Chosen: TypeAlias = dict[nn.Module, bool | int | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitPlan:
+    """One module that becomes a unit.
+
+    Attributes:
+        name: Of the module in the model; the first where it has several.
+        module: Its own parameters and those of modules below it are the unit's, but for those of units below it.
+        reshard_after_forward: What a `CustomPolicy` says; None: what the strategy says.
+    """
+
+    name: str
+    module: nn.Module
+    reshard_after_forward: bool | int | None = None
+
+
+def plan_units(
+    model: nn.Module,
+    policy: Callable[..., bool] | _Policy | None,
+    *,
+    whole: Collection[nn.Parameter],
+    keeps_own_format: tuple[type[nn.Module], ...] = (),
+) -> list[UnitPlan]:
+    """Returns the modules below the root that become units, those inside of others first.
+
+    What a policy chooses and FSDP2 can't hold as a unit goes into the unit around it, or the root: a module that has no
+    forward, and one whose parameters are reached without calling it, as tied ones are.
+
+    Args:
+        model: The root.
+        policy: A policy of `torch.distributed.fsdp.wrap`, or a function that is called as they are; None: the blocks
+            that transformers names, else the repeated ones.
+        whole: Parameters that belong to no unit.
+        keeps_own_format: Classes of modules that are units of their own whatever the policy says.
+
+    Raises:
+        ConfigError: The policy chooses a module that is never called, or says of one what FSDP2 can't do for a unit; or
+            a module that keeps its own format can't be a unit.
+    """
+    tree = _ModuleTree(model, whole)
+    if policy is None:
+        named = _units(tree, _blocks_named_by_transformers(model), keeps_own_format, is_automatic=True)
+        if any(not isinstance(plan.module, keeps_own_format) for plan in named):
+            return named
+        return _units(tree, _repeated_blocks(tree), keeps_own_format, is_automatic=True)
+    if isinstance(policy, _Policy):
+        chosen = _chosen_by_object(tree, policy)
+    else:
+        chosen = _chosen_by_function(tree, policy, keeps_own_format)
+    return _units(tree, chosen, keeps_own_format, is_automatic=False)
+
+
+class _ModuleTree:
+    """Who holds which parameter, and who can be reached how.
+
+    Args:
+        root: Of the tree. A module may have several parents.
+        whole: Parameters that do not count.
+    """
+
+    def __init__(self, root: nn.Module, whole: Collection[nn.Parameter]) -> None:
+        self.root = root
+        self.names = {module: name for name, module in root.named_modules()}
+        self.post_order = list(_post_order(root, set()))
+        self._parents: dict[nn.Module, set[nn.Module]] = {module: set() for module in self.names}
+        self._owners: dict[int, set[nn.Module]] = {}
+        left_out = {id(parameter) for parameter in whole}
+        self._own: dict[nn.Module, dict[int, nn.Parameter]] = {}
+        for module in self.names:
+            own = {id(one): one for one in module.parameters(recurse=False) if id(one) not in left_out}
+            self._own[module] = own
+            for key in own:
+                self._owners.setdefault(key, set()).add(module)
+            for child in module.children():
+                self._parents[child].add(module)
+        self.ignored = {
+            module for module in self.names if any(True for _ in module.parameters()) and not self.parameters(module)
+        }
+
+    def parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:
+        """Returns those that count of a module and of all below it, by id."""
+        return {key: one for below in module.modules() for key, one in self._own[below].items()}
+
+    def is_only_way_to(self, parameters: Collection[int], module: nn.Module) -> bool:
+        """Returns whether who uses the parameters must call the module: it or modules below hold them, nobody else."""
+        below = set(module.modules())
+        if any(not self._owners[key] <= below for key in parameters):
+            return False
+        entrances = [one for one in below if one is not module and not self._parents[one] <= below]
+        bypassed = {key for entrance in entrances for key in self.parameters(entrance)}
+        return bypassed.isdisjoint(parameters)
+
+
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _post_order(child, seen)
+    yield module
+
+
+def _units(
+    tree: _ModuleTree,
+    chosen: Mapping[nn.Module, bool | int | None],
+    keeps_own_format: tuple[type[nn.Module], ...],
+    *,
+    is_automatic: bool,
+) -> list[UnitPlan]:
+    plans: list[UnitPlan] = []
+    taken: set[int] = set()
+    for module in tree.post_order[:-1]:
+        keeps_format = isinstance(module, keeps_own_format)
+        if module not in chosen and not keeps_format:
+            continue
+        own = tree.parameters(module).keys() - taken
+        if not own:
+            continue
+        name = tree.names[module]
+        obstacle = _why_never_called(module, name) or _why_no_unit(tree, module, own)
+        if obstacle is None:
+            taken |= own
+            plans.append(UnitPlan(name, module, chosen.get(module)))
+        elif keeps_format:
+            raise ConfigError(
+                f"mixed_precision leaves {type(module).__name__}s in their own format, which takes a unit of its own,"
+                f" and {name!r} can't be one: {obstacle}. Leave its class out of _module_classes_to_ignore"
+            )
+        elif not is_automatic and _why_never_called(module, name) is not None:
+            raise ConfigError(
+                f"auto_wrap_policy chooses {name!r}, a {type(module).__name__}: {obstacle}. Have the policy leave it"
+                " out, as CustomPolicy(lambda module: ...) can: the unit around it holds its weights then"
+            )
+    return plans
+
+
+def _why_no_unit(tree: _ModuleTree, module: nn.Module, own: Collection[int]) -> str | None:
+    """Returns why the module around it has to hold these parameters of a module; None: it need not."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is compiled by torch.jit, and takes no hooks of FSDP2"
+    if not _has_forward(module):
+        return "it has no forward, before which weights would be gathered"
+    if not tree.is_only_way_to(own, module):
+        return "its weights are used from outside as well, by a module that is tied to it or shares a part of it"
+    return None
+
+
+def _why_never_called(module: nn.Module, name: str) -> str | None:
+    """Returns why calls of the module don't announce that its weights are about to be used; None: they do."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weights without calling it, so that they would not be gathered"
+    if isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}.":
+        return "it computes another module's weight, which may be read at any time and not by forward alone"
+    return None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _blocks_named_by_transformers(model: nn.Module) -> _Chosen:
+    """Returns the modules that transformers says not to divide: its models name the classes of their blocks."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return {one: None for one in model.modules() if any(cls.__name__ in names for cls in type(one).__mro__)}
+
+
+def _repeated_blocks(tree: _ModuleTree) -> _Chosen:
+    """Returns the elements of the outermost lists of alike modules; lists inside of an element are part of it."""
+    blocks: _Chosen = {}
+    seen: set[nn.Module] = set()
+
+    def descend(module: nn.Module) -> None:
+        seen.add(module)
+        blocks.update(dict.fromkeys(_alike_elements(tree, module)))
+        for child in module.children():
+            if child not in blocks and child not in seen:
+                descend(child)
+
+    descend(tree.root)
+    return blocks
+
+
+def _alike_elements(tree: _ModuleTree, module: nn.Module) -> list[nn.Module]:
+    """Returns the elements of a container that are repeated blocks. A Sequential of single layers has none."""
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if not is_list and not isinstance(module, nn.Sequential):
+        return []
+    elements = [one for one in module.children() if _has_forward(one) and tree.parameters(one)]
+    counts = Counter(type(one) for one in elements)
+    if len(counts) > 1 and not is_list:
+        return []
+    # One layer alone is a block only in a list of nothing else, as of embedding tables.
+    takes_layers = is_list and len(counts) == 1
+    return [one for one in elements if counts[type(one)] > 1 and (takes_layers or any(True for _ in one.children()))]
+
+
+def _chosen_by_object(tree: _ModuleTree, policy: _Policy) -> _Chosen:
+    try:
+        kwargs_of = policy._run_policy(tree.root, tree.ignored, {})
+    except ValueError as error:
+        raise ConfigError(
+            f"auto_wrap_policy={type(policy).__name__} says of a module what is not known: {error}"
+        ) from error
+    return {module: _reshard_of(kwargs, tree.names[module]) for module, kwargs in kwargs_of.items()}
+
+
+def _reshard_of(kwargs: dict[str, Any], name: str) -> bool | int | None:
+    """Returns the one thing that a unit may have for itself."""
+    unknown = sorted(map(str, kwargs.keys() - {"reshard_after_forward"}))
+    if unknown:
+        raise ConfigError(
+            f"auto_wrap_policy gives {name!r} {', '.join(unknown)}=: all units of FSDP2 have that in common, as the"
+            " plugin's arguments say it; give a unit reshard_after_forward= alone, or True"
+        )
+    value: Any = kwargs.get("reshard_after_forward")
+    if value is not None and not isinstance(value, int):
+        raise ConfigError(
+            f"auto_wrap_policy gives {name!r} reshard_after_forward={value!r}: give True, False, a number of ranks, or"
+            " None"
+        )
+    return value
+
+
+def _chosen_by_function(
+    tree: _ModuleTree, policy: Callable[..., bool], keeps_own_format: tuple[type[nn.Module], ...]
+) -> _Chosen:
+    """Returns what torch's `_recursive_wrap` would wrap: the same calls with the same numbers, in the same order.
+
+    Modules that keep their own format are wrapped wherever they are, and count as wrapped for modules around them. As
+    in torch, a policy is then asked about modules that it does not go into; but not, as there, about what is in them.
+    """
+    chosen: _Chosen = {}
+
+    def numel_wrapped(module: nn.Module, *, asks: bool) -> int:
+        """Returns how many elements are wrapped, of the module and below."""
+        numel = sum(parameter.numel() for parameter in tree.parameters(module).values())
+        goes_in = asks and bool(policy(module=module, recurse=True, nonwrapped_numel=numel))
+        if not goes_in and not keeps_own_format:
+            return 0
+        children = [child for child in module.children() if child not in tree.ignored]
+        wrapped = sum(numel_wrapped(child, asks=goes_in) for child in children)
+        if module is tree.root:
+            return wrapped
+        is_wrapped = asks and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped)
+        if not is_wrapped and not isinstance(module, keeps_own_format):
+            return wrapped
+        chosen[module] = None
+        return numel
+
+    numel_wrapped(tree.root, asks=True)
+    return chosen

@@ -1,0 +1,305 @@
+"""Pieces of parameters come together at their owners and go back, bit for bit, by one all-to-all each way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed
+
+from booster.comm import all_to_all_single, collectives, count_communication, transport, use_shared_memory
+from booster.errors import RankFailedError
+from booster.plugins.torch_fsdp.piece_exchange import Divided, PieceExchange, choose_owners, row_span
+
+WAYS = pytest.mark.parametrize("uses_memory", [True, False], ids=["shared memory", "gloo"])
+SHAPES = [(1,), (5,), (7, 3), (2, 3, 4), (0, 3), (), (33, 10), (4, 4)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8]
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def going_by_memory(is_on):
+    use_shared_memory(is_on)
+    try:
+        assert transport() == ("shared memory" if is_on and dist.get_world_size() > 1 else "gloo")
+        yield
+    finally:
+        use_shared_memory(None)
+
+
+def mixed_members():
+    return [
+        Divided(name=f"p{index}", shape=shape, dtype=DTYPES[index % len(DTYPES)]) for index, shape in enumerate(SHAPES)
+    ]
+
+
+def whole_of(member, draw=0, dtype=None):
+    """The same numbers on every rank, of which all bits differ."""
+    generator = torch.Generator().manual_seed(1000 * draw + len(member.name) + int(member.name[1:]))
+    numbers = torch.randn(member.numel, generator=generator, dtype=torch.float64)
+    return (numbers * 50 + 128).to(dtype or member.dtype).view(member.shape)
+
+
+def pieces_of(members, draw=0, dtype=None, leave_out_empty=False):
+    pieces = {}
+    for index, member in enumerate(members):
+        start, stop = row_span(member.shape, dist.get_rank(), dist.get_world_size())
+        if stop > start or not leave_out_empty:
+            pieces[index] = whole_of(member, draw, dtype).reshape(-1)[start:stop].clone()
+    return pieces
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[key], tensor)
+
+
+def wire_bytes(members, owners, indices=None, dtype=None):
+    """Bytes of this rank's rows of others' parameters, and of others' rows of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out = back = 0
+    for index in range(len(members)) if indices is None else indices:
+        itemsize = (dtype or members[index].dtype).itemsize
+        start, stop = row_span(members[index].shape, rank, size)
+        if owners[index] == rank:
+            back += (members[index].numel - (stop - start)) * itemsize
+        else:
+            out += (stop - start) * itemsize
+    return out, back
+
+
+@distributed([1, 2, 3, 4])
+@WAYS
+@pytest.mark.parametrize("leave_out_empty", [False, True])
+def test_there_and_back(world_size, uses_memory, leave_out_empty):
+    with going_by_memory(uses_memory):
+        members = mixed_members()
+        owners = choose_owners(members, world_size)
+        exchange = PieceExchange(members, owners, None, CPU)
+        mine = {index for index, owner in enumerate(owners) if owner == dist.get_rank()}
+        pieces = pieces_of(members, leave_out_empty=leave_out_empty)
+        out, back = wire_bytes(members, owners)
+        with count_communication() as count:
+            wholes = exchange.to_owners(pieces)
+        assert set(exchange.owned) == mine
+        assert_same(wholes, {index: whole_of(members[index]) for index in mine})
+        assert_same(pieces, pieces_of(members, leave_out_empty=leave_out_empty))
+        assert count.calls == (Counter(all_to_all=1) if world_size > 1 else Counter())
+        assert (count.sent["all_to_all"], count.received["all_to_all"]) == (out, back)
+
+        changed = {index: whole_of(members[index], draw=1) for index in mine}
+        addresses = {index: piece.data_ptr() for index, piece in pieces.items()}
+        with count_communication() as count:
+            exchange.from_owners(changed, pieces)
+        assert_same(pieces, pieces_of(members, draw=1, leave_out_empty=leave_out_empty))
+        assert addresses == {index: piece.data_ptr() for index, piece in pieces.items()}
+        assert count.calls == (Counter(all_to_all=1) if world_size > 1 else Counter())
+        assert (count.sent["all_to_all"], count.received["all_to_all"]) == (back, out)
+
+
+@distributed([2, 3, 4])
+@WAYS
+def test_subsets_and_other_dtypes(world_size, uses_memory):
+    with going_by_memory(uses_memory):
+        members = mixed_members()
+        owners = choose_owners(members, world_size)
+        exchange = PieceExchange(members, owners, None, CPU)
+        for indices in ([6, 2], [1], [4], [], [7, 0, 3]):
+            for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                pieces = pieces_of(members, 2, dtype)
+                with count_communication() as count:
+                    wholes = exchange.to_owners(pieces, indices=indices, dtype=dtype)
+                mine = [index for index in indices if owners[index] == dist.get_rank()]
+                assert_same(wholes, {index: whole_of(members[index], 2, dtype) for index in mine})
+                out, back = wire_bytes(members, owners, indices, dtype)
+                assert (count.sent["all_to_all"], count.received["all_to_all"]) == (out, back)
+                assert count.calls["all_to_all"] == int(indices != [4] and indices != [])
+                exchange.from_owners(
+                    {index: -whole for index, whole in wholes.items()}, pieces, indices=indices, dtype=dtype
+                )
+                for index, before in pieces_of(members, 2, dtype).items():
+                    assert torch.equal(pieces[index], -before if index in indices else before)
+
+
+@distributed([2, 3, 4])
+@WAYS
+def test_a_rank_may_own_nothing_and_one_everything(world_size, uses_memory):
+    with going_by_memory(uses_memory):
+        members = mixed_members()
+        for owner in (0, world_size - 1):
+            exchange = PieceExchange(members, [owner] * len(members), None, CPU)
+            pieces = pieces_of(members, leave_out_empty=True)
+            wholes = exchange.to_owners(pieces)
+            is_owner = dist.get_rank() == owner
+            assert_same(wholes, dict(enumerate(map(whole_of, members))) if is_owner else {})
+            exchange.from_owners({index: whole_of(members[index], draw=3) for index in wholes}, pieces)
+            assert_same(pieces, pieces_of(members, draw=3, leave_out_empty=True))
+
+
+@distributed([2])
+def test_rows_that_lie_at_their_owner_are_not_sent():
+    members = [Divided(name="p0", shape=(1, 5), dtype=torch.float32), Divided(name="p1", shape=(0,), dtype=torch.int64)]
+    exchange = PieceExchange(members, [0, 1], None, CPU)
+    with count_communication() as count:
+        wholes = exchange.to_owners(pieces_of(members))
+        exchange.from_owners(wholes, pieces_of(members))
+    assert count.calls == Counter()
+    assert_same(wholes, {dist.get_rank(): whole_of(members[dist.get_rank()])})
+
+
+@distributed([4])
+@WAYS
+def test_groups_exchange_among_themselves(uses_memory):
+    with going_by_memory(uses_memory):
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        group = groups[dist.get_rank() % 2]
+        place, draw = dist.get_rank(group), dist.get_rank() % 2
+        members = mixed_members()
+        owners = choose_owners(members, 2)
+        exchange = PieceExchange(members, owners, group, CPU)
+        pieces = {
+            index: whole_of(member, draw).reshape(-1)[slice(*row_span(member.shape, place, 2))]
+            for index, member in enumerate(members)
+        }
+        wholes = exchange.to_owners(pieces)
+        assert_same(wholes, {index: whole_of(members[index], draw) for index in exchange.owned})
+        assert [owners[index] for index in exchange.owned] == [place] * len(exchange.owned)
+
+
+@distributed([2, 3])
+def test_parameters_may_be_given_and_need_no_certain_layout_when_whole(world_size):
+    member = Divided(name="p0", shape=(7, 3), dtype=torch.float32)
+    exchange = PieceExchange([member], [1], None, CPU)
+    pieces = {0: torch.nn.Parameter(pieces_of([member])[0])}
+    wholes = exchange.to_owners(pieces)
+    transposed = {index: torch.nn.Parameter((2 * whole).t().contiguous().t()) for index, whole in wholes.items()}
+    exchange.from_owners(transposed, pieces)
+    assert torch.equal(pieces[0].detach(), 2 * pieces_of([member])[0])
+
+
+@distributed([2])
+def test_memory_of_a_rank_is_what_it_sends_and_twice_what_it_owns():
+    """No tensor is as large as a whole that belongs to another rank."""
+
+    class SeesSizes(torch.utils._python_dispatch.TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.largest = max(self.largest, out.untyped_storage().nbytes())
+            return out
+
+    with going_by_memory(False):
+        member = Divided(name="p0", shape=(4096, 4), dtype=torch.float32)
+        exchange = PieceExchange([member], [0], None, CPU)
+        pieces = pieces_of([member])
+        with SeesSizes() as seen:
+            wholes = exchange.to_owners(pieces)
+            exchange.from_owners(wholes, pieces)
+        whole_bytes = 4 * member.numel
+        assert seen.largest == (whole_bytes if dist.get_rank() == 0 else whole_bytes // 2)
+
+
+# The collective below
+
+
+def sizes_between(world_size, largest):
+    """sizes[r][s]: elements from rank r to rank s, some none and one the largest."""
+    return [
+        [(largest * (1 + (3 * giver + taker) % 4) // 4) * ((giver + taker) % 3 > 0) for taker in range(world_size)]
+        for giver in range(world_size)
+    ]
+
+
+def elements(giver, taker, numel, dtype):
+    generator = torch.Generator().manual_seed(10 * giver + taker)
+    return torch.randn(numel, generator=generator).mul(100).to(dtype)
+
+
+@distributed([1, 2, 3, 4])
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_uneven_pieces(world_size, uses_memory, dtype):
+    with going_by_memory(uses_memory):
+        rank = dist.get_rank()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "_ROOM_BYTES", 4096)  # several rounds, the last one short
+            for largest in (0, 1, 7, 1024, 5003):
+                sizes = sizes_between(world_size, largest)
+                gives, takes = sizes[rank], [row[rank] for row in sizes]
+                payload = torch.cat([elements(rank, taker, numel, dtype) for taker, numel in enumerate(gives)])
+                output = torch.zeros(sum(takes), dtype=dtype)
+                with count_communication() as count:
+                    all_to_all_single(
+                        output,
+                        payload,
+                        output_sizes=takes,
+                        payload_sizes=gives,
+                        largest_size=max(map(max, sizes)),
+                    )
+                assert torch.equal(
+                    output, torch.cat([elements(giver, rank, numel, dtype) for giver, numel in enumerate(takes)])
+                )
+                if world_size > 1:
+                    assert count.calls == Counter(all_to_all=1)
+                    assert count.sent["all_to_all"] == (sum(gives) - gives[rank]) * dtype.itemsize
+                    assert count.received["all_to_all"] == (sum(takes) - takes[rank]) * dtype.itemsize
+                else:
+                    assert count.calls == Counter()
+
+
+@distributed([2])
+def test_uneven_pieces_beside_others_in_one_group():
+    """Numbers of calls stay in step however many rounds one takes."""
+    rank = dist.get_rank()
+    for _ in range(2):
+        output = torch.empty(3 if rank == 0 else 1_000_000)
+        gives = [0, 1_000_000] if rank == 0 else [3, 0]
+        takes = [0, 3] if rank == 0 else [1_000_000, 0]
+        all_to_all_single(
+            output,
+            torch.full((sum(gives),), float(rank)),
+            output_sizes=takes,
+            payload_sizes=gives,
+            largest_size=1_000_000,
+        )
+        assert output.unique().tolist() == [1.0 - rank]
+        even = torch.empty(4)
+        all_to_all_single(even, torch.arange(4.0) + 4 * rank)
+        assert even.tolist() == ([0, 1, 4, 5] if rank == 0 else [2, 3, 6, 7])
+
+
+@distributed([2])
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent():
+    four, three = torch.empty(4), torch.empty(3)
+    for output, payload, output_sizes, payload_sizes, largest in [
+        (four, four, [1, 2], [2, 2], 2),
+        (four, four, [2, 2], [4, 0], 3),
+        (four, three, [2, 2], [1, 1, 1], 2),
+        (four, four, [2, 2], [5, -1], 5),
+        (four.view(2, 2), four, [1, 1], [2, 2], 2),
+        (torch.empty(8)[::2], four, [2, 2], [2, 2], 2),
+        (four, four.double(), [2, 2], [2, 2], 2),
+    ]:
+        with pytest.raises(AssertionError, match="is not 2 flat pieces of"):
+            all_to_all_single(
+                output, payload, output_sizes=output_sizes, payload_sizes=payload_sizes, largest_size=largest
+            )
+    with pytest.raises(AssertionError, match="go together"):
+        all_to_all_single(four, four, output_sizes=[2, 2])
+    dist.barrier()
+
+
+@distributed([2], fresh=True)
+def test_ranks_that_tell_different_largest_sizes_are_told_so():
+    largest = 2 + dist.get_rank()
+    with pytest.raises(RankFailedError, match="ranks are in different calls"):
+        all_to_all_single(
+            torch.empty(4), torch.empty(4), output_sizes=[2, 2], payload_sizes=[2, 2], largest_size=largest
+        )

@@ -1,0 +1,409 @@
+"""TorchFSDPPlugin: optimizers that need whole parameters, or all of them at once, step as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_twins import STRATEGIES, FSDPTwins, small_units
+from gemini_models import WIDTH, Stack, square_loss
+from harness import distributed, run_ranks
+from oracles.shard_aware_lamb import ShardAwareLamb
+from torch import nn
+
+from booster import Booster, ConfigError, DesyncError
+from booster.plugins import TorchFSDPPlugin
+
+ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", "grad op", "none"])
+ELEMENTWISE = ("Adam", "AdamW", "SGD", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD")
+
+
+class Odd(nn.Module):
+    """Blocks of odd sizes, one of them lower than most worlds, with biases, and a parameter of the root."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width, bias), nn.Tanh(), nn.Linear(width, WIDTH, bias))
+            for width in (5, 2, 13)
+        )
+        self.head = nn.Linear(WIDTH, 3, bias)
+        if bias:
+            self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x) * getattr(self, "gain", 1.0)
+
+
+class OnlyMatrices(Odd):
+    def __init__(self) -> None:
+        super().__init__(bias=False)
+
+
+class ManyOdd(Odd):
+    """With a 3-dim weight, which Adafactor factors too, and an embedding-like table taller than wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.conv(x[:, None]).mean(dim=1))
+
+
+def elementwise(name):
+    def make(model):
+        settings = {"ASGD": {}, "SGD": {"momentum": 0.9}}.get(name, {"eps": 1e-3})
+        return getattr(torch.optim, name)(model.parameters(), lr=0.01, **settings)
+
+    return make
+
+
+def muon(model):
+    return torch.optim.Muon(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def muon_in_groups(model):
+    matrices = list(model.parameters())
+    return torch.optim.Muon(
+        [{"params": matrices[:2], "lr": 0.05}, {"params": matrices[2:], "weight_decay": 0.3, "nesterov": False}],
+        lr=0.02,
+    )
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def adafactor_in_groups(model):
+    named = dict(model.named_parameters())
+    flat = [one for one in named.values() if one.dim() < 2]
+    rest = [one for one in named.values() if one.dim() >= 2]
+    return torch.optim.Adafactor([{"params": flat, "weight_decay": 0.0}, {"params": rest, "lr": 0.03}], lr=0.05)
+
+
+def lamb(model):
+    first = list(model.blocks.parameters())
+    rest = [one for one in model.parameters() if all(one is not other for other in first)]
+    return ShardAwareLamb([{"params": first, "lr": 0.02}, {"params": rest}], lr=0.01, weight_decay=0.1)
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
+
+
+def lbfgs_searching(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+WHOLE = {
+    "muon": (OnlyMatrices, muon),
+    "muon in groups": (OnlyMatrices, muon_in_groups),
+    "adafactor": (ManyOdd, adafactor),
+    "adafactor in groups": (ManyOdd, adafactor_in_groups),
+    "lamb": (Odd, lamb),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@distributed(world_size=2)
+def test_elementwise_optimizers_of_torch_equal_one_process(name):
+    FSDPTwins(Odd, optimizer=elementwise(name)).train().assert_equal()
+
+
+class WholeTwins(FSDPTwins):
+    """Twins whose updates are not per element."""
+
+    def assert_equal(self) -> None:
+        """Each tensor moved, and arrived 1e-5 of its size from the same place: sums in another order, 4 steps long."""
+        found, expected = self.model.state_dict(), self.plain.state_dict()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            distance = torch.linalg.vector_norm(found[name] - tensor)
+            assert distance <= 1e-5 * torch.linalg.vector_norm(tensor), name
+            assert not torch.equal(tensor, self.initial[name]), name
+
+
+def train_whole(name, arguments):
+    build, optimizer = WHOLE[name]
+    WholeTwins(build, optimizer=optimizer, **arguments).train().assert_equal()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@ONE_LEVEL
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_of_whole_parameters_equal_one_process(name, strategy, world_size):
+    run_ranks(train_whole, world_size, name, STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_of_whole_parameters_over_replicas(name):
+    run_ranks(train_whole, 4, name, STRATEGIES["hybrid"])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_of_whole_parameters_in_the_smallest_units(name):
+    run_ranks(train_whole, 3, name, {"auto_wrap_policy": small_units(1)})
+
+
+def ignores_some(model):
+    return [model.blocks[1], model.head]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_of_whole_parameters_with_ignored_modules(name):
+    run_ranks(train_whole, 2, name, {"ignores": ignores_some})
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor in groups"])
+@distributed(world_size=[2, 3])
+def test_clipping_and_windows_before_a_step_on_whole_parameters(name):
+    build, optimizer = WHOLE[name]
+    twins = WholeTwins(build, optimizer=optimizer)
+    for step in range(3):
+        with twins.booster.no_sync(twins.model, twins.optimizer):
+            twins.backward(10 * step)
+        twins.backward(10 * step + 1)
+        found = twins.booster.clip_grad_norm_(twins.optimizer, 0.1)
+        expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1)
+        assert expected > 0.1
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        for one in (twins.plain_optimizer, twins.optimizer):
+            one.step()
+            one.zero_grad()
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@distributed(world_size=[2, 3])
+def test_freezing_and_unfreezing_under_optimizers_of_whole_parameters(name):
+    build, optimizer = WHOLE[name]
+    twins = WholeTwins(build, optimizer=optimizer).train(range(2))
+    for is_trained in (False, True):
+        for model in (twins.plain, twins.raw):
+            model.blocks[1].requires_grad_(is_trained)
+        twins.train(range(2, 4))
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@distributed(world_size=2)
+def test_steps_before_boost_of_optimizers_of_whole_parameters_are_remembered(name):
+    build, optimizer = WHOLE[name]
+
+    def after_steps(model):
+        made = optimizer(model)
+        for step in range(2):
+            square_loss(model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))).backward()
+            made.step()
+            made.zero_grad()
+        return made
+
+    WholeTwins(build, optimizer=after_steps).train().assert_equal()
+
+
+# LBFGS.
+
+
+class ClosureTwins(FSDPTwins):
+    """Twins whose optimizers compute the gradients themselves."""
+
+    def train(self, steps=range(4)):
+        for step in steps:
+            expected = self.plain_optimizer.step(lambda step=step: self._plain_closure(step))
+            found = self.optimizer.step(lambda step=step: self._closure(step))
+            mean = torch.as_tensor(found).detach().clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(mean / self.size, expected.detach(), rtol=1e-4, atol=1e-6)
+        return self
+
+    def _plain_closure(self, step):
+        self.plain_optimizer.zero_grad()
+        losses = [square_loss(self.plain(self.batch(step, rank))) / self.size for rank in range(self.size)]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).sum()
+
+    def _closure(self, step):
+        self.optimizer.zero_grad()
+        loss = square_loss(self.model(self.batch(step)))
+        self.booster.backward(loss, self.optimizer)
+        return loss
+
+    def assert_equal(self) -> None:
+        """Curvatures are quotients of small differences: they multiply what sums in another order differ by."""
+        expected = dict(self.plain.state_dict())
+        torch.testing.assert_close(dict(self.model.state_dict()), expected, rtol=1e-3, atol=1e-4)
+        assert all(not torch.equal(tensor, self.initial[name]) for name, tensor in expected.items())
+
+
+def step_lbfgs(arguments, is_searching=False):
+    ClosureTwins(Odd, optimizer=lbfgs_searching if is_searching else lbfgs, **arguments).train(range(3)).assert_equal()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@ONE_LEVEL
+def test_lbfgs_equals_one_process(strategy, world_size):
+    run_ranks(step_lbfgs, world_size, STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_lbfgs_with_a_line_search_equals_one_process(world_size):
+    run_ranks(step_lbfgs, world_size, {}, True)
+
+
+def test_lbfgs_over_replicas_equals_one_process():
+    run_ranks(step_lbfgs, 4, STRATEGIES["hybrid"])
+
+
+# What can't be.
+
+
+@pytest.mark.parametrize("only_one", [False, True])
+@distributed(world_size=2)
+def test_sparse_adam_is_refused_on_all_ranks(only_one):
+    model = nn.Linear(4, 4, bias=False)
+    name = "AdamW" if only_one and dist.get_rank() == 0 else "SparseAdam"
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    before = model.weight.clone()
+    with pytest.raises(ConfigError):
+        Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer)
+    assert torch.equal(model.weight, before)
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+@distributed(world_size=2)
+def test_param_groups_that_differ_between_ranks_are_an_error_on_all():
+    model = Stack()
+    optimizer = torch.optim.SGD(list(model.parameters())[: 4 + dist.get_rank()], lr=0.1)
+    with pytest.raises(DesyncError, match="param groups"):
+        Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer)
+
+
+# Checkpoints.
+
+
+def whole_states(optimizer):
+    """The optimizer's states by name, whole, and the values that are no tensors."""
+    state = optimizer.checkpoint_state()
+    parts = [(part.name, tuple(part.global_shape), part.span, part.tensor.clone()) for part in state.slices()]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, parts)
+    found = {}
+    for name, shape, span, tensor in (part for parts in of_ranks for part in parts):
+        whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
+        whole.view(-1)[slice(*span)] = tensor.reshape(-1).double()
+    assert all(not whole.isnan().any() for whole in found.values())
+    return found, state.values()
+
+
+def _batch(step, size=12):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(world_size)[rank]
+
+
+class Job:
+    def __init__(self, name, strategy, is_other=False) -> None:
+        build, optimizer = WHOLE[name]
+        self.raw = build()
+        if is_other:
+            with torch.no_grad():
+                for parameter in self.raw.parameters():
+                    parameter.add_(0.5)
+        self.booster = Booster(plugin=TorchFSDPPlugin(**STRATEGIES[strategy]))
+        self.model, self.optimizer, *_ = self.booster.boost(self.raw, optimizer(self.raw))
+
+    def train(self, *steps):
+        for step in steps:
+            self.booster.backward(square_loss(self.model(_batch(step))), self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def weights(self):
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+def save_whole(name, strategy, path):
+    job = Job(name, strategy).train(0, 1)
+    job.booster.save(Path(path), job.model, job.optimizer)
+    now = job.weights(), whole_states(job.optimizer)
+    return *now, job.train(2, 3).weights()
+
+
+def load_whole(name, strategy, path):
+    job = Job(name, strategy, is_other=True).train(7)
+    job.booster.load(Path(path), job.model, job.optimizer)
+    now = job.weights(), whole_states(job.optimizer)
+    return *now, job.train(2, 3).weights()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("full", 2), ("full", 3)),
+        (("full", 3), ("full", 2)),
+        (("full", 3), ("full", 1)),
+        (("grad op", 1), ("full", 4)),
+        (("hybrid", 4), ("none", 2)),
+        (("none", 2), ("hybrid", 4)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", WHOLE)
+def test_states_of_whole_parameters_load_into_another_world(tmp_path, name, source, target):
+    path = str(tmp_path / "c")
+    weights, (states, values), after = run_ranks(save_whole, source[1], name, source[0], path)[0]
+    assert states
+    for found, (found_states, found_values), found_after in run_ranks(load_whole, target[1], name, target[0], path):
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        assert found_states.keys() == states.keys()
+        assert all(torch.equal(found_states[name], tensor) for name, tensor in states.items())
+        assert found_values == values
+        for name, tensor in after.items():
+            distance = torch.linalg.vector_norm(found_after[name] - tensor)
+            assert distance <= 1e-5 * torch.linalg.vector_norm(tensor), name
+
+
+def save_lbfgs(strategy, path):
+    twins = ClosureTwins(Odd, optimizer=lbfgs, **STRATEGIES[strategy]).train(range(2))
+    twins.booster.save(Path(path), twins.model, twins.optimizer)
+    before = dict(twins.model.state_dict())
+    return before, train_on(twins)
+
+
+def load_lbfgs(strategy, path):
+    twins = ClosureTwins(Odd, optimizer=lbfgs, **STRATEGIES[strategy]).train([5])
+    twins.booster.load(Path(path), twins.model, twins.optimizer)
+    before = dict(twins.model.state_dict())
+    return before, train_on(twins)
+
+
+def train_on(twins):
+    """Steps the boosted model alone, on batches that do not depend on the number of ranks."""
+    for step in (2, 3):
+
+        def closure(step=step):
+            twins.optimizer.zero_grad()
+            loss = square_loss(twins.model(_batch(step)))
+            twins.booster.backward(loss, twins.optimizer)
+            return loss
+
+        twins.optimizer.step(closure)
+    return dict(twins.model.state_dict())
+
+
+@pytest.mark.parametrize(("source", "target"), [(("full", 2), ("full", 3)), (("full", 3), ("none", 2))], ids=str)
+def test_lbfgs_goes_on_in_another_world(tmp_path, source, target):
+    path = str(tmp_path / "c")
+    before, after = run_ranks(save_lbfgs, source[1], source[0], path)[0]
+    for found_before, found_after in run_ranks(load_lbfgs, target[1], target[0], path):
+        torch.testing.assert_close(found_before, before, rtol=0, atol=0)
+        torch.testing.assert_close(found_after, after, rtol=1e-3, atol=1e-4)
