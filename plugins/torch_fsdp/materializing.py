@@ -176,7 +176,7 @@ class Materializer:
             new = torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # type: ignore[arg-type]
         new.__dict__.update(old.__dict__)  # what the user has marked it with
         for place in places:
-            setattr(place.module, place.own_name, new)  # an LSTM keeps a list of its weights, and sees this
+            setattr(place.module, place.own_name, new)  # some classes watch what is set
         self._old.append(old)
         if isinstance(new, nn.Parameter):
             self.replaced[id(old)] = new
@@ -394,7 +394,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 def _lineage(name: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
     """Returns the module of a name, its parent, and so on up to the model."""
     parts = name.split(".") if name else []
-    return [modules[".".join(parts[:length])] for length in range(len(parts), len(parts)-1, -1)]
+    return [modules[".".join(parts[:length])] for length in range(len(parts), -1, -1)]
 
 
 def _initialisers(lineage: Sequence[nn.Module]) -> list[Callable[[], Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from booster.interface import Shard, Shards
 from booster.interface.mixed_precision import LossScaler
 from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.torch_fsdp.closures import drive
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind
 from booster.plugins.torch_fsdp.piece_exchange import Divided, PieceExchange, choose_owners
@@ -295,6 +297,51 @@ class FSDPOptimizer(ShardedOptimizer):
             self._is_stepping = False
         if self._window.num_backwards > 0:
             self._write_weights()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters; see `ShardedOptimizer.step`. LBFGS calls the closure as often as it wants.
+
+        Raises:
+            ConfigError: Besides, a closure for such an optimizer together with loss scaling or master weights.
+        """
+        if closure is None or self._defers_step or self._settings.kind is not OptimizerKind.TOGETHER:
+            return super().step(closure)
+        if self.loss_scaler is not None or any(one.has_master for one in self.shards.parts):
+            raise ConfigError(
+                f"{type(self.optim).__name__}.step(closure) computes gradients inside of the step, where they cannot be"
+                " unscaled: use fp32 or mixed_precision='bf16' with an optimizer that needs a closure"
+            )
+        self._check_weights()
+        self.model.reshard()
+        self._owned.bring_weights()
+        self._is_stepping = True
+        try:
+            result = drive(
+                self.optim.step,
+                lambda: self._evaluate(closure),
+                self._spread_everything,
+                shard_group=self._settings.shard_group,
+                data_parallel_group=self.data_parallel_group,
+            )
+        finally:
+            self._is_stepping = False
+        self._window.has_stepped = True
+        return result
+
+    def _evaluate(self, closure: Callable[[], Any]) -> torch.Tensor:
+        with torch.enable_grad():
+            loss = torch.as_tensor(closure())
+        self._finalize_gradients()
+        self._clip_to_max_norm()
+        return loss
+
+    def _spread_everything(self) -> None:
+        self.model.reshard()
+        for member in self.model.whole.trained:
+            member.is_used = True
+        self.model.whole.spread()
+        self._owned.spread(everything=True)
+        self.model.outdate_graphs()
 
     def _step_shards(self) -> None:
         if self._window.factors is None:
