@@ -22,6 +22,7 @@ from booster.plugins.torch_fsdp.formats import UnitFormats
 from booster.plugins.torch_fsdp.materializing import Materializer
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.outputs import SafeOutputs
+from booster.plugins.torch_fsdp.own_format import OwnFormat, modules_with_forward
 from booster.plugins.torch_fsdp.settings import Strategy
 from booster.plugins.torch_fsdp.units import units_of
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
@@ -65,6 +66,7 @@ class Assembly:
             device: What this rank computes on.
         """
         before = dict(model.named_parameters(remove_duplicate=False))
+        self._keep_own_formats(model)
         whole = self._whole_names(model)
         plans = self._plans(model, whole)
         for plan, modules in plans:
@@ -77,6 +79,16 @@ class Assembly:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self._cast_buffers(model)
         return self._boosted(model, _named(model, whole), shown, device)
+
+    def _keep_own_formats(self, model: nn.Module) -> None:
+        outside = None if self.formats is None else self.formats.param_dtype
+        if self.formats is None or outside is None:
+            return
+        ignored = [one for module in self.ignored_modules for one in modules_with_forward(module)]
+        inside = {part for module in ignored for part in module.modules()}
+        kept = [one for one in model.modules() if isinstance(one, self.formats.keeps_own_format) and one not in inside]
+        for module in dict.fromkeys([*ignored, *kept]):
+            OwnFormat(module, outside)
 
     def _plans(self, model: nn.Module, whole: set[str]) -> list[tuple[UnitPlan, list[nn.Module]]]:
         """Returns the units with the modules whose parameters they hold, the root last; adds to what stays whole."""
@@ -93,7 +105,8 @@ class Assembly:
 
     def _whole_names(self, model: nn.Module) -> set[str]:
         """Returns the first names of parameters that FSDP2 can't hold, or is told to leave alone."""
-        ignored = {parameter for module in self.ignored_modules for parameter in module.parameters()}
+        scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+        ignored = {one for module in [*self.ignored_modules, *scripted] for one in module.parameters()}
         return {
             name
             for name, parameter in model.named_parameters()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster.comm import all_gather_equal, collective_device, raise_on_all_ranks
-from booster.errors import ConfigError
+from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffers import broadcast_joined
@@ -204,10 +204,15 @@ class FSDPModel(ModelWrapper):
         Raises:
             ConfigError: The ranks have made different changes: nothing is kept of them.
         """
-        with self._showing() as take_back:
+        if self._is_gathered:
             yield self.module
-            self._require_same()
-            take_back()
+            return
+        with self._showing() as take_back:
+            try:
+                yield self.module
+            finally:  # also of a rank whose own code raises: the others wait for it
+                self._require_same()
+                take_back()
         self.notify_loaded()
 
     @contextmanager
@@ -328,6 +333,8 @@ class FSDPModel(ModelWrapper):
     # What a CheckpointIO reads and fills.
 
     def tensor_slices(self) -> list[TensorSlice]:
+        if self._is_gathered:
+            return super().tensor_slices()
         self.reshard()
         slices: list[TensorSlice] = []
         for names, value in self._named_state():
@@ -353,6 +360,8 @@ class FSDPModel(ModelWrapper):
             )
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
+        if self._is_gathered:
+            return super().tied_names()
         return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
 
     def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
@@ -363,5 +372,11 @@ class FSDPModel(ModelWrapper):
             if id(value) in self._places:
                 groups.setdefault(id(value), []).append(name)
         others = {name: value for name, value in state.items() if id(value) not in self._places}
+        for name, value in others.items():
+            if isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"{name!r} of the model's state is computed by a hook or get_extra_state() of weights that are not"
+                    " gathered now: save inside of `with model.gathered():`"
+                )
         found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
         return [found[name] for name in state if name in found]

@@ -230,9 +230,7 @@ class FSDPOptimizer(ShardedOptimizer):
         model, whole = self.model, self.model.whole
         model.coordinator.close()
         whole.note_use()
-        *has_local, reduces_whole = self._any_rank(
-            [*(unit.has_local for unit in model.units), any(one.parameter.grad is not None for one in whole.members)]
-        )
+        *has_local, reduces_whole = self._any_rank([*(unit.has_local for unit in model.units), whole.has_gradients])
         for unit, reduces in zip(model.units, has_local, strict=True):
             if reduces:
                 unit.reduce_local()
@@ -265,8 +263,7 @@ class FSDPOptimizer(ShardedOptimizer):
             sums.copy_(summed)
 
     def _has_gradients(self) -> bool:
-        whole = any(one.sums is not None or one.parameter.grad is not None for one in self.model.whole.members)
-        return whole or any(unit.has_sums or unit.has_local for unit in self.model.units)
+        return self.model.whole.has_gradients or any(unit.has_sums or unit.has_local for unit in self.model.units)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""

@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import (
+    all_reduce_max,
+    collective_device,
     group_rank,
     group_size,
     is_initialized,
@@ -37,7 +39,7 @@ from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.plugins.torch_fsdp.assembly import Assembly, check_model
 from booster.plugins.torch_fsdp.materializing import Materializer
 from booster.plugins.torch_fsdp.optimizer import FSDPOptimizer, OptimizerSettings
-from booster.plugins.torch_fsdp.optimizer_kinds import kind_of
+from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
 from booster.plugins.torch_fsdp.settings import FSDPArguments
 from booster.plugins.torch_fsdp.unit_precision import UnitPrecision
 
@@ -217,12 +219,20 @@ class TorchFSDPPlugin(Plugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         materializer = self._materializer(model)
-        raise_on_all_ranks(error_of(lambda: self._check(model, optimizer, materializer)))
+        raise_on_all_ranks(error_of(lambda: self._check(model, materializer)))
+        self._kind = OptimizerKind.PIECES if optimizer is None else self._agreed_kind(optimizer)
         facts = [] if optimizer is None else optimizer_facts(model, optimizer)
         require_same_on_all_ranks("the optimizer or its param groups", facts)
         materializer.place_real()
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
+
+    def _agreed_kind(self, optimizer: Optimizer) -> OptimizerKind:
+        """Returns what the optimizer has to see, which ranks find out by trying and must not disagree on."""
+        kinds: list[OptimizerKind] = []
+        raise_on_all_ranks(error_of(lambda: kinds.append(kind_of(optimizer))))
+        mine = torch.tensor([kinds[0]], dtype=torch.int64, device=collective_device(self._agreement_group))
+        return OptimizerKind(int(all_reduce_max(mine, self._agreement_group)))
 
     def _materializer(self, model: nn.Module) -> Materializer:
         arguments = self._arguments
@@ -230,9 +240,7 @@ class TorchFSDPPlugin(Plugin):
             model, self._device, param_init_fn=arguments.param_init_fn, sync=arguments.sync_module_states
         )
 
-    def _check(self, model: nn.Module, optimizer: Optimizer | None, materializer: Materializer) -> None:
-        if optimizer is not None:
-            kind_of(optimizer)
+    def _check(self, model: nn.Module, materializer: Materializer) -> None:
         check_model(model, self._arguments.ignored_modules or ())
         check_memory_is_apart(model, list(model.parameters()))
         materializer.check()
@@ -245,16 +253,15 @@ class TorchFSDPPlugin(Plugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        kind = None if optimizer is None else kind_of(optimizer)
         boosted = self._assembly().assemble(model, self._materializer(model), self._device)
         wrapped = None
         formats = self._arguments.formats
-        if optimizer is not None and kind is not None:
+        if optimizer is not None:
             scales = formats is not None and formats.param_dtype is torch.float16
             wrapped = FSDPOptimizer(
                 optimizer,
                 boosted,
-                self._optimizer_settings(kind),
+                self._optimizer_settings(),
                 loss_scaler=self._new_loss_scaler() if scales else None,
                 is_primary=self.dp_rank == 0,
             )
@@ -280,9 +287,9 @@ class TorchFSDPPlugin(Plugin):
             broadcasts_buffers=arguments.broadcast_buffers and self.dp_size > 1,
         )
 
-    def _optimizer_settings(self, kind: Any) -> OptimizerSettings:
+    def _optimizer_settings(self) -> OptimizerSettings:
         return OptimizerSettings(
-            kind=kind,
+            kind=self._kind,
             agreement_group=self._agreement_group,
             shard_group=self._mesh.get_group("shard"),
             replica_group=self._mesh.get_group("replica") if self._mesh.size(0) > 1 else None,

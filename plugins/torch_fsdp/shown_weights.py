@@ -13,6 +13,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from booster.plugins.torch_fsdp.outputs import SafeOutputs
+from booster.plugins.torch_fsdp.own_format import OwnFormat
 from booster.plugins.torch_fsdp.units import Unit
 
 __all__ = ["shown_whole", "without_fsdp"]
@@ -116,4 +118,5 @@ def _take_off(module: nn.Module, undo: list[Callable[[], None]]) -> None:
 
 def _is_of_fsdp(hook: Any) -> bool:
     function = getattr(hook, "hook", hook)  # some are wrapped by torch
-    return (getattr(function, "__module__", None) or "").startswith("torch.distributed.fsdp")
+    where = getattr(function, "__module__", None) or ""
+    return where.startswith("torch.distributed.fsdp") or where in (SafeOutputs.__module__, OwnFormat.__module__)

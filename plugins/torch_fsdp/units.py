@@ -200,7 +200,8 @@ class Unit:
         grid, start = buffer.view(self.num_ranks, -1), 0
         for one in self.members:
             rows = grid[:, start : start + one.piece_numel].reshape(-1)
-            found[one] = rows[: math.prod(one.shape)].clone().view(one.shape)
+            found[one] = whole = torch.empty(one.shape, dtype=rows.dtype, device=rows.device)
+            whole.view(-1).copy_(rows[: whole.numel()])
             start += one.piece_numel
         return found
 

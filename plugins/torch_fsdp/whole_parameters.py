@@ -74,6 +74,11 @@ class WholeParameters:
         """Those that gradients are wanted for."""
         return tuple(one for one in self.members if one.trains)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has any, its own or sums."""
+        return any(one.sums is not None or one.parameter.grad is not None for one in self.members)
+
     def is_own(self, member: WholeMember) -> bool:
         """Returns whether this rank updates it."""
         return group_rank(self._shard_group) == member.owner
@@ -85,19 +90,27 @@ class WholeParameters:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sums gradients of what is used on any rank, which the caller has agreed on, at the owners. Collective."""
+        """Sums gradients of what is used on any rank, which the caller has agreed on, at the owners. Collective.
+
+        What was summed among the ranks that share shards already is summed over their replicas.
+        """
         used = [one for one in self.trained if one.is_used]
         for dtype in dict.fromkeys(one.sum_dtype for one in used):
             members = [one for one in used if one.sum_dtype == dtype]
             device = collective_device(self._data_parallel_group)
-            flat = torch.cat([_gradient(one).reshape(-1).to(device, dtype) for one in members])
+            flat = torch.cat([self._share_of(one).to(device, dtype) for one in members])
             if group_size(self._data_parallel_group) > 1:
                 flat = all_reduce_sum(flat, self._data_parallel_group)
             for one, part in zip(members, flat.split([one.parameter.numel() for one in members]), strict=True):
                 one.parameter.grad = None
-                if self.is_own(one):
-                    total = part.to(one.parameter.device)
-                    one.sums = total if one.sums is None else one.sums + total
+                one.sums = part.to(one.parameter.device) if self.is_own(one) else None
+
+    def _share_of(self, member: WholeMember) -> torch.Tensor:
+        """Returns what this rank adds to the sum."""
+        gradient = member.parameter.grad
+        share = torch.zeros_like(member.parameter) if gradient is None else gradient
+        share = share.detach().reshape(-1).to(member.sum_dtype)
+        return share if member.sums is None else share + member.sums
 
     def forget_gradients(self, *, keeps_use: bool = False) -> None:
         """Drops all gradients."""
@@ -113,11 +126,6 @@ class WholeParameters:
         used = [one for one in self.trained if one.is_used]
         for owner in sorted({one.owner for one in used}):
             _broadcast_from(owner, [one.parameter.detach() for one in used if one.owner == owner], self._shard_group)
-
-
-def _gradient(member: WholeMember) -> torch.Tensor:
-    gradient = member.parameter.grad
-    return torch.zeros_like(member.parameter) if gradient is None else gradient
 
 
 def _broadcast_from(owner: int, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -13,7 +13,7 @@ from harness import distributed, run_ranks
 from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn
 
-from booster import Booster, ConfigError, DesyncError
+from booster import Booster, CheckpointError, ConfigError, DesyncError
 from booster.plugins import TorchFSDPPlugin
 
 ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", "grad op", "none"])
@@ -125,7 +125,7 @@ class WholeTwins(FSDPTwins):
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             distance = torch.linalg.vector_norm(found[name] - tensor)
-            assert distance <= 1e-5 * torch.linalg.vector_norm(tensor), name
+            assert distance <= 1e-5 * torch.linalg.vector_norm(tensor), f"{name}: {distance} {tensor.norm()}"
             assert not torch.equal(tensor, self.initial[name]), name
 
 
@@ -160,7 +160,8 @@ def test_optimizers_of_whole_parameters_with_ignored_modules(name):
     run_ranks(train_whole, 2, name, {"ignores": ignores_some})
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor in groups"])
+# Not Muon, whose iteration in bf16 carries what sums in another order differ by, 1e-7, up to 1e-2 in one process too.
+@pytest.mark.parametrize("name", ["adafactor in groups", "lamb"])
 @distributed(world_size=[2, 3])
 def test_clipping_and_windows_before_a_step_on_whole_parameters(name):
     build, optimizer = WHOLE[name]
@@ -369,41 +370,17 @@ def test_states_of_whole_parameters_load_into_another_world(tmp_path, name, sour
         assert found_values == values
         for name, tensor in after.items():
             distance = torch.linalg.vector_norm(found_after[name] - tensor)
-            assert distance <= 1e-5 * torch.linalg.vector_norm(tensor), name
+            assert distance <= 1e-5 * torch.linalg.vector_norm(tensor), f"{name}: {distance} {tensor.norm()}"
 
 
-def save_lbfgs(strategy, path):
-    twins = ClosureTwins(Odd, optimizer=lbfgs, **STRATEGIES[strategy]).train(range(2))
-    twins.booster.save(Path(path), twins.model, twins.optimizer)
-    before = dict(twins.model.state_dict())
-    return before, train_on(twins)
-
-
-def load_lbfgs(strategy, path):
-    twins = ClosureTwins(Odd, optimizer=lbfgs, **STRATEGIES[strategy]).train([5])
-    twins.booster.load(Path(path), twins.model, twins.optimizer)
-    before = dict(twins.model.state_dict())
-    return before, train_on(twins)
-
-
-def train_on(twins):
-    """Steps the boosted model alone, on batches that do not depend on the number of ranks."""
-    for step in (2, 3):
-
-        def closure(step=step):
-            twins.optimizer.zero_grad()
-            loss = square_loss(twins.model(_batch(step)))
-            twins.booster.backward(loss, twins.optimizer)
-            return loss
-
-        twins.optimizer.step(closure)
-    return dict(twins.model.state_dict())
-
-
-@pytest.mark.parametrize(("source", "target"), [(("full", 2), ("full", 3)), (("full", 3), ("none", 2))], ids=str)
-def test_lbfgs_goes_on_in_another_world(tmp_path, source, target):
-    path = str(tmp_path / "c")
-    before, after = run_ranks(save_lbfgs, source[1], source[0], path)[0]
-    for found_before, found_after in run_ranks(load_lbfgs, target[1], target[0], path):
-        torch.testing.assert_close(found_before, before, rtol=0, atol=0)
-        torch.testing.assert_close(found_after, after, rtol=1e-3, atol=1e-4)
+@distributed(world_size=2)
+def test_what_lbfgs_remembers_is_refused_by_a_checkpoint_as_under_any_plugin(tmp_path):
+    twins = ClosureTwins(Odd, optimizer=lbfgs).train(range(2))
+    with pytest.raises(CheckpointError, match="LBFGS keeps a list as state"):
+        twins.booster.save(tmp_path / "c", twins.model, twins.optimizer)
+    twins.booster.save_model(twins.model, tmp_path / "m", shard=True)
+    before = {name: tensor.clone() for name, tensor in twins.model.state_dict().items()}
+    other = FSDPTwins(Odd, optimizer=lbfgs)
+    other.booster.load_model(other.model, tmp_path / "m")
+    torch.testing.assert_close(dict(other.model.state_dict()), before, rtol=0, atol=0)
+    twins.train([2])

@@ -272,6 +272,19 @@ def test_an_lstm_computes_with_its_new_weights():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+class _Watching(nn.Linear):
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["seen"] = value
+
+
+def test_a_class_that_watches_its_parameters_sees_the_new_ones():
+    model = _on_meta(lambda: _Watching(2, 2))
+    _filled(model)
+    assert model.seen is model.weight
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
 def test_a_transformers_model_is_initialised_as_an_ordinary_build(name):
     build = get_model(name).build

@@ -302,9 +302,16 @@ def test_functions_choose_as_in_torch_around_ignored_modules():
     ignored = [model.blocks[0].mix, model.embed, model.parts]
     whole = [parameter for module in ignored for parameter in module.parameters()]
     for name in ("blocks", "layers", "size 20", "size 42"):
-        wrapped, _ = wrapped_by_torch(model, POLICIES[name], ignored=ignored)
-        plans = plan_units(model, POLICIES[name], whole=whole)
+        calls = []
+
+        def policy(name=name, calls=calls, **asked):
+            calls.append(tuple(asked.values()))
+            return POLICIES[name](**asked)
+
+        wrapped, expected_calls = wrapped_by_torch(model, POLICIES[name], ignored=ignored)
+        plans = plan_units(model, policy, whole=whole)
         check_invariants(model, plans, whole)
+        assert calls == expected_calls
         assert [plan.module for plan in plans] == [one for one in wrapped if not isinstance(one, nn.ModuleList)]
 
 

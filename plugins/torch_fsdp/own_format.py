@@ -1,0 +1,47 @@
+"""Modules that compute in the format of their weights inside of a model that computes in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.mixed_precision.half_weights import cast_floats
+
+__all__ = ["OwnFormat", "modules_with_forward"]
+
+
+class OwnFormat:
+    """Casts what goes into a module to the format of its weights, and what comes out to the others'.
+
+    FSDP1 does so for `_module_classes_to_ignore`; FSDP2 leaves it to the user.
+
+    Args:
+        module: With weights, not sharded yet.
+        outside: The format that the rest of the model computes in.
+    """
+
+    def __init__(self, module: nn.Module, outside: torch.dtype) -> None:
+        inside = next((one.dtype for one in module.parameters() if one.is_floating_point()), outside)
+        if inside == outside:
+            return
+        self._inside, self._outside = inside, outside
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(self._inside, args), cast_floats(self._inside, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floats(self._outside, output)
+
+
+def modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module, or those in it if it is a container that nobody calls."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from modules_with_forward(child)
+    else:
+        yield module
