@@ -384,13 +384,10 @@ class OptimizerWrapper(OptimizerPassThrough):
     # What a plugin overrides.
 
     def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
-        """Has the optimizer update fp32 copies of low-precision weights, if the plugin keeps such copies itself.
+        """Returns True if the optimizer updates fp32 copies of low-precision weights without `master_weights`.
 
         Args:
-            originals: Whole fp32 values that weights had before they were rounded, by the `id` of the user's parameter.
-
-        Returns:
-            False: it does not, and `master_weights` may be set.
+            originals: Whole weights from before they were rounded, by the `id` of the user's parameter.
         """
         return False
 

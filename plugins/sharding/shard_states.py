@@ -42,7 +42,8 @@ def _part_of(whole: Any, parameter: nn.Parameter, shard: Shard) -> Any:
             return number(tensor)
         target = shard.parameter
         dtype = target.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().reshape(-1)[slice(*shard.span)].to(target.device, dtype, copy=True)
+        part = tensor.detach().reshape(-1)[slice(*shard.span)].to(target.device, dtype, copy=True)
+        return part.view(target.shape)
 
     def number(tensor: torch.Tensor) -> torch.Tensor:
         device = shard.parameter.device if tensor.device == parameter.device else tensor.device

@@ -154,6 +154,8 @@ class Assembly:
         coordinator = Coordinator(self.coordination_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         units = list(units_of(modules, names, coordinator, BufferPool(device)))
+        if isinstance(model, FSDPModule):
+            model._get_fsdp_state()._lazy_init()  # else the first unit that runs would take itself for the root
         owners = _owners([parameter.nbytes for parameter in whole], group_size(shard_group))
         members = [
             WholeMember(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)

@@ -107,7 +107,8 @@ class FSDPModel(ModelWrapper):
 
         Collective: weights are gathered.
         """
-        if self._is_gathered:
+        # What activation checkpointing runs again belongs to the backward, and may stop in the middle.
+        if self._is_gathered or torch._C._current_graph_task_id() != -1:
             return super().forward(*args, **kwargs)
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_joined(list(self.module.buffers()), None)
@@ -140,10 +141,17 @@ class FSDPModel(ModelWrapper):
         """Brings FSDP2 back to where a forward can begin, if one raises or its backward does."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             reset = getattr(self.module, "reset_iter_state", None)
             if reset is not None and self.units:
                 reset()
+            if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+                raise ConfigError(
+                    "a weight was used while its unit was not running, when this rank has only its rows: a module"
+                    " reads weights of, or calls a part of, one of the units "
+                    f"{', '.join(repr(unit.name) for unit in self.units if unit.name)}. Give an auto_wrap_policy that"
+                    " makes units of what contains both, such as ModuleWrapPolicy({Block}) of torch.distributed.fsdp"
+                ) from error
             raise
 
     def reshard(self) -> None:
