@@ -145,6 +145,8 @@ class FSDPModel(ModelWrapper):
             reset = getattr(self.module, "reset_iter_state", None)
             if reset is not None and self.units:
                 reset()
+            for unit in self.units:
+                unit.inputs.drop()
             if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
                 raise ConfigError(
                     "a weight was used while its unit was not running, when this rank has only its rows: a module"

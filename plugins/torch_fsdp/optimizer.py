@@ -314,7 +314,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._is_stepping = True
         try:
             result = drive(
-                self.optim.step,
+                lambda driving: self.optim.step(driving),  # type: ignore[arg-type, return-value]
                 lambda: self._evaluate(closure),
                 self._spread_everything,
                 shard_group=self._settings.shard_group,

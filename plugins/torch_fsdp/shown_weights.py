@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from booster.plugins.torch_fsdp.outputs import SafeOutputs
 from booster.plugins.torch_fsdp.own_format import OwnFormat
 from booster.plugins.torch_fsdp.units import Unit
+from booster.plugins.torch_fsdp.watching import InputWatch
 
 __all__ = ["shown_whole", "without_fsdp"]
 
@@ -26,6 +27,8 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+# Rooms whose hooks do nothing in a copy.
+_OUR_OWN = frozenset({SafeOutputs.__module__, OwnFormat.__module__, InputWatch.__module__})
 
 
 @contextmanager
@@ -119,4 +122,4 @@ def _take_off(module: nn.Module, undo: list[Callable[[], None]]) -> None:
 def _is_of_fsdp(hook: Any) -> bool:
     function = getattr(hook, "hook", hook)  # some are wrapped by torch
     where = getattr(function, "__module__", None) or ""
-    return where.startswith("torch.distributed.fsdp") or where in (SafeOutputs.__module__, OwnFormat.__module__)
+    return where.startswith("torch.distributed.fsdp") or where in _OUR_OWN

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
@@ -22,7 +21,7 @@ from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.torch_fsdp.collectives import UnitAllGather, UnitReduceScatter, room
 from booster.plugins.torch_fsdp.coordination import Coordinator, Served, Task, TaskKind
-from booster.tensor_tree import map_tensors
+from booster.plugins.torch_fsdp.watching import InputWatch
 
 __all__ = ["Member", "Unit", "groups_of", "units_of"]
 
@@ -157,7 +156,8 @@ class Unit:
         if self._device.type == "cpu" and hasattr(module, "_set_unshard_async_op"):
             module._set_unshard_async_op(True)  # gloo has no streams: who waits at once lets nothing overlap
         self.group.post_backward = self._post_backward  # type: ignore[method-assign]
-        self.group._register_post_backward_hook = self._watch_inputs  # type: ignore[method-assign]
+        self.inputs = InputWatch(module, self._post_backward)  # type: ignore[arg-type]
+        self.group._register_post_backward_hook = self.inputs.watch  # type: ignore[method-assign]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -337,27 +337,6 @@ class Unit:
             return
         flight.aim(output, accumulate=accumulate)
         self._coordinator.fly(lambda: flight.finish(output, accumulate=accumulate))
-
-    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Has the gradients of a forward's inputs end this unit's backward.
-
-        FSDP2 passes the inputs through a function of its own, which forbids to change them in place. Views don't; where
-        one is changed its hook is lost, and the unit's backward ends with that of the model.
-        """
-        watched: list[torch.Tensor] = []
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            watched.append(tensor.view_as(tensor))
-            return watched[-1]
-
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs)
-        if watched:
-            register_multi_grad_hook(watched, self._post_backward)
-        return args, kwargs
 
     def _post_backward(self, *unused: Any) -> None:
         """Does what FSDP2 does when a unit's gradients are there; see Note [Sums of a unit]."""
