@@ -21,7 +21,9 @@ from booster.optim import HybridAdam
 from booster.plugins import TorchFSDPPlugin
 
 preload(*TRANSFORMERS_MODULES)
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", "grad op", "none"])
+ONE_LEVEL = pytest.mark.parametrize(
+    "strategy", ["full", pytest.param("grad op", marks=pytest.mark.slow), pytest.param("none", marks=pytest.mark.slow)]
+)
 # With batch norms in the model, which only FSDP1's class leaves in fp32.
 PRECISIONS = {
     "fp32": None,
@@ -175,7 +177,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", pytest.param("bf16, fp32 sums", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", "bf16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fp16", "bf16, fp32 sums"))],
+)
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_loads_what_another_wrote_and_writes_the_same(tmp_path, source, precision):
     names = list(LAYOUTS)
@@ -242,7 +247,9 @@ MIDWAY = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "fp16"))]
+)
 @pytest.mark.parametrize("shift", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", MIDWAY)
 def test_a_step_begins_in_one_layout_and_ends_in_another(tmp_path, source, shift, precision):

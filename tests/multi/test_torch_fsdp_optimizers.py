@@ -16,7 +16,7 @@ from torch import nn
 from booster import Booster, CheckpointError, ConfigError, DesyncError
 from booster.plugins import TorchFSDPPlugin
 
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", "grad op", "none"])
+ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", pytest.param("grad op", marks=pytest.mark.slow), "none"])
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD")
 
 

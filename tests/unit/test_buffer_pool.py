@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.dlpack import to_dlpack
 
-from booster.plugins.gemini import buffers
+from booster.plugins.sharding import buffer_pool
 from booster.plugins.sharding.buffer_pool import BufferPool
 
 NUM_BYTES = 4096
@@ -213,7 +213,7 @@ def test_random_use(seed):
 
 @pytest.fixture
 def blind_pool(monkeypatch):
-    monkeypatch.setattr(buffers, "_use_count", None)
+    monkeypatch.setattr(buffer_pool, "_use_count", None)
     return BufferPool(torch.device("cpu"))
 
 
@@ -242,4 +242,4 @@ def test_who_cannot_count_still_knows_what_is_taken(blind_pool):
 
 def test_this_torch_can_count():
     """Else nothing above has tested the way that training takes."""
-    assert buffers._use_count is not None
+    assert buffer_pool._use_count is not None
