@@ -178,7 +178,15 @@ class Booster(CheckpointMethods):
         """Clips the global norm of the optimizer's true gradients; returns it as it was, a 0-dim tensor on every rank.
 
         None where `accumulate` waits for further micro-batches. Collective.
+
+        Raises:
+            ConfigError: `max_norm` is negative or nan, which would turn gradients round.
         """
+        if not max_norm >= 0:
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm!r}): no gradient has a norm of that, and scaling by it would turn"
+                " gradients round: give a number above 0, or float('inf') for the norm alone"
+            )
         return require_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
 
     def execute_pipeline(
@@ -281,8 +289,8 @@ def _resolve_precision(precision: str | MixedPrecision | None, plugin: Plugin) -
         return None
     if plugin.control_precision():
         raise ConfigError(
-            f"mixed_precision={precision!r} was given with {type(plugin).__name__}, which has a precision of its"
-            f" own: write {type(plugin).__name__}(precision=...), one of {', '.join(plugin.supported_precisions())}"
+            f"mixed_precision={precision!r} was given with {type(plugin).__name__}, which has number formats of its"
+            f" own: give them to {type(plugin).__name__} alone"
         )
     if isinstance(precision, MixedPrecision):
         return precision

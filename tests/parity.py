@@ -125,6 +125,10 @@ def _comparisons(case: Case) -> list[tuple[bool, Tolerance]]:
     mixes = get_model(case.model).mixes_samples
     if mixes:  # the statistics are of the whole batch
         return [(False, AT_ONCE[kind])]
+    if precision.startswith("fsdp_") and get_model(case.model).blocks_share_tensors:
+        # FSDP2's hooks at the borders of units change in which order autograd adds up such a tensor's gradients, in low
+        # precision. tests/multi/test_torch_fsdp_numbers.py compares with FSDP2 itself, bit for bit.
+        return [(False, AT_ONCE[kind])]
     # DDP averages gradients in fp16 as such: dividing by 2 or 4 is exact, dividing by 3 rounds each of them once more.
     is_exact = kind != "fp16 weights" or case.world_size in (1, 2, 4, 8) or _fp32_sums(case) != "none"
     finer = f"{kind}, fp32 sums" if _fp32_sums(case) != "none" else kind

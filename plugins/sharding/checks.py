@@ -32,7 +32,7 @@ def report_first_skip() -> Callable[[str], None]:
             reported.append(text)
             log_on_master(
                 f"{text}. More may follow while the scale falls to where gradients fit: start lower with"
-                " initial_scale=2**16, see them all with verbose=True, ask optimizer.step_was_skipped"
+                " a smaller initial_scale, see them all with verbose=True, ask optimizer.step_was_skipped"
             )
 
     return report

@@ -74,9 +74,6 @@ class Assembly:
             self._shard(model, plan, _named(model, whole))
         after = dict(model.named_parameters(remove_duplicate=False))
         shown = {id(before[name]): after[name] for name in before}
-        for name, parameter in before.items():
-            if parameter is not after[name] and not parameter.is_meta:
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self._cast_buffers(model)
         return self._boosted(model, _named(model, whole), shown, device)
 
@@ -131,6 +128,8 @@ class Assembly:
             offload_policy=self.offload_policy,
             ignored_params=set(whole),
         )
+        for parameter in own:  # the optimizer still has them
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _policy(self, plan: UnitPlan, model: nn.Module) -> MixedPrecisionPolicy:
         if self.formats is None or isinstance(plan.module, self.formats.keeps_own_format):
@@ -151,11 +150,11 @@ class Assembly:
     ) -> FSDPModel:
         names = names_by_parameter(model)
         shard_group = self.mesh.get_group("shard")
+        if isinstance(model, FSDPModule):
+            model._get_fsdp_state()._lazy_init()  # else the first unit that runs would take itself for the root
         coordinator = Coordinator(self.coordination_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         units = list(units_of(modules, names, coordinator, BufferPool(device)))
-        if isinstance(model, FSDPModule):
-            model._get_fsdp_state()._lazy_init()  # else the first unit that runs would take itself for the root
         owners = _owners([parameter.nbytes for parameter in whole], group_size(shard_group))
         members = [
             WholeMember(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)

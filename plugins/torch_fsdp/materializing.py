@@ -103,6 +103,12 @@ class Materializer:
         if not self._sync or group_size(self._group) == 1:  # else rank 0 may have the values
             self._require_initialisation([tensor for _, tensor in named if tensor.is_meta])
 
+    @property
+    def facts(self) -> list[str]:
+        """What must be the same of all ranks' models."""
+        named = self._named()
+        return [f"{name}: {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for name, t in named]
+
     @torch.no_grad()
     def place_real(self) -> None:
         """Moves parameters and buffers to the device that have values on all ranks, and broadcasts or compares them.
@@ -114,8 +120,7 @@ class Materializer:
             DesyncError: The ranks' models differ; without `sync` also in what has values, or in the values.
         """
         named = self._named()
-        facts = [f"{name}: {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for name, t in named]
-        require_same_on_all_ranks("the model's parameters and buffers", facts, self._group)
+        require_same_on_all_ranks("the model's parameters and buffers", self.facts, self._group)
         self._agree_on_seed()
         stages = self._stages(named)
         missing = [tensor for (_, tensor), ranks in zip(named, stages, strict=True) if ranks[0] == _WITHOUT]

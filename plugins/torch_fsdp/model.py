@@ -110,12 +110,26 @@ class FSDPModel(ModelWrapper):
         # What activation checkpointing runs again belongs to the backward, and may stop in the middle.
         if self._is_gathered or torch._C._current_graph_task_id() != -1:
             return super().forward(*args, **kwargs)
+        self.require_unmoved()
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_joined(list(self.module.buffers()), None)
         with self._recovering():
             outputs = super().forward(*args, **kwargs)
         self.coordinator.close()
         return outputs
+
+    def require_unmoved(self) -> None:
+        """Raises if updates would not reach the model any more.
+
+        Raises:
+            ConfigError: They would not.
+        """
+        moved = next((member.name for member in self.members if member.has_moved), None)
+        if moved is not None:
+            raise ConfigError(
+                f"the memory of {moved!r} was replaced after boost(), by model.to(), .half(), .data = or the like, so"
+                " that the optimizer's updates would not reach the model: do it before boost()"
+            )
 
     @contextmanager
     def backward(self, *, synchronizes: bool) -> Iterator[None]:

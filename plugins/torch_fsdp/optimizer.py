@@ -276,6 +276,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _check_weights(self) -> None:
         self.model.check_may_step()
+        self.model.require_unmoved()
         for update in self._updates:
             if update.has_moved():
                 raise ConfigError(

@@ -220,6 +220,7 @@ class TorchFSDPPlugin(Plugin):
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         materializer = self._materializer(model)
         raise_on_all_ranks(error_of(lambda: self._check(model, materializer)))
+        require_same_on_all_ranks("the model's parameters and buffers", materializer.facts)
         self._kind = OptimizerKind.PIECES if optimizer is None else self._agreed_kind(optimizer)
         facts = [] if optimizer is None else optimizer_facts(model, optimizer)
         require_same_on_all_ranks("the optimizer or its param groups", facts)

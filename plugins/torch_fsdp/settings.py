@@ -230,7 +230,7 @@ def check_reshard_after_forward(value: Any, shard_size: int) -> None:
 def _one_replica_per_host(world_size: int, num_hosts: int) -> int:
     if num_hosts > 1 and world_size % num_hosts == 0:
         return num_hosts
-    choices = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+    choices = ", ".join(str(size) for size in range(2, world_size + 1) if world_size % size == 0)
     if num_hosts > 1:
         why = f"the {world_size} ranks do not divide evenly over {num_hosts} hosts"
     else:

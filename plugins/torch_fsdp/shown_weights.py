@@ -27,6 +27,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_MARK = "_is_fsdp_managed_module"
 # Rooms whose hooks do nothing in a copy.
 _OUR_OWN = frozenset({SafeOutputs.__module__, OwnFormat.__module__, InputWatch.__module__})
 
@@ -45,6 +46,7 @@ def shown_whole(units: Sequence[Unit]) -> Iterator[Callable[[], None]]:
     with ExitStack() as shown:
         for unit in units:
             shown.enter_context(_shown(unit))
+            shown.enter_context(_unmarked(unit.module))
         yield lambda: _take_back(units)
 
 
@@ -69,6 +71,19 @@ def _shown(unit: Unit) -> Iterator[None]:
         for member in unit.members:
             member.state._setattr_on_modules(member.state.sharded_param)
             member.state.sharded_state = ShardedState.SHARDED
+
+
+@contextmanager
+def _unmarked(model: nn.Module) -> Iterator[None]:
+    """Takes away the mark by which transformers has all ranks generate equally long."""
+    marked = [module for module in model.modules() if getattr(module, _MARK, False)]
+    for module in marked:
+        setattr(module, _MARK, False)
+    try:
+        yield
+    finally:
+        for module in marked:
+            setattr(module, _MARK, True)
 
 
 def _stay() -> None:

@@ -44,6 +44,7 @@ class Member:
         state: FSDP2's.
         rank: This rank's place among those that share it.
         is_used: A backward of this window gave it a gradient.
+        address: Where this rank's rows were when the model was boosted.
     """
 
     name: str
@@ -52,6 +53,15 @@ class Member:
     state: FSDPParam = field(repr=False)
     rank: int
     is_used: bool = False
+    address: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.address = self.state._sharded_param_data.data_ptr()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether this rank's rows were replaced."""
+        return self.state._sharded_param_data.data_ptr() != self.address
 
     @property
     def shape(self) -> tuple[int, ...]:

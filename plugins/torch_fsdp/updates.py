@@ -114,12 +114,6 @@ class PieceUpdate(Update):
         if self.shard is not None:
             self.shard.parameter.grad = _gradient_for(self.shard, self._member.is_used, self.sums())
 
-    def has_moved(self) -> bool:
-        shard = self.shard
-        if shard is None or shard.has_master:
-            return False
-        return shard.parameter.data_ptr() != self._member.piece.data_ptr()
-
 
 class WholeUpdate(Update):
     """A parameter that is whole on every rank, and updated by its owner."""

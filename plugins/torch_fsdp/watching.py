@@ -84,5 +84,5 @@ class _Lifeline:
         """Is called in backward, and changes nothing."""
 
     def __del__(self) -> None:
-        for handle in self._handles:
+        for handle in getattr(self, "_handles", ()):  # a compiler makes copies without calling __init__
             handle.remove()

@@ -36,6 +36,8 @@ class ZooEntry:
         uses_unused_parameters: a step may leave parameters without gradient: DDP needs find_unused_parameters.
         never_used: names of the parameters that no batch gives a gradient.
         mixes_samples: a sample's output depends on the other samples of the batch (BatchNorm).
+        blocks_share_tensors: a tensor that trains goes into several blocks (a position bias, an encoder's states), so
+            that its gradient is a sum over them.
         tied: groups of names that are the same parameter.
         slow: building or a step takes clearly longer than for the others.
     """
@@ -48,6 +50,7 @@ class ZooEntry:
     uses_unused_parameters: bool = False
     never_used: tuple[str, ...] = ()
     mixes_samples: bool = False
+    blocks_share_tensors: bool = False
     tied: tuple[tuple[str, ...], ...] = ()
     slow: bool = False
 

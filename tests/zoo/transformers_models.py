@@ -256,7 +256,7 @@ TRANSFORMERS_MODELS = (
         never_used=("pooler.weight", "pooler.bias"),
     ),
     _entry("opt", tied=(("model.decoder.embed_tokens.weight", "lm_head.weight"),)),
-    _entry("t5", _translation, tied=_T5_TIES),
+    _entry("t5", _translation, tied=_T5_TIES, blocks_share_tensors=True),
     _entry("vit", _pictures),
     _entry("mixtral", uses_unused_parameters=True),  # an expert may get no token
     _entry("qwen3"),

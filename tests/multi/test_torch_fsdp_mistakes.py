@@ -1,0 +1,131 @@
+"""What users get wrong with TorchFSDPPlugin: one error on all ranks that says what to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from booster import Booster
+from booster.errors import ConfigError, DesyncError
+from booster.plugins import TorchFSDPPlugin
+
+
+def net(depth=2, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(depth)))
+
+
+def boosted(model=None, **arguments):
+    model = model or net()
+    booster = Booster(plugin=TorchFSDPPlugin(**arguments))
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+
+
+@distributed(world_size=2)
+def test_precision_given_twice():
+    plugin = TorchFSDPPlugin(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match="number formats of its own: give them to TorchFSDPPlugin alone"):
+        Booster(plugin=plugin, mixed_precision="bf16")
+
+
+@distributed(world_size=2)
+def test_other_models_on_other_ranks():
+    with pytest.raises(DesyncError, match="the model's parameters and buffers"):
+        boosted(net(2 + dist.get_rank()))
+    with pytest.raises(DesyncError, match="sync_module_states=True"):
+        boosted(net(seed=dist.get_rank()))
+    _, model, _ = boosted(net(seed=dist.get_rank()), sync_module_states=True)
+    assert torch.equal(model.state_dict()["0.0.weight"], net().state_dict()["0.0.weight"])
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["bfloat16", "double"])
+def test_a_model_that_changes_its_format_after_boost(name):
+    _, model, _ = boosted()
+    with pytest.raises(ConfigError, match="do it before boost"):
+        getattr(model, name)()
+    getattr(model.unwrap(), name)()
+    with pytest.raises(ConfigError, match="was replaced after boost"):
+        model(torch.ones(1, 5))
+
+
+@distributed(world_size=2)
+def test_a_norm_below_zero():
+    booster, model, optimizer = boosted()
+    booster.backward(model(torch.ones(1, 5)).sum(), optimizer)
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match="max_norm"):
+            booster.clip_grad_norm_(optimizer, wrong)
+    assert float(booster.clip_grad_norm_(optimizer, float("inf"))) > 0
+
+
+@distributed(world_size=2)
+def test_a_weight_that_is_read_while_its_unit_does_not_run():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = net(3)
+
+        def forward(self, x):
+            return nn.functional.linear(self.blocks(x), self.blocks[0][0].weight)
+
+    _, model, _ = boosted(Reads())
+    with pytest.raises(ConfigError, match="auto_wrap_policy"):
+        model(torch.ones(1, 5))
+
+
+@distributed(world_size=2)
+def test_one_rank_generates_with_gathered_weights():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=37,
+    )
+    _, model, _ = boosted(LlamaForCausalLM(config))
+    tokens = torch.arange(4).view(1, 4)
+    with model.gathered() as whole:
+        if dist.get_rank() == 0:
+            found = whole.eval().generate(tokens, max_new_tokens=3, do_sample=False)
+            assert found.shape == (1, 7)
+
+
+@distributed(world_size=2)
+def test_a_compiled_model_trains():
+    booster, model, optimizer = boosted()
+    compiled = torch.compile(model, backend="eager")
+    booster.backward(compiled(torch.ones(1, 5)).sum(), optimizer)
+    optimizer.step()
+
+
+@distributed(world_size=2)
+def test_an_error_in_one_forward_leaves_a_model_that_can_go_on():
+    class Fragile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = net(3)
+
+        def forward(self, x, fails=False):
+            x = self.blocks[1](self.blocks[0](x))
+            if fails:
+                raise KeyError("mine")
+            return self.blocks[2](x)
+
+    booster, model, optimizer = boosted(Fragile())
+    with pytest.raises(KeyError, match="mine"):
+        model(torch.ones(1, 5), fails=True)
+    booster.backward(model(torch.ones(1, 5)).sum(), optimizer)
+    optimizer.step()
+    twin = Fragile()
+    twin.blocks.load_state_dict(net(3).state_dict())
+    twin(torch.ones(1, 5)).sum().backward()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(model.state_dict()[name], (parameter - 0.1 * parameter.grad).detach())
