@@ -46,7 +46,7 @@ def shown_whole(units: Sequence[Unit]) -> Iterator[Callable[[], None]]:
     with ExitStack() as shown:
         for unit in units:
             shown.enter_context(_shown(unit))
-            shown.enter_context(_unmarked(unit.module))
+            shown.enter_context(_unmarked(unit.module))  # type: ignore[arg-type]
         yield lambda: _take_back(units)
 
 
