@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from booster.comm import group_size
+from booster.comm import group_size, require_same_on_all_ranks
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.torch_fsdp.coordination import Coordinator
@@ -23,12 +23,12 @@ from booster.plugins.torch_fsdp.materializing import Materializer
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.outputs import SafeOutputs
 from booster.plugins.torch_fsdp.own_format import OwnFormat, modules_with_forward
-from booster.plugins.torch_fsdp.settings import Strategy
+from booster.plugins.torch_fsdp.settings import Strategy, check_reshard_after_forward
 from booster.plugins.torch_fsdp.units import units_of
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
 from booster.plugins.torch_fsdp.wrapping import UnitPlan, plan_units
 
-__all__ = ["Assembly", "check_model", "names_by_parameter"]
+__all__ = ["Assembly"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,15 @@ class Assembly:
     is_primary: bool
     broadcasts_buffers: bool
 
+    def check(self, model: nn.Module) -> None:
+        """Raises if the model can't be made into units. No communication, and nothing is changed.
+
+        Raises:
+            ConfigError: It can't.
+        """
+        _check_model(model, self.ignored_modules)
+        self._plans(model, self._whole_names(model))
+
     def assemble(self, model: nn.Module, materializer: Materializer, device: torch.device) -> FSDPModel:
         """Returns the boosted model. Collective.
 
@@ -69,6 +78,8 @@ class Assembly:
         self._keep_own_formats(model)
         whole = self._whole_names(model)
         plans = self._plans(model, whole)
+        facts = [f"{plan.name!r}, reshard_after_forward={plan.reshard_after_forward!r}" for plan, _ in plans]
+        require_same_on_all_ranks("what auto_wrap_policy makes units of", facts)
         for plan, modules in plans:
             materializer.fill(modules)
             self._shard(model, plan, _named(model, whole))
@@ -94,6 +105,7 @@ class Assembly:
         taken: set[nn.Module] = set()
         found: list[tuple[UnitPlan, list[nn.Module]]] = []
         for plan in [*plans, UnitPlan(name="", module=model)]:
+            check_reshard_after_forward(plan.reshard_after_forward, self.strategy.shard_size)
             modules = [one for one in plan.module.modules() if one not in taken]
             taken.update(modules)
             whole |= _minority(model, modules, _named(model, whole))
@@ -148,7 +160,7 @@ class Assembly:
     def _boosted(
         self, model: nn.Module, whole: Collection[nn.Parameter], shown: dict[int, nn.Parameter], device: torch.device
     ) -> FSDPModel:
-        names = names_by_parameter(model)
+        names = _names_by_parameter(model)
         shard_group = self.mesh.get_group("shard")
         if isinstance(model, FSDPModule):
             model._get_fsdp_state()._lazy_init()  # else the first unit that runs would take itself for the root
@@ -172,7 +184,7 @@ class Assembly:
         )
 
 
-def check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None:
+def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None:
     """Returns if the model can be sharded.
 
     Raises:
@@ -199,7 +211,7 @@ def check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None:
             )
 
 
-def names_by_parameter(model: nn.Module) -> dict[int, tuple[str, ...]]:
+def _names_by_parameter(model: nn.Module) -> dict[int, tuple[str, ...]]:
     """Returns all names of every parameter by the parameter's `id`, in the order of the model."""
     found: dict[int, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -18,8 +18,9 @@ from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffers import broadcast_joined
 from booster.plugins.torch_fsdp.coordination import Coordinator
+from booster.plugins.torch_fsdp.members import Member
 from booster.plugins.torch_fsdp.shown_weights import shown_whole, without_fsdp
-from booster.plugins.torch_fsdp.units import Member, Unit
+from booster.plugins.torch_fsdp.units import Unit
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
 
 __all__ = ["FSDPModel"]

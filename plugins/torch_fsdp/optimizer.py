@@ -19,10 +19,11 @@ from booster.interface.mixed_precision import LossScaler
 from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.torch_fsdp.closures import drive
+from booster.plugins.torch_fsdp.members import Member
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind
 from booster.plugins.torch_fsdp.piece_exchange import Divided, PieceExchange, choose_owners
-from booster.plugins.torch_fsdp.units import Member, Unit
+from booster.plugins.torch_fsdp.units import Unit
 from booster.plugins.torch_fsdp.updates import OwnedUpdate, OwnedUpdates, PieceUpdate, Update, WholeUpdate
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember
 
@@ -424,9 +425,9 @@ class FSDPOptimizer(ShardedOptimizer):
         if isinstance(member, WholeMember):
             member.parameter.grad = torch.empty_like(member.parameter, requires_grad=False).copy_(gradient)
             return
-        dtype = next(unit for unit in self.model.units if member in unit.members).reduce_dtype
-        device = self.model.shard_device
-        member.state.unsharded_accumulated_grad = torch.empty(member.shape, dtype=dtype, device=device).copy_(gradient)
+        unit = next(unit for unit in self.model.units if member in unit.members)
+        room = torch.empty(member.shape, dtype=unit.reduce_dtype, device=unit.device)
+        member.state.unsharded_accumulated_grad = room.copy_(gradient)
 
 
 def _divided(member: Member) -> Divided:

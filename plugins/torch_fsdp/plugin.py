@@ -36,7 +36,7 @@ from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.plugins.torch_fsdp.assembly import Assembly, check_model
+from booster.plugins.torch_fsdp.assembly import Assembly
 from booster.plugins.torch_fsdp.materializing import Materializer
 from booster.plugins.torch_fsdp.optimizer import FSDPOptimizer, OptimizerSettings
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
@@ -242,7 +242,7 @@ class TorchFSDPPlugin(Plugin):
         )
 
     def _check(self, model: nn.Module, materializer: Materializer) -> None:
-        check_model(model, self._arguments.ignored_modules or ())
+        self._assembly().check(model)
         check_memory_is_apart(model, list(model.parameters()))
         materializer.check()
 

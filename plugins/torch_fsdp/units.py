@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
@@ -21,9 +17,10 @@ from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.torch_fsdp.collectives import UnitAllGather, UnitReduceScatter, room
 from booster.plugins.torch_fsdp.coordination import Coordinator, Served, Task, TaskKind
+from booster.plugins.torch_fsdp.members import Member
 from booster.plugins.torch_fsdp.watching import InputWatch
 
-__all__ = ["Member", "Unit", "groups_of", "units_of"]
+__all__ = ["Unit", "groups_of", "units_of"]
 
 # Note [Sums of a unit]
 # FSDP2 allocates memory for the sums of a backward, rounds them to the weights' format, and adds them to what earlier
@@ -31,94 +28,6 @@ __all__ = ["Member", "Unit", "groups_of", "units_of"]
 # reduction adds straight into it, and the gradients that FSDP2 then makes of it are dropped. All parameters that train
 # take part in every reduction, with zeros where this rank has not used them, as the ranks' inputs must be of one
 # length; which were used on any rank is agreed upon when the gradients are asked for.
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A parameter of a unit.
-
-    Attributes:
-        name: Its first name in the model.
-        names: All of them.
-        parameter: What the model shows of it between forwards, a DTensor.
-        state: FSDP2's.
-        rank: This rank's place among those that share it.
-        is_used: A backward of this window gave it a gradient.
-        address: Where this rank's rows were when the model was boosted.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    parameter: nn.Parameter
-    state: FSDPParam = field(repr=False)
-    rank: int
-    is_used: bool = False
-    address: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.address = self.state._sharded_param_data.data_ptr()
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether this rank's rows were replaced."""
-        return self.state._sharded_param_data.data_ptr() != self.address
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        return tuple(self.parameter.shape)
-
-    @property
-    def piece_numel(self) -> int:
-        """Elements that every rank has, with padding."""
-        return self.state.padded_sharded_param_size.numel()
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """This rank's elements of the row-major parameter."""
-        numel = math.prod(self.shape)
-        start = min(numel, self.rank * self.piece_numel)
-        return start, min(numel, start + self.piece_numel)
-
-    @property
-    def piece(self) -> torch.Tensor:
-        """This rank's elements, flat, in the memory that FSDP2 gathers from."""
-        start, stop = self.span
-        return self.state._sharded_param_data[: stop - start]
-
-    @property
-    def box(self) -> tuple[tuple[int, int], ...]:
-        """This rank's rows as offset and length per dimension."""
-        rest = math.prod(self.shape[1:])
-        start, stop = (bound // rest for bound in self.span) if rest else (0, 0)
-        return ((start, stop - start), *((0, size) for size in self.shape[1:]))
-
-    @property
-    def trains(self) -> bool:
-        """Whether gradients are wanted."""
-        return self.parameter.requires_grad
-
-    @property
-    def has_local_gradient(self) -> bool:
-        """Whether this rank has a gradient that was not reduced yet."""
-        whole = getattr(self.state, "_unsharded_param", None)
-        return self.state.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
-
-    def local_gradient(self) -> torch.Tensor | None:
-        """Returns this rank's own raw gradient that was not reduced yet, whole."""
-        kept = self.state.unsharded_accumulated_grad
-        whole = getattr(self.state, "_unsharded_param", None)
-        fresh: torch.Tensor | None = None if whole is None else whole.grad
-        if kept is None or fresh is None:
-            return fresh if kept is None else kept
-        return kept + fresh
-
-    def forget_local_gradient(self) -> None:
-        """Drops it."""
-        self.state.unsharded_accumulated_grad = None
-        whole = getattr(self.state, "_unsharded_param", None)
-        if whole is not None:
-            whole.grad = None
 
 
 class Unit:
@@ -132,6 +41,9 @@ class Unit:
         members: Its parameters.
         coordinator: Of all units of the model.
         pool: Memory for collectives, shared by all units of the model.
+
+    Attributes:
+        device: What its weights are gathered on.
     """
 
     def __init__(
@@ -151,7 +63,7 @@ class Unit:
         self.members = tuple(members)
         self.pool = pool
         self._coordinator = coordinator
-        self._device = group.device
+        self.device = group.device
         self._offloads = any(one.state.offload_to_cpu for one in self.members)
         self._sums: torch.Tensor | None = None
         self._summed: tuple[Member, ...] = ()
@@ -163,7 +75,7 @@ class Unit:
         module.set_custom_reduce_scatter(UnitReduceScatter(self))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if self._device.type == "cpu" and hasattr(module, "_set_unshard_async_op"):
+        if self.device.type == "cpu" and hasattr(module, "_set_unshard_async_op"):
             module._set_unshard_async_op(True)  # gloo has no streams: who waits at once lets nothing overlap
         self.group.post_backward = self._post_backward  # type: ignore[method-assign]
         self.inputs = InputWatch(module, self._post_backward)  # type: ignore[arg-type]
@@ -221,7 +133,7 @@ class Unit:
     def _gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
         numel = sum(one.piece_numel for one in self.members)
         dtype = dtype or self.members[0].piece.dtype
-        buffer = room(self.pool, (numel * self.num_ranks,), dtype, self._device)
+        buffer = room(self.pool, (numel * self.num_ranks,), dtype, self.device)
         rank, start = group_rank(self.process_group), 0
         own = buffer[rank * numel : (rank + 1) * numel]
         for one in self.members:
@@ -258,11 +170,6 @@ class Unit:
         """Whether this rank has gradients that were not reduced yet."""
         return any(one.has_local_gradient for one in self.members)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Memory for sums."""
-        return 0 if self._sums is None else self._sums.nbytes
-
     def gradient_of(self, member: Member) -> torch.Tensor | None:
         """Returns this rank's elements of a member's sum, flat; None where there are no sums."""
         if not self.has_sums or member not in self._summed:
@@ -290,7 +197,7 @@ class Unit:
         kept = {one: grad.clone() for one in members if (grad := self.gradient_of(one)) is not None}
         numel = sum(one.piece_numel for one in members)
         if self._sums is None or members != self._summed:
-            home = torch.device("cpu") if self._offloads else self._device
+            home = torch.device("cpu") if self._offloads else self.device
             self._sums = torch.empty(numel, dtype=self.sum_dtype, device=home)
             self._summed = members
         self._sums.zero_()
@@ -304,7 +211,7 @@ class Unit:
     def output_of_reduction(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns what FSDP2 takes for the result of a reduction."""
         if self._is_collected:
-            return torch.empty(numel, dtype=dtype, device=self._device)
+            return torch.empty(numel, dtype=dtype, device=self.device)
         self._prepare_sums()
         assert self._sums is not None
         assert self._sums.numel() == numel
@@ -318,7 +225,7 @@ class Unit:
             self.sums()
         elif self._sums is None or members != self._summed:
             numel = sum(one.piece_numel for one in members)
-            self._sums = torch.empty(numel, dtype=self.sum_dtype, device=self._device)
+            self._sums = torch.empty(numel, dtype=self.sum_dtype, device=self.device)
             self._summed = members
 
     @property
@@ -342,7 +249,7 @@ class Unit:
             flight.finish(output, accumulate=False)
             return
         accumulate, self.has_sums = self.has_sums, True
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             flight.finish(output, accumulate=accumulate)  # in the stream that is current now; nobody waits
             return
         flight.aim(output, accumulate=accumulate)
@@ -350,6 +257,8 @@ class Unit:
 
     def _post_backward(self, *unused: Any) -> None:
         """Does what FSDP2 does when a unit's gradients are there; see Note [Sums of a unit]."""
+        if not self.members[0].was_gathered:
+            return  # loaded gradients may wait here, for which FSDP2 has no place yet
         if self.group.reduce_grads and self._note_use():
             self._complete_gradients()
         FSDPParamGroup.post_backward(self.group)
@@ -404,7 +313,7 @@ class Unit:
             self._note_use()
         members = self.trained
         numel = sum(one.piece_numel for one in members)
-        payload = torch.zeros(numel * self.num_ranks, dtype=self.reduce_dtype, device=self._device)
+        payload = torch.zeros(numel * self.num_ranks, dtype=self.reduce_dtype, device=self.device)
         grid, start = payload.view(self.num_ranks, -1), 0
         for one in members if gives else ():
             gradient = one.local_gradient()
@@ -412,26 +321,23 @@ class Unit:
                 _spread(gradient.reshape(-1), grid[:, start : start + one.piece_numel])
                 one.forget_local_gradient()
             start += one.piece_numel
-        with self._reducing():
-            flight = start_reduce_scatter(payload, self.process_group)
-            if self._offloads:
-                output = torch.empty(numel, dtype=self.sum_dtype, device=self._device)
-                flight.finish(output, accumulate=False)
-                self.sums().add_(output.to("cpu"))
-                return
-            self._prepare_sums()
-            assert self._sums is not None
-            accumulate, self.has_sums = self.has_sums, True
-            flight.finish(self._sums, accumulate=accumulate)
+        self._wait_for_reductions()
+        flight = start_reduce_scatter(payload, self.process_group)
+        if self._offloads:
+            output = torch.empty(numel, dtype=self.sum_dtype, device=self.device)
+            flight.finish(output, accumulate=False)
+            self.sums().add_(output.to("cpu"))
+            return
+        self._prepare_sums()
+        assert self._sums is not None
+        accumulate, self.has_sums = self.has_sums, True
+        flight.finish(self._sums, accumulate=accumulate)
 
-    def _reducing(self) -> AbstractContextManager[Any]:
-        """Returns a context that runs behind the reductions of FSDP2's own."""
+    def _wait_for_reductions(self) -> None:
+        """Has what comes now run behind the reductions that FSDP2 has put into a stream of their own."""
         context = self.group.comm_ctx
-        if self._device.type == "cpu" or not hasattr(context, "reduce_scatter_stream"):
-            return nullcontext()
-        current = torch.accelerator.current_stream()
-        current.wait_stream(context.reduce_scatter_stream)
-        return nullcontext()
+        if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):
+            torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
 
 
 def _shard_group(group: FSDPParamGroup) -> dist.ProcessGroup:

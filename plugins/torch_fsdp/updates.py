@@ -10,8 +10,9 @@ from torch import nn
 
 from booster.interface import Shard
 from booster.plugins.sharding.masters import take_over
+from booster.plugins.torch_fsdp.members import Member
 from booster.plugins.torch_fsdp.piece_exchange import PieceExchange
-from booster.plugins.torch_fsdp.units import Member, Unit
+from booster.plugins.torch_fsdp.units import Unit
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
 
 __all__ = ["OwnedUpdate", "OwnedUpdates", "PieceUpdate", "Update", "WholeUpdate", "new_master"]

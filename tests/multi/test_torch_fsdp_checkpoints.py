@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -628,3 +629,40 @@ def test_a_model_trained_in_bf16_is_saved_in_fp32(tmp_path, pretrained):
     weights = run_ranks(train_in_half, 2, pretrained, tmp_path / "c")[0]
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert_same(_opened(tmp_path / "c").state_dict(), weights)
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        for block in self.blocks[:depth]:
+            x = block(x)
+        return x.square().mean()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("holds_back", [True, False])
+def test_waiting_gradients_of_a_unit_that_is_not_used_again(tmp_path, holds_back):
+    def make():
+        booster = Booster(plugin=TorchFSDPPlugin())
+        net = Skips()
+        return booster, *booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))[:2]
+
+    def begin(booster, model, optimizer):
+        with booster.no_sync(model, optimizer) if holds_back else nullcontext():
+            booster.backward(model(torch.ones(2, 5) + dist.get_rank(), 3), optimizer)
+
+    def end(booster, model, optimizer):
+        booster.backward(model(torch.ones(2, 5) - dist.get_rank(), 1), optimizer)
+        optimizer.step()
+        return model.state_dict()
+
+    first, second = make(), make()
+    begin(*first)
+    first[0].save(tmp_path / "c", first[1], first[2])
+    second[0].load(tmp_path / "c", second[1], second[2])
+    assert_same(end(*second), end(*first))
+    assert not torch.equal(first[1].state_dict()["blocks.2.0.weight"], Skips().blocks[2][0].weight)
