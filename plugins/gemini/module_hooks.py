@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -124,8 +125,14 @@ class ModuleHooks:
         """Has the chunks take gradients of parameters that train and were not watched yet."""
         for slot in self._slots.values():
             if slot.parameter.requires_grad and slot.chunk.layout.trains and not slot.is_watched:
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(_GradientArrived(self, slot)))
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(_GradientArrived(self)))
                 slot.is_watched = True
+
+    def gradient_arrived_at(self, parameter: torch.Tensor) -> None:
+        """Takes the gradient of a parameter that is watched."""
+        slot = self._slots.get(id(parameter))
+        if slot is not None and slot.is_watched:
+            self.gradient_arrived(slot)
 
     def remove(self) -> None:
         """Leaves the model as it was."""
@@ -339,14 +346,16 @@ class _AfterForward:
 
 
 class _GradientArrived:
-    def __init__(self, hooks: ModuleHooks, slot: Slot) -> None:
-        self._hooks = hooks
-        self._slot = slot
+    """Holds nothing that leads back to the parameter: Python can't collect a cycle through a tensor's hooks."""
+
+    def __init__(self, hooks: ModuleHooks) -> None:
+        self._hooks = weakref.ref(hooks)
 
     @_not_compiled
     def __call__(self, parameter: torch.Tensor) -> None:
-        if self._slot.is_watched:
-            self._hooks.gradient_arrived(self._slot)
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.gradient_arrived_at(parameter)
 
 
 def _version_of(slots: Sequence[Slot]) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import distributed, run_ranks
 from torch import nn
 
 from booster import Booster
@@ -147,3 +148,22 @@ def test_a_budget_is_never_exceeded(world_size, policy, max_prefetch):
     for record in records:
         assert max(record["seen"]) <= budget
         assert max(record["at_rest"]) <= budget
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("policy", ["static", "cpu"])
+def test_everything_is_freed_with_the_wrappers(policy):
+    seen = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40))
+        plugin = GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 512}, placement_policy=policy)
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+        booster.backward(model(torch.ones(1, 40)).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.manager)]
+        del net, booster, model, optimizer, plugin
+    gc.collect()
+    assert [one() for one in seen] == [None] * len(seen)
