@@ -80,6 +80,7 @@ class ShardedByHand(OptimizerWrapper):
         for _, parameter in trained:
             optim.state.pop(parameter, None)
         self.shards = Shards(parts, [name for name, _ in trained], group)
+        self.gradient_shards = self.shards.parts  # sums lie where the updates do
 
     @torch.no_grad()
     def _cut(self, name: str, parameter: nn.Parameter, index: int, group) -> list[Shard]:
