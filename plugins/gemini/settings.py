@@ -15,7 +15,7 @@ from booster.errors import ConfigError
 from booster.plugins.gemini.layout import ChunkLayout
 from booster.plugins.gemini.placement import Placement, make_placement
 from booster.plugins.gemini.tiers import Tier
-from booster.plugins.sharding.checks import check_clipping, check_replicas, is_number
+from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas, is_number
 from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["ChunkSettings", "GeminiArguments", "GeminiSettings", "PlacementArguments"]
@@ -112,8 +112,7 @@ class GeminiArguments:
         if not isinstance(self.precision, str) or self.precision not in DTYPES:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no truth value: pass True or False")
+            check_flag(name, getattr(self, name))
         check_clipping(self.max_norm, self.norm_type)
         self._check_sizes()
         self._check_ranks(world_size)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigError
 from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_clipping, check_replicas, is_number
+from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas, is_number
 from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["ZeroArguments", "ZeroSettings"]
@@ -65,9 +64,9 @@ class ZeroArguments:
         self._check_communication_dtype()
         check_replicas(self.extra_dp_size, world_size)
         for name in ("overlap_communication", "overlap_allgather", "cpu_offload", "master_weights", "cast_inputs"):
-            _check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         for name in ("sync_batch_norm", "broadcast_buffers"):
-            _check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
 
     def _check_numbers(self) -> None:
         check_clipping(self.max_norm, self.norm_type)
@@ -117,8 +116,3 @@ class ZeroSettings:
     overlaps_gathering: bool = False
     max_norm: float = 0.0
     norm_type: float = 2.0
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False")

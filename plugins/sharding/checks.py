@@ -14,6 +14,7 @@ from booster.mixed_precision.fp16_naive import log_on_master
 
 __all__ = [
     "check_clipping",
+    "check_flag",
     "check_memory_is_apart",
     "check_replicas",
     "error_of",
@@ -111,3 +112,13 @@ def check_replicas(extra_dp_size: Any, world_size: int) -> None:
             f"extra_dp_size={extra_dp_size!r} does not divide the {world_size} ranks into equal groups that each hold"
             " all shards: give a divisor of the world size, or 1"
         )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Returns if an argument is True or False.
+
+    Raises:
+        ConfigError: It is something else, which might be taken for either.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from booster.plugins.torch_fsdp.materializing import Materializer
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.outputs import SafeOutputs
 from booster.plugins.torch_fsdp.own_format import OwnFormat, modules_with_forward
+from booster.plugins.torch_fsdp.piece_exchange import Divided, choose_owners
 from booster.plugins.torch_fsdp.settings import Strategy, check_reshard_after_forward
 from booster.plugins.torch_fsdp.units import units_of
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
@@ -167,7 +168,8 @@ class Assembly:
         coordinator = Coordinator(self.coordination_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         units = list(units_of(modules, names, coordinator, BufferPool(device)))
-        owners = _owners([parameter.nbytes for parameter in whole], group_size(shard_group))
+        divided = [Divided(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in whole]
+        owners = choose_owners(divided, group_size(shard_group))
         members = [
             WholeMember(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)
             for one, owner in zip(whole, owners, strict=True)
@@ -232,12 +234,3 @@ def _minority(model: nn.Module, modules: Sequence[nn.Module], whole: Collection[
         numels[one.dtype] += one.numel()
     most = max(numels, key=lambda dtype: (numels[dtype], str(dtype)), default=None)
     return {name for name, one in model.named_parameters() if one in own and one.dtype != most}
-
-
-def _owners(sizes: Sequence[int], num_ranks: int) -> Iterator[int]:
-    """Yields for each size a rank, so that all have about as much."""
-    held = [0] * num_ranks
-    for size in sizes:
-        owner = held.index(min(held))
-        held[owner] += size
-        yield owner

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision as BoosterPrecision
+from booster.plugins.sharding.checks import check_flag
 
-__all__ = ["UnitFormats", "check_flag", "check_formats", "is_module_class", "read_formats"]
+__all__ = ["UnitFormats", "check_formats", "is_module_class", "read_formats"]
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -114,12 +115,6 @@ def _check_first_generation(given: MixedPrecision) -> None:
             f"mixed_precision with _module_classes_to_ignore={classes!r}: give a tuple of classes of modules, () for"
             " none"
         )
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raises `ConfigError` for what is neither True nor False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False")
 
 
 def is_module_class(given: Any) -> bool:

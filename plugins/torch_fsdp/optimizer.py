@@ -88,6 +88,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._settings = settings
         self._updates: list[Update] = []
         self._original_ids: dict[str, int] = {}
+        self._keeps_masters = False
         self._synchronizes = True
         self._replace_originals()
         for index in range(len(optim.param_groups)):
@@ -114,6 +115,8 @@ class FSDPOptimizer(ShardedOptimizer):
             new = [one for one in group["params"] if one.requires_grad and id(one) not in self._working_of]
             updates = self._updates_of(new, index)
             for parameter, update in zip(new, updates, strict=True):
+                if self._keeps_masters:  # a parameter that joins later begins at its rounded values
+                    update.keep_master({}, id(parameter))
                 shards = [] if update.shard is None else [update.shard]
                 shard_state(self.optim, parameter, shards)
                 self._working_of |= {id(one.parameter): one.working for one in shards}
@@ -174,6 +177,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
         """Has the optimizer update fp32 copies of low-precision weights; True, as it does so itself."""
+        self._keeps_masters = True
         replaced: dict[int, nn.Parameter] = {}
         for update in self._updates:
             before = update.keep_master(originals, self._original_ids[update.member.name])

@@ -16,8 +16,8 @@ from torch.distributed.fsdp.wrap import _Policy
 
 from booster.comm import group_size
 from booster.errors import ConfigError
-from booster.plugins.sharding.checks import check_clipping, check_replicas
-from booster.plugins.torch_fsdp.formats import UnitFormats, check_flag, check_formats, is_module_class, read_formats
+from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas
+from booster.plugins.torch_fsdp.formats import UnitFormats, check_formats, is_module_class, read_formats
 from booster.plugins.torch_fsdp.grouping import check_process_group, describe_process_group, make_mesh
 
 __all__ = ["FSDPArguments", "Strategy", "UnitFormats", "check_reshard_after_forward"]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from booster.interface import Shard
+from booster.mixed_precision.master_weights import LOW_PRECISION
 from booster.plugins.sharding.masters import take_over
 from booster.plugins.torch_fsdp.members import Member
 from booster.plugins.torch_fsdp.piece_exchange import PieceExchange
@@ -16,8 +17,6 @@ from booster.plugins.torch_fsdp.units import Unit
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
 
 __all__ = ["OwnedUpdate", "OwnedUpdates", "PieceUpdate", "Update", "WholeUpdate", "new_master"]
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Update(ABC):

@@ -622,3 +622,22 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
         assert not optimizer.step_was_skipped or optimizer.loss_scaler.scale == scale / 2
     assert skipped == [False, True, True, False]
     assert optimizer.num_skipped_steps == 2
+
+
+@distributed(world_size=2)
+def test_parameters_that_join_later_have_masters_where_the_others_have():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].requires_grad_(False)
+    booster = Booster(plugin=TorchFSDPPlugin(), mixed_precision="fp16_naive")
+    given = [*net[0].parameters(), *net[1].parameters()]
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(given, lr=0.1))
+    net[1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(net[2].parameters())})
+    booster.backward(model(torch.ones(1, 4)).sum(), optimizer)
+    optimizer.step()
+    assert {part.name for part in optimizer.shards.parts} == set(optimizer.shards.names)
+    assert len(optimizer.shards.names) == 6
+    for part in optimizer.shards.parts:
+        assert part.has_master
+        assert part.parameter.dtype is torch.float32
