@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from oracles.joined_slices import copied_slices, join_slices
 from oracles.serial_training import Fp32Sums, Record, make_optimizer, train_serial
 from zoo import get_model, split_batch
 
@@ -92,6 +93,22 @@ class Case:
     plugin_arguments: dict[str, Any] = field(default_factory=dict)
     uses_shared_memory: bool = True
 
+    @property
+    def num_data_parts(self) -> int:
+        """Parts that a global batch is divided into: ranks that share a model's computation read the same part."""
+        if self.plugin != "hybrid_parallel":
+            return self.world_size
+        arguments = self.plugin_arguments
+        # Ranks that share attention have an axis of their own only in these modes.
+        has_own_axis = arguments.get("sequence_parallelism_mode") in ("all_to_all", "ring_attn")
+        num_sequence_ranks = arguments["sp_size"] if has_own_axis else 1
+        return self.world_size // (arguments.get("tp_size", 1) * num_sequence_ranks)
+
+    @property
+    def splits_computation(self) -> bool:
+        """Whether several ranks compute one sample."""
+        return self.num_data_parts < self.world_size
+
 
 def assert_parallel_equals_serial(plugin: str, model: str, **settings) -> None:
     """Trains `model` of the zoo under `plugin` and in one process on the same global batches, and compares.
@@ -102,6 +119,9 @@ def assert_parallel_equals_serial(plugin: str, model: str, **settings) -> None:
     case = Case(plugin=plugin, model=model, **settings)
     ranks = run_ranks(train_parallel, case.world_size, asdict(case), timeout=120)
     initial = get_model(model).build()
+    if case.plugin == "hybrid_parallel":
+        whole = join_slices([record.slices for record in ranks], ranks[0].tied_names, what=str(case))
+        ranks = [replace(record, weights=whole) for record in ranks]
     for rank, record in enumerate(ranks):
         for name, weight in record.weights.items():
             assert torch.equal(weight, ranks[0].weights[name]), f"{name} differs between rank 0 and {rank} of {case}"
@@ -123,14 +143,15 @@ def _comparisons(case: Case) -> list[tuple[bool, Tolerance]]:
     precision = _reference_precision(case)
     kind = KIND.get(precision, precision)
     mixes = get_model(case.model).mixes_samples
-    if mixes:  # the statistics are of the whole batch
+    # The statistics are of the whole batch; or every rank's part of a sum over features is rounded by itself.
+    if mixes or case.splits_computation:
         return [(False, AT_ONCE[kind])]
     if precision.startswith("fsdp_") and get_model(case.model).blocks_share_tensors:
         # FSDP2's hooks at the borders of units change in which order autograd adds up such a tensor's gradients, in low
         # precision. tests/multi/test_torch_fsdp_numbers.py compares with FSDP2 itself, bit for bit.
         return [(False, AT_ONCE[kind])]
     # DDP averages gradients in fp16 as such: dividing by 2 or 4 is exact, dividing by 3 rounds each of them once more.
-    is_exact = kind != "fp16 weights" or case.world_size in (1, 2, 4, 8) or _fp32_sums(case) != "none"
+    is_exact = kind != "fp16 weights" or case.num_data_parts in (1, 2, 4, 8) or _fp32_sums(case) != "none"
     finer = f"{kind}, fp32 sums" if _fp32_sums(case) != "none" else kind
     return [(False, AT_ONCE[kind]), (True, IN_PARTS[finer] if is_exact else AT_ONCE[kind])]
 
@@ -163,9 +184,9 @@ def train_reference(case: Case, in_parts: bool) -> Record:
             get_model(case.model),
             precision=_reference_precision(case),
             steps=case.steps,
-            batch_size=case.samples_per_rank * case.world_size,
+            batch_size=case.samples_per_rank * case.num_data_parts,
             accumulation=case.accumulation,
-            parts=case.world_size if in_parts else 1,
+            parts=case.num_data_parts if in_parts else 1,
             max_norm=case.max_norm,
             optimizer="adamw" if case.optimizer == "hybrid_adam" else case.optimizer,
             fp32_sums=_fp32_sums(case),
@@ -186,7 +207,7 @@ def _one_thread() -> Iterator[None]:
 
 def _reference_precision(case: Case) -> str | None:
     """Returns what `train_serial` calls the numbers of a plugin that has a precision of its own."""
-    if case.plugin in ("low_level_zero", "gemini") and case.precision is not None:
+    if case.plugin in ("low_level_zero", "gemini", "hybrid_parallel") and case.precision is not None:
         return {"fp16": "fp16_naive", "bf16": "bf16_weights"}[case.precision]
     return "fsdp_bf16" if case.precision == "fsdp_bf16_fp32_reduce" else case.precision
 
@@ -199,11 +220,12 @@ def _fp32_sums(case: Case) -> Fp32Sums:
         # What no_sync holds back is added by autograd, in the format of the gathered weights or of reductions.
         adds_before = case.synchronize != "always" and case.precision != "fsdp_bf16_fp32_reduce"
         return "parts" if adds_before else "all"
-    if case.plugin != "low_level_zero" or case.precision is None:
+    if case.plugin not in ("low_level_zero", "hybrid_parallel") or case.precision is None:
         return "none"
     arguments = case.plugin_arguments
+    stage = arguments.get("stage", 1) if case.plugin == "low_level_zero" else arguments.get("zero_stage", 0)
     reduces_always = case.synchronize == "always" and arguments.get("overlap_communication", True)
-    return "all" if arguments.get("stage", 1) == 2 or reduces_always else "parts"
+    return "all" if stage == 2 or reduces_always else "parts"
 
 
 def train_parallel(settings: dict[str, Any]) -> Record:
@@ -233,6 +255,7 @@ def _train(case: Case) -> Record:
     model, optimizer, *_ = booster.boost(raw, _make_own_optimizer(case.optimizer, entry.param_groups(raw)))
     record = Record()
     size, rank = booster.plugin.dp_size, booster.plugin.dp_rank
+    assert size == case.num_data_parts, f"{size} parts of the data under {case}"
     for step in range(case.steps):
         loss_sum = 0.0
         for index in range(case.accumulation):
@@ -245,7 +268,10 @@ def _train(case: Case) -> Record:
             optimizer.zero_grad()
         else:
             record.norms.append(optimizer.get_grad_norm())
-    record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if case.plugin == "hybrid_parallel":
+        record.slices, record.tied_names = copied_slices(model), model.tied_names()
+    else:
+        record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return record
 
 
@@ -293,10 +319,24 @@ def make_booster(case: Case, entry):
             arguments.setdefault("force_outputs_fp32", True)
         arguments.setdefault("chunk_config_dict", {"chunk_size": 512})  # several chunks in the zoo's small models
         return Booster(plugin=GeminiPlugin(precision=case.precision or "fp32", **arguments))
+    if case.plugin == "hybrid_parallel":
+        return make_hybrid_booster(case, arguments)
     if case.plugin == "torch_fsdp":
         return make_fsdp_booster(case, arguments)
     assert not arguments, f"say here how {case.plugin} takes {arguments}"
     return Booster(plugin=plugin_from_name(case.plugin), mixed_precision=make_precision(case.precision))
+
+
+def make_hybrid_booster(case: Case, arguments: dict[str, Any]):
+    from booster import Booster
+    from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+
+    if case.precision == "fp16":
+        arguments.setdefault("initial_scale", 2**10)
+    # Several buckets in the zoo's small models.
+    arguments.setdefault("zero_bucket_size_in_m", 0.004)
+    arguments.setdefault("ddp_bucket_cap_mb", 0.004)
+    return Booster(plugin=HybridParallelPlugin(precision=case.precision or "fp32", **arguments))
 
 
 def make_fsdp_booster(case: Case, arguments: dict[str, Any]):

@@ -31,10 +31,12 @@ from booster.comm.point_to_point import (
     start_send_tensor,
 )
 from booster.comm.shared_memory import transport, use_shared_memory
+from booster.comm.started_reductions import AllReduce, start_all_reduce
 from booster.comm.store_barrier import ErrorBarrier
 
 __all__ = [
     "AllGather",
+    "AllReduce",
     "CommunicationCount",
     "ErrorBarrier",
     "Fault",
@@ -65,6 +67,7 @@ __all__ = [
     "send",
     "send_tensor",
     "start_all_gather",
+    "start_all_reduce",
     "start_receive_tensor",
     "start_reduce_scatter",
     "start_send_tensor",

@@ -5,6 +5,7 @@ from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPr
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.optimizer_state import OptimizerState, TensorSpec
+from booster.interface.parameter_layout import LayoutPiece, ParameterLayout, layout_of, set_layout
 from booster.interface.pending_gradients import PendingGradients, ReducedGradients, WindowCounts
 from booster.interface.plugin import Boosted, Plugin
 from booster.interface.shards import Shard, ShardAware, Shards
@@ -15,12 +16,14 @@ __all__ = [
     "AllocatesStates",
     "Boosted",
     "FusedUpdate",
+    "LayoutPiece",
     "LossScaler",
     "MasterWeights",
     "MixedPrecision",
     "ModelWrapper",
     "OptimizerState",
     "OptimizerWrapper",
+    "ParameterLayout",
     "PendingGradients",
     "Plugin",
     "ReducedGradients",
@@ -30,4 +33,6 @@ __all__ = [
     "TensorSlice",
     "TensorSpec",
     "WindowCounts",
+    "layout_of",
+    "set_layout",
 ]

@@ -10,6 +10,7 @@ from torch import nn
 
 from booster.errors import CheckpointError, ConfigError
 from booster.interface.mixed_precision import MixedPrecision
+from booster.interface.parameter_layout import layout_of
 from booster.interface.tensor_slice import TensorSlice
 
 __all__ = ["ModelWrapper"]
@@ -127,10 +128,13 @@ class ModelWrapper(nn.Module):
             CheckpointError: The model's state holds something that is no tensor.
         """
         state = self.module.state_dict()
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         return [
-            TensorSlice.whole(names[0], state[names[0]], primary=self._is_primary, shared=names[0] in parameters)
+            part
             for names in self._tied(state)
+            for part in layout_of(parameters.get(names[0], state[names[0]])).slices(
+                names[0], state[names[0]], primary=self._is_primary, shared=names[0] in parameters
+            )
         ]
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:

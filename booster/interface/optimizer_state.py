@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from booster.errors import CheckpointError
+from booster.interface.parameter_layout import ParameterLayout, layout_of
 from booster.interface.state_allocation import AllocatesStates
 from booster.interface.tensor_slice import TensorSlice
 
@@ -91,7 +92,7 @@ class OptimizerState:
         return {
             "optimizer": type(self.optimizer.unwrap()).__name__,
             "param_groups": groups,
-            "shapes": {name: list(parameter.shape) for members in logical for name, parameter in members},
+            "shapes": {name: list(self._layout(one).logical_shape) for members in logical for name, one in members},
             "numbers": self._all_numbers(),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
             "num_skipped_steps": self.optimizer.num_skipped_steps,
@@ -166,13 +167,18 @@ class OptimizerState:
 
     def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
         """Yields what this rank holds of a logical parameter's states."""
+        layout, is_primary = self._layout(parameter), self.optimizer.is_primary
         for key, value in self._state_tensors(parameter):
-            yield TensorSlice.whole(f"{name}.{key}", value, primary=self.optimizer.is_primary)
+            if value.shape == layout.local_shape:
+                yield from layout.slices(f"{name}.{key}", value, primary=is_primary)
+            else:
+                yield TensorSlice.whole(f"{name}.{key}", value, primary=is_primary and layout.holds_first())
 
     def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
         """Yields what this rank holds of a logical parameter's master weights."""
         if self.optimizer.working_parameter(parameter) is not parameter:
-            yield TensorSlice.whole(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.is_primary)
+            layout = self._layout(parameter)
+            yield from layout.slices(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.is_primary)
 
     def _all_numbers(self) -> dict[str, dict[str, Any]]:
         """Returns the states that are plain values by logical parameter, the same on all ranks. May be collective."""
@@ -190,11 +196,23 @@ class OptimizerState:
             masters.refresh()
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
-        """Returns an empty state tensor where torch's own load_state_dict would put it, in the same format."""
+        """Returns a state tensor to be filled where torch's own load_state_dict would put it, in the same format."""
+        spec = self._own_spec(parameter, key, spec)
+        memory = None
         if self._allocator is not None:
             memory = self._allocator.allocate_state(parameter, key, spec.shape, spec.dtype)
-            if memory is not None:
-                return memory
+        if memory is None:
+            memory = self._new_memory(parameter, key, spec)
+        return memory.zero_() if self._layout(parameter).has_padding else memory
+
+    def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
+        """Returns what one of `param_groups` has of a stored state."""
+        layout = self._layout(parameter)
+        return replace(spec, shape=layout.local_shape) if spec.shape == layout.logical_shape else spec
+
+    # What all share.
+
+    def _new_memory(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
         if key == "step":
             group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -202,7 +220,9 @@ class OptimizerState:
         floats = spec.dtype.is_floating_point and parameter.is_floating_point()
         return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
 
-    # What all share.
+    def _layout(self, parameter: nn.Parameter) -> ParameterLayout:
+        """Returns what this rank's model has of the logical parameter that one of `param_groups` is, or is a copy of."""
+        return layout_of(self.optimizer.working_parameter(parameter), parameter.shape)
 
     def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -247,7 +267,8 @@ class OptimizerState:
             yield from (f"group {index}: {name!r} is missing in the checkpoint" for name in sorted(ours - theirs))
             yield from (f"group {index}: {name!r} is not in this optimizer" for name in sorted(theirs - ours))
         for name, shape in values["shapes"].items():
-            if name in named and tuple(shape) != tuple(named[name].shape):
-                yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {tuple(named[name].shape)} here"
+            here = self._layout(named[name]).logical_shape if name in named else tuple(shape)
+            if tuple(shape) != here:
+                yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {here} here"
         unknown = [full for full in specs if full.rsplit(".", 1)[0] not in values["shapes"]]
         yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))

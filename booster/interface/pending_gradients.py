@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster.comm import group_rank
+from booster.comm import group_rank, group_size
 from booster.errors import CheckpointError, ConfigError
 from booster.interface.gradient_window import GradientWindow
+from booster.interface.parameter_layout import layout_of
 from booster.interface.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = ["PendingGradients", "ReducedGradients", "WindowCounts"]
 #   sum of g_r and 1/W' of the sum of items, and the sum of all R is divided evenly, so that what follows adds to the
 #   same two sums, and an item weighs alike before and after the load.
 # A rank without shards shares with nobody: it is a group of one, and adds its part of the R to its own gradient.
+# Ranks that share a model's layers hold between them the same g_r, each a part: they count as one rank, the *data rank*.
 # Where W' = W every rank takes its own g_r, and where the groups are the same too its own part of R, bit for bit. Raw
 # gradients carry the loss scale they were made with: under another one they are multiplied by the quotient.
 
@@ -45,6 +47,7 @@ class WindowCounts:
         num_micro_steps: Micro-steps of `Booster.accumulate` since the last step.
         loss_scale: What the losses were multiplied with.
         num_items: This rank's sum of `num_items`; None where backward() was called without.
+        data_rank: Of the rank, see Note [Gradients of other ranks]; None: its rank.
     """
 
     num_backwards: int
@@ -52,6 +55,7 @@ class WindowCounts:
     num_micro_steps: int
     loss_scale: float
     num_items: float | None
+    data_rank: int | None = None
 
     def to_plain(self) -> dict[str, float | None]:
         """Returns the numbers as JSON has them; `from_plain` reads them."""
@@ -65,20 +69,15 @@ class WindowCounts:
             CheckpointError: It is something else.
         """
         names = [field.name for field in fields(cls)]
-        items = plain.get("num_items") if isinstance(plain, dict) else None
-        if (
-            not isinstance(plain, dict)
-            or set(plain) != set(names)
-            or not all(
-                type(plain[name]) in (int, float) and 0 <= plain[name] < math.inf
-                for name in names
-                if name != "num_items" or items is not None
-            )
+        given = {"data_rank": None, **plain} if isinstance(plain, dict) else {}  # older files have no data_rank
+        optional = [name for name in ("num_items", "data_rank") if given.get(name) is None]
+        if set(given) != set(names) or not all(
+            type(given[name]) in (int, float) and 0 <= given[name] < math.inf for name in names if name not in optional
         ):
             raise CheckpointError(
                 f"{str(plain)[:200]} are no counts of stored gradients: take another copy of the checkpoint"
             )
-        return cls(**plain)
+        return cls(**given)
 
     @classmethod
     def of_rank(cls, stored: Sequence[WindowCounts], rank: int, num_ranks: int) -> WindowCounts:
@@ -161,6 +160,22 @@ class PendingGradients:
         """The first of the ranks that share the sums in `reduced`; here every rank is alone."""
         return group_rank()
 
+    @property
+    def data_rank(self) -> int:
+        """Which of the parts of the data this rank's gradients are of; see Note [Gradients of other ranks]."""
+        return group_rank(self.optimizer.data_parallel_group)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """In how many parts the data are divided."""
+        return group_size(self.optimizer.data_parallel_group)
+
+    def slices(self) -> list[TensorSlice]:
+        """Returns what this rank holds of its data rank's raw gradients, by parameter name."""
+        parameters = self.parameters()
+        own = self.tensors().items()
+        return [part for name, one in own for part in layout_of(parameters[name]).slices(name, one.contiguous())]
+
     def counts(self) -> WindowCounts:
         """Returns the numbers that belong to the gradients."""
         window = self.optimizer.window
@@ -170,6 +185,7 @@ class PendingGradients:
             num_micro_steps=self.optimizer.num_micro_steps,
             loss_scale=self._loss_scale(),
             num_items=window.num_items,
+            data_rank=self.data_rank,
         )
 
     def check(self) -> None:
@@ -240,8 +256,11 @@ def _with_sums(
     """Yields a rank's own gradients with its part of the sums added."""
 
     def part_of(name: str) -> torch.Tensor:
-        whole = TensorSlice.whole(name, parameters[name].detach(), primary=False)
-        return reduced.read(whole).view(whole.global_shape)
+        parameter = parameters[name]
+        total = torch.zeros(parameter.shape, dtype=torch.float64)
+        for part in layout_of(parameter).slices(name, total):
+            part.tensor.copy_(reduced.read(part).view(part.tensor.shape))
+        return total
 
     left = set(reduced.names)
     for name, own in gradients:

@@ -17,6 +17,8 @@ from torch import nn
 
 from booster.comm import all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
+from booster.interface.parameter_layout import ParameterLayout, is_cut, layout_of
+from booster.interface.tensor_slice import TensorSlice
 
 __all__ = ["Shard", "ShardAware", "Shards"]
 
@@ -27,8 +29,9 @@ class Shard:
 
     Attributes:
         name: The user's name of the parameter.
-        global_shape: The parameter's shape.
-        span: First element and one past the last, counted in the row-major flattening of the parameter.
+        global_shape: The parameter's shape, as the user made it.
+        span: First element and one past the last, counted in the row-major flattening of `working`; that is the whole
+            parameter, unless the model itself is cut over ranks, see `layout`.
         parameter: What the optimizer's `param_groups` hold: one dimension, `span[1] - span[0]` elements.
         working: The model's whole parameter, in the format that the model computes in. It changes after the step.
         group_index: Which of `param_groups` it is in.
@@ -44,6 +47,30 @@ class Shard:
     group_index: int
     has_master: bool
     is_primary: bool
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """Which blocks of the parameter as the user made it `working` consists of."""
+        return layout_of(self.working, self.global_shape)
+
+    def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of a tensor of the shard's shape: the elements that count in a sum over the whole parameter.
+
+        All of them, but for padding and for what another rank of a tensor-parallel group counts.
+        """
+        return self.layout.counted(tensor, self.span) if is_cut(self.working) else [tensor]
+
+    def positions(self) -> torch.Tensor:
+        """Returns where the shard's elements lie in the row-major flattening of the parameter as the user made it.
+
+        Returns:
+            int64, of one dimension; -1 for padding.
+        """
+        return self.layout.positions(self.span)
+
+    def slices(self, name: str, tensor: torch.Tensor) -> list[TensorSlice]:
+        """Returns a tensor with one value per element of the shard as slices of the logical tensor `name`."""
+        return self.layout.slices(name, tensor, span=self.span, primary=self.is_primary)
 
 
 class Shards:
@@ -141,11 +168,12 @@ class ShardAware(Protocol):
     it puts together from all shards of the parameter:
 
     - LAMB (You et al., 2020, Algorithm 2) computes its update per element as Adam does, then sums the squares of the
-      weights and of the update over each of its shards, adds those of one name, calls
+      weights and of the update over each of its shards (over `shard.counted(...)` of them: a tensor-parallel rank may
+      hold padding and copies), adds those of one name, calls
       `shards.sum_over_ranks(squares, lengths=2)` once, and scales every shard by the ratio of the two roots.
     - LARS (You et al., 2017, section 5) does the same with weights and gradients before it applies momentum.
     - Adafactor (Shazeer and Stern, 2018, Algorithm 4) sums the squared gradient of a matrix by rows and by columns:
-      an element of a shard lies at `divmod(span[0] + index, columns)`, and `lengths={name: rows + columns}` comes from
+      an element of a shard lies at `divmod(shard.positions()[index], columns)`, and `lengths={name: rows + columns}` comes from
       `shards.shapes`. Its clipping by the root mean square of the update takes a second call with `lengths=1`.
 
     What `step()` has to keep to:

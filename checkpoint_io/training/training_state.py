@@ -213,7 +213,7 @@ class TrainingStateIO:
         for name, optimizer in parts.optimizers.items():
             yield optimizer_component(optimizer, to_optimizer, gathered.optimizer_values[name], name)
         for name, pending in gathered.waiting.items():
-            yield gradients_component(pending, rank, folder=name, max_shard_bytes=limit)
+            yield gradients_component(pending, folder=name, max_shard_bytes=limit)
         yield rank_component(RANDOM_STATE, random_state, rank, folder="", max_shard_bytes=limit)
 
     def _facts(self, facts: Mapping[str, Any], step: int | None, sequence: int) -> dict[str, Any]:

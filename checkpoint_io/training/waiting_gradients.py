@@ -14,19 +14,18 @@ from booster.checkpoint_io.loading.loader import Loader
 from booster.checkpoint_io.loading.range_reader import read_slices
 from booster.checkpoint_io.loading.reader import Checkpoint
 from booster.checkpoint_io.saving.component import Component
-from booster.checkpoint_io.training.rank_tensors import rank_component, whole_tensor
 from booster.errors import CheckpointError
-from booster.interface import OptimizerWrapper, PendingGradients, ReducedGradients, TensorSlice, WindowCounts
+from booster.interface import OptimizerWrapper, PendingGradients, ReducedGradients, TensorSlice, WindowCounts, layout_of
 
 __all__ = ["GradientsLoad", "gradients_component"]
 
-# Note [Names of stored gradients]: `rank<r>.<parameter>` is rank r's own gradient; `reduced<r>.<parameter>` the sum of
-# what the ranks that share shards, of which r is the first, had reduced already. What either means for the step, and
+# Note [Names of stored gradients]: `rank<r>.<parameter>` is data rank r's own gradient; `reduced<r>.<parameter>` the sum
+# of what the ranks that share shards, of which r is the first, had reduced already. What either means for the step, and
 # for other ranks than those that saved: see Note [Gradients of other ranks].
 _NAME = re.compile(r"(rank|reduced)(\d+)\.(.+)", re.DOTALL)
 
 
-def gradients_component(pending: PendingGradients, rank: int, *, folder: str, max_shard_bytes: int) -> Component:
+def gradients_component(pending: PendingGradients, *, folder: str, max_shard_bytes: int) -> Component:
     """Returns what this rank holds of an optimizer's gradients as a component.
 
     Raises:
@@ -34,10 +33,16 @@ def gradients_component(pending: PendingGradients, rank: int, *, folder: str, ma
         CheckpointError: One of them is sparse.
     """
     pending.check()
-    component = rank_component(GRADIENTS, pending.tensors(), rank, folder=folder, max_shard_bytes=max_shard_bytes)
-    prefix = f"reduced{pending.first_rank}"
-    sums = [replace(part, name=f"{prefix}.{part.name}") for part in pending.reduced()]
-    return replace(component, slices=[*component.slices, *sums])
+    own = [replace(part, name=f"rank{pending.data_rank}.{part.name}") for part in pending.slices()]
+    sums = [replace(part, name=f"reduced{pending.first_rank}.{part.name}") for part in pending.reduced()]
+    return Component(
+        kind=GRADIENTS,
+        names=GRADIENTS.names(is_safetensors=True),
+        slices=[*own, *sums],
+        max_shard_bytes=max_shard_bytes,
+        is_sharded=True,
+        folder=folder,
+    )
 
 
 class GradientsLoad:
@@ -77,9 +82,9 @@ class GradientsLoad:
         self._loader.ranks.agree(fill, self._doing)
 
     def _compare(self) -> None:
-        self._counts = [WindowCounts.from_plain(plain) for plain in self._plain_counts]
         self._pending: PendingGradients = self._optimizer.pending_gradients()
-        parameters = self._pending.parameters()
+        self._counts = _of_data_ranks([WindowCounts.from_plain(plain) for plain in self._plain_counts])
+        self._parameters = parameters = self._pending.parameters()
         self._owns: dict[str, list[str]] = {}  # names of the stored tensors, by parameter
         self._sums: dict[str, dict[str, str]] = {}  # the same, by parameter and first rank
         for full_name, spec in self._stored.specs.items():
@@ -90,34 +95,42 @@ class GradientsLoad:
                     " another copy of the checkpoint"
                 )
             kind, rank, name = match.groups()
-            if name not in parameters or tuple(parameters[name].shape) != spec.shape:
+            if name not in parameters or layout_of(parameters[name]).logical_shape != spec.shape:
                 raise CheckpointError(
                     f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, and this optimizer has no"
                     " such parameter, nothing was loaded: build it over the same model as the one that was saved"
                 )
             if kind == "reduced":
                 self._sums.setdefault(name, {})[rank] = full_name
-            elif not self._is_same_world or rank == str(self._loader.ranks.rank):
+            elif not self._is_same_world or rank == str(self._pending.data_rank):
                 self._owns.setdefault(name, []).append(full_name)
 
     @property
     def _is_same_world(self) -> bool:
-        return len(self._plain_counts) == self._loader.ranks.size
+        return len(self._counts) == self._pending.num_data_ranks
 
     def _own_counts(self) -> WindowCounts:
-        return WindowCounts.of_rank(self._counts, self._loader.ranks.rank, self._loader.ranks.size)
+        return WindowCounts.of_rank(self._counts, self._pending.data_rank, self._pending.num_data_ranks)
 
     def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, stored_names in self._owns.items():
-            parts = (whole_tensor(self._stored, stored_name) for stored_name in stored_names)
+            parts = (self._own_part(name, stored_name) for stored_name in stored_names)
             yield name, next(parts) if self._is_same_world else self._mean(parts)
+
+    def _own_part(self, name: str, stored_name: str) -> torch.Tensor:
+        """Returns what this rank holds of a stored gradient of a parameter, in the shape of what it has of that."""
+        parameter = self._parameters[name]
+        gradient = torch.zeros(parameter.shape, dtype=self._stored.specs[stored_name].dtype)
+        parts = layout_of(parameter).slices(name, gradient)
+        read_slices(self._stored, [(stored_name, part) for part in parts])
+        return gradient
 
     def _mean(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
         """Returns this rank's share of the ranks' gradients; those that had none count as zero."""
         total = next(parts).double()  # in fp64: scaled fp16 gradients of several ranks may overflow their own format
         for part in parts:
             total += part
-        return total / (self._loader.ranks.size if self._has_items else len(self._counts))
+        return total / (self._pending.num_data_ranks if self._has_items else len(self._counts))
 
     def _read_sum(self, part: TensorSlice) -> torch.Tensor:
         """Returns a slice of the sum that this rank's group goes on with; a group that had none counts as zero."""
@@ -127,7 +140,7 @@ class GradientsLoad:
         total = torch.zeros(part.tensor.numel(), dtype=torch.float64)
         for stored_name in () if self._is_same_grouping else stored.values():
             total += _read_slice(self._stored, stored_name, part)
-        num_stored, num_ranks = len(self._counts), self._loader.ranks.size
+        num_stored, num_ranks = len(self._counts), self._pending.num_data_ranks
         return total * ((1.0 if self._has_items else num_ranks / num_stored) / len(self._first_ranks))
 
     @property
@@ -146,6 +159,12 @@ class GradientsLoad:
     @property
     def _doing(self) -> str:
         return f"loading the gradients from {self._directory}"
+
+
+def _of_data_ranks(counts: Sequence[WindowCounts]) -> list[WindowCounts]:
+    """Returns the counts of the data ranks, in their order, of those of all ranks."""
+    found = {rank if one.data_rank is None else int(one.data_rank): one for rank, one in enumerate(counts)}
+    return [found[rank] for rank in sorted(found)]
 
 
 def _read_slice(stored: Checkpoint, name: str, part: TensorSlice) -> torch.Tensor:

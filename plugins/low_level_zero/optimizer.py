@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from booster.comm import group_size
 from booster.errors import ConfigError
-from booster.interface import Shard, Shards
+from booster.interface import Shard, Shards, layout_of
 from booster.interface.mixed_precision import LossScaler
 from booster.plugins.low_level_zero.gathering import WeightGathering
 from booster.plugins.low_level_zero.model import ZeroModel
@@ -56,6 +56,7 @@ class ZeroOptimizer(ShardedOptimizer):
             model,
             data_parallel_group=settings.data_parallel_group,
             shard_group=settings.shard_group,
+            counting_group=settings.counting_group,
             max_norm=settings.max_norm,
             norm_type=settings.norm_type,
             loss_scaler=loss_scaler,
@@ -109,11 +110,11 @@ class ZeroOptimizer(ShardedOptimizer):
         self.model.connect(self.gathering, self.zero_grad)
         parts = [one.shard for flat in self._flat_groups for one in flat.owned]
         shapes = {
-            name: place.shape
+            name: layout_of(parameter).logical_shape
             for flat in self._flat_groups
-            for name, place in zip(flat.names, flat.layout.places, strict=True)
+            for name, parameter in zip(flat.names, flat.parameters, strict=True)
         }
-        self._use_shards(Shards(parts, list(shapes), settings.shard_group, shapes=shapes))
+        self._use_shards(Shards(parts, list(shapes), self._counting_group, shapes=shapes))
 
     def _model_order(self) -> list[nn.Parameter]:
         return list(self.model.unwrap().parameters())

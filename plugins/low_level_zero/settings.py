@@ -97,6 +97,7 @@ class ZeroSettings:
         agreement_group: The same ranks, on the CPU; None: `data_parallel_group` is.
         shard_group: The ranks among them that share the shards; None: the world.
         replica_group: The ranks that hold copies of this rank's shards; None: there are none.
+        counting_group: The ranks that hold the whole gradient between them; None: those that share the shards.
         communication_dtype: Format in which gradients travel; None: their own.
         overlaps: Gradients are reduced while backward goes on.
         overlaps_gathering: Weights travel while the next forward goes on.
@@ -111,6 +112,7 @@ class ZeroSettings:
     agreement_group: dist.ProcessGroup | None = None
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    counting_group: dist.ProcessGroup | None = None
     communication_dtype: torch.dtype | None = None
     overlaps: bool = True
     overlaps_gathering: bool = False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from booster.interface import Shard
+from booster.interface import Shard, layout_of
 from booster.plugins.low_level_zero.layout import FlatLayout, Part
 from booster.plugins.sharding.masters import follow_weights
 
@@ -157,7 +157,7 @@ class FlatGroup:
             memory.copy_(exact[slice(*part.span)])
         return Shard(
             name=self.names[index],
-            global_shape=self.layout.places[index].shape,
+            global_shape=layout_of(self.parameters[index]).logical_shape,
             span=part.span,
             parameter=nn.Parameter(memory, requires_grad=True),
             working=self.parameters[index],

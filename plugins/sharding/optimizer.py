@@ -19,7 +19,7 @@ from booster.interface import ModelWrapper, OptimizerWrapper, Shard, ShardAware,
 from booster.interface.mixed_precision import LossScaler
 from booster.plugins.sharding.masters import follow_weights
 from booster.plugins.sharding.norms import norm_over_ranks
-from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients, shard_slice
+from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients
 
 __all__ = ["ShardedOptimizer"]
 
@@ -34,6 +34,8 @@ class ShardedOptimizer(OptimizerWrapper):
         model: The boosted model.
         data_parallel_group: All ranks among which data are divided; None: the world.
         shard_group: The ranks among them that share the shards; None: the world.
+        counting_group: The ranks that hold every element of the gradient between them, and count each once; None:
+            those of `shard_group`.
         max_norm: Gradients are clipped to this norm at every step; 0: they are not.
         norm_type: Order of that norm.
         loss_scaler: Of half precision; None: losses are not scaled.
@@ -53,6 +55,7 @@ class ShardedOptimizer(OptimizerWrapper):
         *,
         data_parallel_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
+        counting_group: dist.ProcessGroup | None = None,
         max_norm: float,
         norm_type: float,
         loss_scaler: LossScaler | None = None,
@@ -60,7 +63,7 @@ class ShardedOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optim, model, data_parallel_group=data_parallel_group, is_primary=is_primary)
         self.loss_scaler = loss_scaler
-        self._shard_group_of_ranks = shard_group
+        self._counting_group = shard_group if counting_group is None else counting_group
         self._max_norm = max_norm
         self._norm_type = norm_type
         self._known_norm: torch.Tensor | None = None
@@ -131,7 +134,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _master_slices(self) -> list[TensorSlice]:
         masters = (shard for shard in self.shards.parts if shard.has_master)
-        return [shard_slice(shard, shard.name, shard.parameter.detach()) for shard in masters]
+        return [part for shard in masters for part in shard.slices(shard.name, shard.parameter.detach())]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the user's optimizer and shards it.
@@ -211,15 +214,24 @@ class ShardedOptimizer(OptimizerWrapper):
         # The shards' own, raw or not: their sums are in fp32 already.
         return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
 
+    def _counted_gradients(self) -> list[torch.Tensor]:
+        """Returns the elements of the gradients that no other rank of the counting group counts."""
+        found = []
+        for parameter in self._optimized_parameters():
+            if parameter.grad is not None:
+                shard = self.shards.of(parameter)
+                found += [parameter.grad] if shard is None else shard.counted(parameter.grad)
+        return found
+
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         if norm_type == 2.0 and self._known_norm is not None:
             norm = self._known_norm
         else:
-            norm = norm_over_ranks(self._gradients(), norm_type, self._shard_group_of_ranks)
+            norm = norm_over_ranks(self._counted_gradients(), norm_type, self._counting_group)
         return norm if self._window.factors is None else self._window.factors.true_norm(norm)
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
-        self._known_norm = norm_over_ranks(gradients, 2.0, self._shard_group_of_ranks)
+        self._known_norm = norm_over_ranks(self._counted_gradients(), 2.0, self._counting_group)
         return not bool(torch.isfinite(self._known_norm))
 
     def clip_grad_by_norm(

@@ -17,7 +17,7 @@ from booster.interface import OptimizerState, PendingGradients, ReducedGradients
 if TYPE_CHECKING:
     from booster.plugins.sharding.optimizer import ShardedOptimizer
 
-__all__ = ["ShardedOptimizerState", "ShardedPendingGradients", "shard_slice"]
+__all__ = ["ShardedOptimizerState", "ShardedPendingGradients"]
 
 # Note [States of shards]
 # A state of the shard's own shape holds one value per element and is a span of the logical state. Every other state
@@ -60,16 +60,17 @@ class ShardedOptimizerState(OptimizerState):
         for shard in self._shards.get(name, ()):
             for key, tensor in self._state_tensors(shard.parameter):
                 if tensor.shape == shard.parameter.shape:
-                    yield shard_slice(shard, f"{name}.{key}", tensor)
+                    yield from shard.slices(f"{name}.{key}", tensor)
                 else:
-                    yield TensorSlice.whole(f"{name}.{key}", tensor, primary=shard.is_primary and shard.span[0] == 0)
+                    is_first = shard.layout.holds_first(shard.span)
+                    yield TensorSlice.whole(f"{name}.{key}", tensor, primary=shard.is_primary and is_first)
 
     def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
         if name not in self._shards:
             yield from super()._master_slices(name, parameter)
         for shard in self._shards.get(name, ()):
             if shard.has_master:
-                yield shard_slice(shard, f"{name}.master", shard.parameter.detach())
+                yield from shard.slices(f"{name}.master", shard.parameter.detach())
 
     def _all_numbers(self) -> dict[str, dict[str, Any]]:
         own: dict[str, dict[str, Any]] = {}
@@ -78,9 +79,8 @@ class ShardedOptimizerState(OptimizerState):
             own = self._own_numbers()
         except CheckpointError as error:  # raised by all ranks below
             failure = error
-        group = self.optimizer.data_parallel_group
-        raise_on_all_ranks(failure, group)
-        payloads, _ = gather_distinct(json.dumps(own).encode(), group)
+        raise_on_all_ranks(failure)
+        payloads, _ = gather_distinct(json.dumps(own).encode(), None)
         found: dict[str, dict[str, Any]] = {}
         for payload in payloads:
             found = json.loads(payload) | found  # the first rank's count, where several have shards of a parameter
@@ -91,13 +91,12 @@ class ShardedOptimizerState(OptimizerState):
         held = ((name, one) for name, parameter in named for one in self._held(name, parameter)[:1])
         return {name: numbers for name, one in held if (numbers := self._numbers(name, one))}
 
-    def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
-        return super()._new_state_tensor(parameter, key, self._own_spec(parameter, key, spec))
-
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
         """Returns what one of `param_groups` has of a stored state; see Note [States of shards]."""
         shard = self.optimizer.shards.of(parameter)
-        is_cut = shard is not None and spec.shape == tuple(shard.global_shape)
+        if shard is None:
+            return super()._own_spec(parameter, key, spec)
+        is_cut = spec.shape == tuple(shard.global_shape)
         if is_cut and (spec.shape or key not in self._number_states):
             return replace(spec, shape=tuple(parameter.shape))
         return spec
@@ -135,7 +134,7 @@ class ShardedPendingGradients(PendingGradients):
             one for one in self.optimizer.gradient_shards if one.name in dtypes and (one.name, one.span) not in held
         ]
         found += [(one, torch.zeros_like(one.parameter, dtype=dtypes[one.name])) for one in missing]
-        self._reduced = [replace(shard_slice(shard, shard.name, sums), primary=True) for shard, sums in found]
+        self._reduced = [part for shard, sums in found for part in _replica_slices(shard, sums)]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         names = set(self.optimizer.shards.names)
@@ -161,8 +160,8 @@ class ShardedPendingGradients(PendingGradients):
         self._reduced = None
         if reduced.names:  # first, as it forgets all gradients
             for shard, sums in self.optimizer.reduced_gradients(allocate=reduced.names):
-                if shard.name in reduced.names:
-                    sums.copy_(rescaled(reduced.read(shard_slice(shard, shard.name, sums))))
+                for part in shard.slices(shard.name, sums) if shard.name in reduced.names else ():
+                    part.tensor.copy_(rescaled(reduced.read(part)).view(part.tensor.shape))
         for name, raw in gradients:
             self.optimizer.set_local_gradient(name, rescaled(raw))
 
@@ -175,17 +174,9 @@ def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
     return {name: sorted(shards, key=lambda shard: shard.span) for name, shards in found.items()}
 
 
-def shard_slice(shard: Shard, name: str, tensor: torch.Tensor) -> TensorSlice:
-    """Returns a tensor with one value per element of a shard as a slice of the logical tensor `name`."""
-    return TensorSlice(
-        name=name,
-        dtype=tensor.dtype,
-        global_shape=tuple(shard.global_shape),
-        box=tuple((0, size) for size in shard.global_shape),
-        span=shard.span,
-        tensor=tensor,
-        primary=shard.is_primary,
-    )
+def _replica_slices(shard: Shard, sums: torch.Tensor) -> list[TensorSlice]:
+    """Returns sums over the ranks of one replica as slices, of which every replica has its own."""
+    return shard.layout.slices(shard.name, sums, span=shard.span)
 
 
 def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collection[int]]) -> frozenset[str]:

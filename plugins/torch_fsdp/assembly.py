@@ -19,7 +19,7 @@ from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.torch_fsdp.coordination import Coordinator
 from booster.plugins.torch_fsdp.formats import UnitFormats
-from booster.plugins.torch_fsdp.materializing import Materializer
+from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.outputs import SafeOutputs
 from booster.plugins.torch_fsdp.own_format import OwnFormat, modules_with_forward

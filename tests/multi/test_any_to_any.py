@@ -9,13 +9,14 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
 from oracles.serial_training import make_optimizer, train_serial
 from parity import EXACT, _assert_close, _assert_same_move, _mean_over_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -23,7 +24,16 @@ from zoo import get_model, split_batch
 
 from booster import Booster
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from booster.single_device import SingleDevicePlugin
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a plugin has to be told about a model: whether a step may leave parameters unused, and how it can be cut."""
+
+    uses_unused: bool = False
+    plan: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -32,29 +42,29 @@ class Layout:
 
     name: str
     world_size: int
-    make_plugin: Callable[[bool], object]  # given whether a step may leave parameters unused
+    make_plugin: Callable[[Needs], object]
 
     def __str__(self) -> str:
         return f"{self.name} x{self.world_size}"
 
 
-def single_device(uses_unused):
+def single_device(needs):
     return SingleDevicePlugin("cpu")
 
 
-def torch_ddp(uses_unused):
-    return TorchDDPPlugin(find_unused_parameters=uses_unused)
+def torch_ddp(needs):
+    return TorchDDPPlugin(find_unused_parameters=needs.uses_unused)
 
 
-def zero_1(uses_unused):
+def zero_1(needs):
     return LowLevelZeroPlugin(stage=1, precision="fp32", reduce_bucket_size_in_m=0.004)
 
 
-def zero_2(uses_unused):
+def zero_2(needs):
     return LowLevelZeroPlugin(stage=2, precision="fp32", reduce_bucket_size_in_m=0.004)
 
 
-def zero_2_replicated(uses_unused):
+def zero_2_replicated(needs):
     return LowLevelZeroPlugin(stage=2, precision="fp32", extra_dp_size=2)
 
 
@@ -63,36 +73,62 @@ def gemini_plugin(**arguments):
     return GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 512}, **arguments)
 
 
-def gemini(uses_unused):
+def gemini(needs):
     return gemini_plugin()
 
 
-def gemini_on_disk(uses_unused):
+def gemini_on_disk(needs):
     return gemini_plugin(placement_policy="cpu")
 
 
-def gemini_half_kept(uses_unused):
+def gemini_half_kept(needs):
     return gemini_plugin(shard_param_frac=0.5)
 
 
-def gemini_replicated(uses_unused):
+def gemini_replicated(needs):
     return gemini_plugin(extra_dp_size=2)
 
 
-def torch_fsdp(uses_unused):
+def torch_fsdp(needs):
     return TorchFSDPPlugin()
 
 
-def fsdp_grad_op(uses_unused):
+def fsdp_grad_op(needs):
     return TorchFSDPPlugin(sharding_strategy="SHARD_GRAD_OP")
 
 
-def fsdp_hybrid(uses_unused):
+def fsdp_hybrid(needs):
     return TorchFSDPPlugin(sharding_strategy="HYBRID_SHARD", extra_dp_size=2)
 
 
-def fsdp_whole(uses_unused):
+def fsdp_whole(needs):
     return TorchFSDPPlugin(sharding_strategy="NO_SHARD")
+
+
+def hybrid_plugin(needs, **arguments):
+    """Several buckets, and little padding in these small vocabularies."""
+    arguments = {"zero_bucket_size_in_m": 0.004, "ddp_bucket_cap_mb": 0.004} | arguments
+    return HybridParallelPlugin(precision="fp32", make_vocab_size_divisible_by=8, plan=needs.plan, **arguments)
+
+
+def tensor_parallel_2(needs):
+    return hybrid_plugin(needs, tp_size=2)
+
+
+def tensor_parallel_3(needs):
+    return hybrid_plugin(needs, tp_size=3)
+
+
+def tensor_parallel_4(needs):
+    return hybrid_plugin(needs, tp_size=4)
+
+
+def tensor_parallel_2_zero_1(needs):
+    return hybrid_plugin(needs, tp_size=2, zero_stage=1)
+
+
+def tensor_parallel_2_zero_2(needs):
+    return hybrid_plugin(needs, tp_size=2, zero_stage=2)
 
 
 LAYOUTS = [
@@ -109,12 +145,22 @@ LAYOUTS = [
     Layout("fsdp grad op", 2, fsdp_grad_op),
     Layout("fsdp hybrid", 4, fsdp_hybrid),
     Layout("fsdp whole", 2, fsdp_whole),
+    Layout("tp 2", 2, tensor_parallel_2),
+    Layout("tp 3", 3, tensor_parallel_3),
+    Layout("tp 4", 4, tensor_parallel_4),
+    Layout("tp 2 zero 1", 4, tensor_parallel_2_zero_1),
+    Layout("tp 2 zero 2", 4, tensor_parallel_2_zero_2),
 ]
 # Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
 MODELS = ["multi_output_groups", "tied_lm", "frozen_unused_conditional"]
+PLANS = {
+    "multi_output_groups": {"embedding": "vocab"},
+    "tied_lm": {"embedding": "vocab", "head": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    "frozen_unused_conditional": {"frozen": "colwise", "trunk": "rowwise", "branch": "colwise_gather_output"},
+}
 SAMPLES = 12  # divides over all worlds
 STEPS = 3
-NUM_PAIRS = 54
+NUM_PAIRS = 60
 
 
 def covering_pairs(layouts: list[Layout], limit: int) -> list[tuple[Layout, Layout, str]]:
@@ -146,7 +192,8 @@ class Training:
 
     def __init__(self, make_plugin, model: str) -> None:
         self.entry = get_model(model)
-        self.booster = Booster(plugin=make_plugin(self.entry.uses_unused_parameters))
+        needs = Needs(self.entry.uses_unused_parameters, PLANS[model])
+        self.booster = Booster(plugin=make_plugin(needs))
         raw = self.entry.build()
         optimizer = make_optimizer("adamw", self.entry.param_groups(raw))
         self.model, self.optimizer, *_ = self.booster.boost(raw, optimizer)
@@ -171,31 +218,23 @@ class Training:
                 tensor.add_(1)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        return whole_weights(self.booster, self.model)
 
     def states(self) -> dict[str, torch.Tensor]:
         return whole_states(self.optimizer)
 
 
+def whole_weights(booster, model) -> dict[str, torch.Tensor]:
+    """The weights by name, in whole: what the model shows, unless this rank has parts of them."""
+    if isinstance(booster.plugin, HybridParallelPlugin):
+        return joined_over_ranks(model)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
 def whole_states(optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's states by name, in whole: a layout that cuts them joins them here."""
-    parts = [
-        (part.name, part.global_shape, part.span, part.tensor.clone())
-        for part in optimizer.checkpoint_state().slices()
-        if part.box == tuple((0, size) for size in part.global_shape)
-    ]
-    if dist.is_initialized():
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, parts)
-        parts = list(itertools.chain.from_iterable(of_ranks))
-    joined, seen = {}, {}
-    for name, shape, span, tensor in parts:
-        whole = joined.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
-        mask = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
-        whole.view(-1)[slice(*span)] = tensor.reshape(-1)
-        mask.view(-1)[slice(*span)] = True
-    assert all(bool(mask.all()) for mask in seen.values())
-    return joined
+    slices = optimizer.checkpoint_state().slices()
+    return join_slices(gathered_over_ranks([replace(one, tensor=one.tensor.clone()) for one in slices]))
 
 
 def train_and_save(make_plugin, model: str, path: str):
@@ -292,7 +331,7 @@ LLAMA = LlamaConfig(
     hidden_size=16,
     intermediate_size=24,
     num_hidden_layers=2,
-    num_attention_heads=2,
+    num_attention_heads=4,
     num_key_value_heads=1,
     vocab_size=37,
     tie_word_embeddings=True,
@@ -305,21 +344,21 @@ def build_llama(seed: int) -> LlamaForCausalLM:
 
 
 def train_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
-    booster = Booster(plugin=make_plugin(False))
+    booster = Booster(plugin=make_plugin(Needs()))
     raw = build_llama(1)
     model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
     tokens = torch.arange(12).view(2, 6)
     booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
     optimizer.step()
     booster.save(Path(path), model, optimizer)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return whole_weights(booster, model)
 
 
 def load_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
-    booster = Booster(plugin=make_plugin(False))
+    booster = Booster(plugin=make_plugin(Needs()))
     model, *_ = booster.boost(build_llama(2))
     booster.load_model(model, path)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return whole_weights(booster, model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -354,7 +393,7 @@ def test_every_layout_loads_what_save_pretrained_wrote(pretrained, layout, form)
 
 
 def save_gathered_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
-    model, *_ = Booster(plugin=make_plugin(False)).boost(build_llama(1))
+    model, *_ = Booster(plugin=make_plugin(Needs())).boost(build_llama(1))
     with model.gathered() as net:
         if dist.get_rank() == 0:
             net.save_pretrained(path)

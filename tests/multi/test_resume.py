@@ -20,6 +20,7 @@ from booster import Booster, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.comm import group_rank, group_size
 from booster.errors import CheckpointError, ConfigError
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from booster.single_device import SingleDevicePlugin
 
 PRECISIONS = {
@@ -79,7 +80,7 @@ class Job:
         self.seen: list[torch.Tensor] = []
         self.losses: list[float] = []
         for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(100 + group_rank())  # as a run does after it was built: other dropout and noise on every rank
+            seed(100 + self.booster.plugin.dp_rank)  # as a run does after it was built: other dropout for other data
 
     def next_batch(self) -> torch.Tensor:
         if self.batches is None:  # kept between calls: a new iter() is a new epoch, unless a state was loaded
@@ -359,6 +360,53 @@ def test_replicas_of_units_resume_bit_for_bit(tmp_path, precision):
 def test_every_cut_of_ranks_with_units_resumes_bit_for_bit(tmp_path, strategy, precision, cut):
     num_replicas = (2 if group_size() == 4 else 1) if strategy == "HYBRID_SHARD" else None
     assert_fsdp_resume_is_exact(tmp_path / "c", precision, cut, strategy, num_replicas)
+
+
+def hybrid_plugin(precision: str = "fp32", zero_stage: int = 0, tp_size: int = 2):
+    """The tied weight is cut by its rows."""
+    return HybridParallelPlugin(
+        tp_size=tp_size,
+        precision=precision,
+        zero_stage=zero_stage,
+        plan={"a": "colwise_gather_output", "b": "colwise_gather_output", "frozen": "colwise_gather_output"},
+        initial_scale=2**16,
+        growth_interval=2,
+        hysteresis=1,
+        zero_bucket_size_in_m=0.001,
+    )
+
+
+@distributed(world_size=(2, 4))
+@pytest.mark.parametrize(
+    ("precision", "cut", "zero_stage"),
+    [
+        *[("fp32", cut, stage) for cut in ("mid-accumulation", "epoch end") for stage in (0, 1, 2)],
+        ("fp32", "after rotation", 1),
+        ("bf16", "mid-accumulation", 0),
+        ("fp16", "after an overflow", 1),
+        ("fp16", "mid-accumulation", 2),
+    ],
+)
+def test_ranks_that_share_layers_resume_bit_for_bit(tmp_path, precision, cut, zero_stage):
+    assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: hybrid_plugin(precision, zero_stage))
+
+
+@pytest.mark.slow
+@distributed(world_size=(2, 4))
+@pytest.mark.parametrize(
+    ("precision", "cut"),
+    [
+        (precision, cut)
+        for precision in ("fp32", "bf16", "fp16")
+        for cut in CUTS
+        if cut != "after an overflow" or precision == "fp16"  # only a scaled loss overflows
+    ],
+)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("is_all", [True, False])
+def test_every_cut_of_ranks_that_share_layers_resumes_bit_for_bit(tmp_path, is_all, zero_stage, precision, cut):
+    tp_size = group_size() if is_all else 2
+    assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: hybrid_plugin(precision, zero_stage, tp_size))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch import nn
 from zoo import split_batch
 
 from booster import FP8MixedPrecision
+from booster.interface import TensorSlice
 from booster.tensor_tree import map_tensors
 
 # Weights in low precision, made of fp32 masters: their format.
@@ -36,11 +37,15 @@ class Record:
         losses: Mean loss over the global batch, per step.
         norms: 2-norm of the true gradient before clipping, per step.
         weights: Every parameter and buffer at the end, by name, in fp32 or its own integer dtype.
+        slices: What this rank held of them, where no rank has all.
+        tied_names: Further names of a slice's parameter.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    slices: list[TensorSlice] = field(default_factory=list)
+    tied_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def make_optimizer(name: str, groups: list) -> torch.optim.Optimizer:

@@ -12,8 +12,8 @@ needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
 )
 MODELS = [
-    *model_names(transformers=False),
-    *(pytest.param(name, marks=needs_transformers) for name in model_names(transformers=True)),
+    *model_names(transformers=False, layer_variants=True),
+    *(pytest.param(name, marks=needs_transformers) for name in model_names(transformers=True, layer_variants=True)),
 ]
 BATCH = 12  # divides over 1, 2, 3 and 4 ranks
 
@@ -120,6 +120,12 @@ def test_codes_that_nobody_picks_get_zeros_and_the_choice_is_far_from_a_tie():
         z = batch["x"] + 0.2 * model.encode(batch["x"])
         nearest, second = torch.cdist(z, model.quantize.codebook).topk(2, largest=False).values.T
     assert (second - nearest).min() > 0.3  # bfloat16 rounds numbers of this size by 2**-8
+
+
+def test_only_those_who_ask_get_the_variants_of_layers():
+    variants = set(model_names(layer_variants=True)) - set(model_names())
+    assert variants == {name for name in model_names(layer_variants=True) if get_model(name).is_layer_variant}
+    assert "mistral" in variants
 
 
 def test_several_groups_differ_in_their_settings():

@@ -40,6 +40,8 @@ class ZooEntry:
             that its gradient is a sum over them.
         tied: groups of names that are the same parameter.
         slow: building or a step takes clearly longer than for the others.
+        is_layer_variant: differs from others only in how its layers are made, which matters to plugins that cut layers
+            apart, and to no other.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ZooEntry:
     blocks_share_tensors: bool = False
     tied: tuple[tuple[str, ...], ...] = ()
     slow: bool = False
+    is_layer_variant: bool = False
 
     def build(self) -> nn.Module:
         """Returns the model in training mode, with the same weights at every call. Leaves the generator as it is."""

@@ -7,8 +7,10 @@ from zoo.custom import CUSTOM_MODELS
 from zoo.discrete import DISCRETE_MODELS
 from zoo.entry import ZooEntry
 from zoo.language import LANGUAGE_MODELS
+from zoo.layer_variants import LAYER_VARIANTS
 from zoo.recommendation import RECOMMENDATION_MODELS
 from zoo.transformers_models import TRANSFORMERS_MODELS
+from zoo.user_written import USER_WRITTEN_MODELS
 
 _MODELS = {
     entry.name: entry
@@ -19,6 +21,8 @@ _MODELS = {
         *DISCRETE_MODELS,
         *RECOMMENDATION_MODELS,
         *TRANSFORMERS_MODELS,
+        *USER_WRITTEN_MODELS,
+        *LAYER_VARIANTS,
     )
 }
 
@@ -34,7 +38,17 @@ def get_model(name: str) -> ZooEntry:
     return _MODELS[name]
 
 
-def model_names(*, transformers: bool | None = None) -> list[str]:
-    """Returns all names, or those that need transformers (True), or those that need nothing but torch (False)."""
-    theirs = {entry.name for entry in TRANSFORMERS_MODELS}
-    return [name for name in _MODELS if transformers is None or (name in theirs) == transformers]
+def model_names(*, transformers: bool | None = None, layer_variants: bool = False) -> list[str]:
+    """Returns the names of models.
+
+    Args:
+        transformers: Only those that need transformers (True), or that need nothing but torch (False); None: both.
+        layer_variants: Also those that only a plugin that cuts layers apart can tell from others.
+    """
+    theirs = {entry.name for entry in (*TRANSFORMERS_MODELS, *LAYER_VARIANTS)}
+    return [
+        entry.name
+        for entry in _MODELS.values()
+        if (layer_variants or not entry.is_layer_variant)
+        and (transformers is None or (entry.name in theirs) == transformers)
+    ]

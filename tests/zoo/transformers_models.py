@@ -22,10 +22,10 @@ TRANSFORMERS_MODULES = (
     "transformers.models.mixtral.modeling_mixtral",
 )
 
-_VOCABULARY = 99
-_LENGTH = 12
-_DECODER = {
-    "vocab_size": _VOCABULARY,
+VOCABULARY = 99
+LENGTH = 12
+DECODER = {
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 56,
     "num_hidden_layers": 2,
@@ -40,7 +40,7 @@ _DECODER = {
     "pad_token_id": 0,
 }
 _GPT2 = {
-    "vocab_size": _VOCABULARY,
+    "vocab_size": VOCABULARY,
     "n_embd": 32,
     "n_layer": 2,
     "n_head": 4,
@@ -53,7 +53,7 @@ _GPT2 = {
     "eos_token_id": 2,
 }
 _BERT = {
-    "vocab_size": _VOCABULARY,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 56,
     "num_hidden_layers": 2,
@@ -64,12 +64,12 @@ _BERT = {
 }
 _ALBERT = {**_BERT, "embedding_size": 12, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}
 _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", DECODER),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**DECODER, "head_dim": 8}),
     "mixtral": (
         "MixtralConfig",
         "MixtralForCausalLM",
-        {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
+        {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
     ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "gpt2_double_heads": ("GPT2Config", "GPT2DoubleHeadsModel", {**_GPT2, "summary_first_dropout": 0.0}),
@@ -77,7 +77,7 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "OPTConfig",
         "OPTForCausalLM",
         {
-            "vocab_size": _VOCABULARY,
+            "vocab_size": VOCABULARY,
             "hidden_size": 32,
             "word_embed_proj_dim": 32,
             "ffn_dim": 56,
@@ -99,7 +99,7 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "T5Config",
         "T5ForConditionalGeneration",
         {
-            "vocab_size": _VOCABULARY,
+            "vocab_size": VOCABULARY,
             "d_model": 32,
             "d_kv": 8,
             "d_ff": 56,
@@ -129,20 +129,22 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def _constructor(name: str) -> Callable[[], nn.Module]:
-    config_name, class_name, settings = _CONFIGS[name]
+def from_config(
+    config_name: str, class_name: str, settings: dict[str, Any], attention: str = "eager"
+) -> Callable[[], nn.Module]:
+    """Returns a builder of a model of transformers."""
 
     def construct() -> nn.Module:
         import transformers
 
-        config = getattr(transformers, config_name)(**settings, attn_implementation="eager")
+        config = getattr(transformers, config_name)(**settings, attn_implementation=attention)
         return getattr(transformers, class_name)(config)
 
     return construct
 
 
-def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The model's own loss: every sample has the same number of labels that count."""
+def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns the model's own loss: every sample has the same number of labels that count."""
     return model(**batch).loss
 
 
@@ -158,19 +160,21 @@ def _hidden_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.mse_loss(hidden.float().mean(dim=1), batch["target"])
 
 
-def _ids(num_samples: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(4, _VOCABULARY, (num_samples, _LENGTH), generator=generator)  # above the special tokens
+def token_ids(num_samples: int, generator: torch.Generator) -> torch.Tensor:
+    """Returns (samples, length) ids."""
+    return torch.randint(4, VOCABULARY, (num_samples, LENGTH), generator=generator)  # above the special tokens
 
 
-def _causal(num_samples: int, generator: torch.Generator) -> Batch:
-    ids = _ids(num_samples, generator)
+def causal_batch(num_samples: int, generator: torch.Generator) -> Batch:
+    """Returns ids that are their own labels."""
+    ids = token_ids(num_samples, generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
 def _masked(num_samples: int, generator: torch.Generator) -> Batch:
     """Masks the same number of tokens in every sample, at places that differ."""
-    ids = _ids(num_samples, generator)
-    hidden = torch.rand(num_samples, _LENGTH, generator=generator).argsort(dim=1)[:, :3]
+    ids = token_ids(num_samples, generator)
+    hidden = torch.rand(num_samples, LENGTH, generator=generator).argsort(dim=1)[:, :3]
     is_hidden = torch.zeros_like(ids, dtype=torch.bool).scatter(1, hidden, True)
     return {
         "input_ids": ids.masked_fill(is_hidden, 3),
@@ -184,32 +188,32 @@ def _masked_with(label: str) -> Callable[[int, torch.Generator], Batch]:
 
     def sample(num_samples: int, generator: torch.Generator) -> Batch:
         batch = _masked(num_samples, generator)
-        batch["token_type_ids"] = (torch.arange(_LENGTH) >= _LENGTH // 2).long().expand(num_samples, -1).contiguous()
+        batch["token_type_ids"] = (torch.arange(LENGTH) >= LENGTH // 2).long().expand(num_samples, -1).contiguous()
         return {**batch, label: torch.randint(2, (num_samples,), generator=generator)}
 
     return sample
 
 
 def _regression(num_samples: int, generator: torch.Generator) -> Batch:
-    ids = _ids(num_samples, generator)
+    ids = token_ids(num_samples, generator)
     target = torch.randn(num_samples, _BERT["hidden_size"], generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "target": target}
 
 
 def _choices(num_samples: int, generator: torch.Generator) -> Batch:
     """Two continuations per sample, of which one is right."""
-    ids = _ids(2 * num_samples, generator).view(num_samples, 2, _LENGTH)
+    ids = token_ids(2 * num_samples, generator).view(num_samples, 2, LENGTH)
     return {
         "input_ids": ids,
         "labels": ids.clone(),
-        "mc_token_ids": torch.randint(_LENGTH // 2, _LENGTH, (num_samples, 2), generator=generator),
+        "mc_token_ids": torch.randint(LENGTH // 2, LENGTH, (num_samples, 2), generator=generator),
         "mc_labels": torch.randint(2, (num_samples,), generator=generator),
     }
 
 
 def _translation(num_samples: int, generator: torch.Generator) -> Batch:
-    ids = _ids(num_samples, generator)
-    labels = _ids(num_samples, generator)[:, :7].contiguous()
+    ids = token_ids(num_samples, generator)
+    labels = token_ids(num_samples, generator)[:, :7].contiguous()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
@@ -219,9 +223,9 @@ def _pictures(num_samples: int, generator: torch.Generator) -> Batch:
 
 
 def _entry(
-    name: str, sample: Callable[[int, torch.Generator], Batch] = _causal, loss: Loss = _own_loss, **settings: Any
+    name: str, sample: Callable[[int, torch.Generator], Batch] = causal_batch, loss: Loss = own_loss, **settings: Any
 ) -> ZooEntry:
-    return ZooEntry(name=name, construct=_constructor(name), sample=sample, loss=loss, **settings)
+    return ZooEntry(name=name, construct=from_config(*_CONFIGS[name]), sample=sample, loss=loss, **settings)
 
 
 _BERT_TIES = (

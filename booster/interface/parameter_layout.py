@@ -1,0 +1,268 @@
+"""Which blocks of a logical tensor a rank's parameter is made of, where a model is cut over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from booster.interface.tensor_slice import TensorSlice
+
+__all__ = ["Box", "LayoutPiece", "ParameterLayout", "is_cut", "layout_of", "set_layout"]
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Per dimension the offset and the length of a block, in elements."""
+
+_ATTRIBUTE = "_booster_layout"
+
+# Note [Layouts]
+# Model parallelism gives each rank a parameter that is smaller than the one that the user made: the *logical* tensor.
+# The rank's *local* tensor is made of blocks of it: one block of a column-parallel weight, three of a fused query, key
+# and value. Elements that are in no block are padding, and always zero. Ranks may hold the same elements; then the
+# block is primary on one of them, which writes and counts them. The layout is attached to the parameter itself, so
+# that whoever shards, clips, saves or loads asks the parameter, and need not know which parallelism cut it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPiece:
+    """A block of this rank's tensor, and where it lies in the logical tensor.
+
+    Attributes:
+        local: Where the block is in this rank's tensor.
+        logical: Where it is in the logical tensor; of the same lengths.
+        is_primary: True on exactly one of the ranks of a model-parallel group that hold the same elements.
+    """
+
+    local: Box
+    logical: Box
+    is_primary: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """See Note [Layouts].
+
+    Attributes:
+        logical_shape: Of the parameter as the user made it.
+        local_shape: Of what this rank holds, padding included.
+        pieces: The blocks; disjoint in the local tensor.
+    """
+
+    logical_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    pieces: tuple[LayoutPiece, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], *, is_primary: bool = True) -> ParameterLayout:
+        """Returns the layout of a parameter that this rank holds whole."""
+        box = tuple((0, size) for size in shape)
+        piece = LayoutPiece(local=box, logical=box, is_primary=is_primary)
+        return cls(logical_shape=tuple(shape), local_shape=tuple(shape), pieces=(piece,))
+
+    @property
+    def is_whole(self) -> bool:
+        """True where this rank holds the logical tensor, in its own order."""
+        return len(self.pieces) == 1 and self.local_shape == self.logical_shape == _lengths(self.pieces[0].local)
+
+    @property
+    def counts_all(self) -> bool:
+        """True where no other rank counts an element of this rank's tensor."""
+        return all(piece.is_primary for piece in self.pieces)
+
+    @property
+    def has_padding(self) -> bool:
+        """True where some elements of this rank's tensor are in no block."""
+        return sum(math.prod(_lengths(piece.local)) for piece in self.pieces) < math.prod(self.local_shape)
+
+    def cut(self, logical: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a logical tensor as memory of its own, with zeros as padding."""
+        local = logical.new_zeros(self.local_shape)
+        for piece in self.pieces:
+            local[_index(piece.local)] = logical[_index(piece.logical)]
+        return local
+
+    def counted(self, tensor: torch.Tensor, span: tuple[int, int]) -> list[torch.Tensor]:
+        """Returns views of a stretch of this rank's tensor that together are the elements that this rank counts.
+
+        Args:
+            tensor: The elements of the stretch, of one dimension.
+            span: First element and one past the last, in the row-major flattening of this rank's tensor.
+        """
+        if self.counts_all and not self.has_padding:
+            return [tensor]
+        pieces = [piece for piece in self.pieces if piece.is_primary]
+        return [view for piece in pieces for view, _ in _overlaps(piece, self.local_shape, tensor, span)]
+
+    def slices(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        span: tuple[int, int] | None = None,
+        primary: bool = True,
+        shared: bool = True,
+    ) -> list[TensorSlice]:
+        """Returns what this rank holds of a logical tensor with a value per element, as slices of it.
+
+        Args:
+            name: Of the logical tensor.
+            tensor: This rank's values: in the local shape, or the elements of `span` in one dimension. The slices'
+                tensors are views of it, some of which may be strided.
+            span: First element and one past the last, in the row-major flattening of this rank's tensor; None: all.
+            primary: This rank is the one that writes among those that hold the same of this layout.
+            shared: See `TensorSlice`.
+        """
+        if span is None:
+            span = (0, tensor.numel())
+        if self.is_whole:
+            box = self.pieces[0].logical
+            is_primary = primary and self.pieces[0].is_primary
+            return [_slice_of(name, tensor, self.logical_shape, box, span, is_primary, shared)]
+        flat = tensor.view(-1)
+        found = []
+        for piece in self.pieces:
+            is_primary = primary and piece.is_primary
+            for view, box in _overlaps(piece, self.local_shape, flat, span):
+                size = (0, view.numel())
+                found.append(_slice_of(name, view, self.logical_shape, box, size, is_primary, shared))
+        return found
+
+    def holds_first(self, span: tuple[int, int] | None = None) -> bool:
+        """Returns whether a stretch of this rank's tensor (None: all) has the logical one's first element, and counts it.
+
+        Of an empty logical tensor one of the ranks says so, if it counts what they hold.
+        """
+        span = (0, max(1, math.prod(self.local_shape))) if span is None else span
+        if math.prod(self.logical_shape) == 0:
+            return span[0] == 0 and self.counts_all
+        for piece in self.pieces:
+            if piece.is_primary and all(offset == 0 for offset, _ in piece.logical) and 0 not in _lengths(piece.local):
+                first = _flat_index([offset for offset, _ in piece.local], self.local_shape)
+                return span[0] <= first < span[1]
+        return False
+
+    def positions(self, span: tuple[int, int]) -> torch.Tensor:
+        """Returns where the elements of a stretch of this rank's tensor lie in the logical one's row-major flattening.
+
+        Args:
+            span: First element and one past the last, in the row-major flattening of this rank's tensor.
+
+        Returns:
+            int64, of one dimension; -1 for padding.
+        """
+        numbers = torch.arange(math.prod(self.logical_shape)).view(self.logical_shape)
+        local = torch.full(self.local_shape, -1)
+        for piece in self.pieces:
+            local[_index(piece.local)] = numbers[_index(piece.logical)]
+        return local.view(-1)[slice(*span)]
+
+
+def layout_of(parameter: torch.Tensor, shape: Sequence[int] | None = None) -> ParameterLayout:
+    """Returns which blocks of its logical tensor a parameter is made of; one that nobody cut is whole.
+
+    Args:
+        parameter: The model's parameter.
+        shape: Of one that nobody cut; None: the parameter's own.
+    """
+    layout = getattr(parameter, _ATTRIBUTE, None)
+    return ParameterLayout.whole(parameter.shape if shape is None else shape) if layout is None else layout
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Returns whether a layout was attached to a parameter."""
+    return hasattr(parameter, _ATTRIBUTE)
+
+
+def set_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
+    """Attaches to a parameter which blocks of its logical tensor it is made of."""
+    if tuple(parameter.shape) != layout.local_shape:
+        raise ValueError(f"a layout of {layout.local_shape} does not fit a parameter of {tuple(parameter.shape)}")
+    setattr(parameter, _ATTRIBUTE, layout)
+
+
+def _lengths(box: Box) -> tuple[int, ...]:
+    return tuple(length for _, length in box)
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in box)
+
+
+def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    position = 0
+    for one, size in zip(index, shape, strict=True):
+        position = position * size + one
+    return position
+
+
+def _slice_of(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    box: Box,
+    span: tuple[int, int],
+    primary: bool,
+    shared: bool,
+) -> TensorSlice:
+    return TensorSlice(
+        name=name,
+        dtype=tensor.dtype,
+        global_shape=shape,
+        box=box,
+        span=span,
+        tensor=tensor,
+        primary=primary,
+        shared=shared,
+    )
+
+
+def _overlaps(
+    piece: LayoutPiece, local_shape: tuple[int, ...], flat: torch.Tensor, span: tuple[int, int]
+) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Yields what a stretch of the local tensor has of a block: a view of the stretch, and its box in the logical one.
+
+    A stretch of a flattening is a few boxes: some of the first row, whole rows, some of the last row, and so on in the
+    dimensions below. Each of them meets the block in a box.
+    """
+    for box in _boxes(local_shape, *span):
+        met = tuple(_intersection(one, other) for one, other in zip(box, piece.local, strict=True))
+        if any(length <= 0 for _, length in met):
+            continue
+        inside = flat[_flat_index([offset for offset, _ in box], local_shape) - span[0] :]
+        view = inside[: math.prod(_lengths(box))].view(_lengths(box))
+        within = tuple((offset - start, length) for (offset, length), (start, _) in zip(met, box, strict=True))
+        logical = tuple(
+            (offset - start + target, length)
+            for (offset, length), (start, _), (target, _) in zip(met, piece.local, piece.logical, strict=True)
+        )
+        yield view[_index(within)], logical
+
+
+def _intersection(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    start = max(one[0], other[0])
+    return start, min(sum(one), sum(other)) - start
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yields the boxes, in order, that a stretch of the row-major flattening of a shape is made of."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    whole = tuple((0, size) for size in shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # inside of one row
+        yield from (((last, 1), *box) for box in _boxes(shape[1:], start - last * row, stop - last * row))
+        return
+    if start < first * row:
+        yield from (((first - 1, 1), *box) for box in _boxes(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        yield ((first, last - first), *whole)
+    if last * row < stop:
+        yield from (((last, 1), *box) for box in _boxes(shape[1:], 0, stop - last * row))

@@ -1,0 +1,5 @@
+"""Tensor, sequence and data parallelism with ZeRO, from plans."""
+
+from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+
+__all__ = ["HybridParallelPlugin"]

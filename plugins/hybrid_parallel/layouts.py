@@ -1,0 +1,78 @@
+"""What a plan makes of every parameter: which part of it each tensor-parallel rank holds. Numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.interface import ParameterLayout
+from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import split_layout, vocabulary_layout
+
+__all__ = ["COLUMN_STYLES", "ROW_STYLES", "planned_layouts"]
+
+COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
+ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
+_VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
+_FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
+_SPLIT_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLES
+
+
+def planned_layouts(
+    model: nn.Module, plan: TensorParallelPlan, num_ranks: int, vocabulary_multiple: int
+) -> dict[str, list[ParameterLayout]]:
+    """Returns by parameter name, tied ones once, what each rank holds of it.
+
+    Args:
+        model: The user's model, before it is cut; possibly on the meta device.
+        plan: Which module is split how.
+        num_ranks: Tensor-parallel ranks.
+        vocabulary_multiple: What the padded vocabulary is a multiple of.
+
+    Raises:
+        ConfigError: Modules that share a parameter split it in different ways.
+    """
+    split: dict[int, tuple[str, list[ParameterLayout]]] = {}
+    for name, parameter, entry, own_name in _planned_parameters(model, plan):
+        layouts = [_layout(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple) for rank in range(num_ranks)]
+        other = split.setdefault(id(parameter), (name, layouts))
+        if other[1] != layouts:
+            raise ConfigError(
+                f"{name!r} is the same parameter as {other[0]!r}, and the plan splits them in different ways: give both"
+                " modules styles that cut the same dimension, such as 'vocab' and 'vocab_head', or none"
+            )
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = [ParameterLayout.whole(parameter.shape, is_primary=rank == 0) for rank in range(num_ranks)]
+        found[name] = split.get(id(parameter), (name, whole))[1]
+    return found
+
+
+def _planned_parameters(
+    model: nn.Module, plan: TensorParallelPlan
+) -> Iterator[tuple[str, nn.Parameter, PlannedEntry, str]]:
+    """Yields the parameters that entries are about, with their full names and their names within the module."""
+    modules = dict(model.named_modules())
+    for entry in plan.entries:
+        if entry.is_parameter:
+            module_name, _, own_name = entry.name.rpartition(".")
+            yield entry.name, modules[module_name]._parameters[own_name], entry, "weight"  # type: ignore[misc]
+            continue
+        if entry.style not in _SPLIT_STYLES:
+            continue  # what it says is about more than its own parameters, which may have entries of their own
+        for own_name, parameter in modules[entry.name].named_parameters(recurse=False):
+            yield f"{entry.name}.{own_name}", parameter, entry, own_name
+
+
+def _layout(
+    entry: PlannedEntry, own_name: str, parameter: nn.Parameter, num_ranks: int, rank: int, multiple: int
+) -> ParameterLayout:
+    shape, style, is_bias = tuple(parameter.shape), entry.style, own_name == "bias"
+    if style in _VOCABULARY_STYLES:
+        return vocabulary_layout(shape, multiple, num_ranks, rank)
+    is_split = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | _FEATURE_STYLES and not is_bias)
+    if not is_split or not entry.blocks:
+        return ParameterLayout.whole(shape, is_primary=rank == 0)
+    return split_layout(shape, 0 if is_bias else entry.dim, entry.blocks, num_ranks, rank)

@@ -1,0 +1,101 @@
+"""The model side: what is open during a forward is closed after it, and state dicts may be whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import broadcast
+from booster.interface import ModelWrapper, layout_of, set_layout
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.low_level_zero.model import ZeroModel
+from booster.random_state import capture_random_state, restore_random_state
+
+__all__ = ["HybridModel"]
+
+
+class HybridModel(ZeroModel):
+    """The boosted model, of which this rank holds parts.
+
+    `state_dict()` and `named_parameters()` show this rank's parts, under the user's names; `load_state_dict` takes
+    these or the whole tensors.
+
+    Args:
+        module: The user's model, cut and parallelized.
+        tensor_ranks: The ranks that share its layers; None: each has them whole.
+        sequence_ranks: The ranks that share its sequences by an axis of their own; None: there is none.
+        replica_group: The ranks that get the same batch.
+        is_primary: True on one of the ranks that hold the same parts.
+        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        tensor_ranks: TensorParallelRanks | None,
+        sequence_ranks: SequenceParallelRanks | None,
+        replica_group: dist.ProcessGroup,
+        is_primary: bool,
+        broadcasts_buffers: bool,
+    ) -> None:
+        super().__init__(module, None, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
+        self._ranks = [ranks for ranks in (tensor_ranks, sequence_ranks) if ranks is not None]
+        self._replica_group = replica_group
+        self._may_draw_differently = bool(self._ranks)
+        self.register_load_hook(self._expect_other_random_states)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's forward; arguments and result are those of the user's model. Collective."""
+        self.reset_ranks()
+        if self._may_draw_differently and self.training:
+            self._draw_alike()
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.reset_ranks()
+
+    def reset_ranks(self) -> None:
+        """Forgets what an operation that is over has left open."""
+        for ranks in self._ranks:
+            ranks.reset()
+
+    def _expect_other_random_states(self) -> None:
+        self._may_draw_differently = bool(self._ranks)
+
+    def _draw_alike(self) -> None:
+        """Gives ranks with the same batch the same random numbers, which dropout of what they all compute needs.
+
+        At the first forward in training, and at the first after a load, which may have derived the ranks' random states
+        from those of another number of ranks.
+        """
+        state = capture_random_state(next(self.module.parameters()).device)
+        broadcast(list(state.values()), self._replica_group)
+        restore_random_state(state, next(self.module.parameters()).device)
+        self._may_draw_differently = False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads this rank's parts, or whole tensors of which it takes its parts; fp32 masters follow."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        own = {name: _own_part(named.get(name), value) for name, value in state_dict.items()}
+        return super().load_state_dict(own, strict, assign)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+        """Returns a copy of the model alone, which holds the same parts of it; it has no optimizer."""
+        copied = super().__deepcopy__(memo)
+        theirs = dict(copied.module.named_parameters())
+        for name, parameter in self.module.named_parameters():
+            set_layout(theirs[name], layout_of(parameter))
+        return copied
+
+
+def _own_part(parameter: nn.Parameter | None, value: Any) -> Any:
+    if parameter is None or not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
+        return value
+    layout = layout_of(parameter)
+    return layout.cut(value) if tuple(value.shape) == layout.logical_shape else value

@@ -1,0 +1,207 @@
+"""Carries out a plan: exchanges what layers compute, hooks the borders of parallel regions, sums partial gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.interface import ParameterLayout
+from booster.plugins.hybrid_parallel.layouts import COLUMN_STYLES, ROW_STYLES
+from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
+from booster.plugins.hybrid_parallel.sequence_parallel.splitters import TensorAxisSplitter
+from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
+from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
+    make_feature_embedding,
+    make_vocabulary_embedding,
+    make_vocabulary_head,
+)
+from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
+    make_identity_expert,
+    make_latent_projection,
+    make_output_sum,
+    make_split_experts,
+)
+from booster.plugins.hybrid_parallel.tensor_parallel.gradients import sum_shared_gradient, sum_whole_gradient
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.regions import copy_to_ranks, gather_sequence
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
+
+__all__ = ["parallelize"]
+
+_NO_EXCHANGE = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})
+# Arguments of a region's module, other than hidden states, from which its column-parallel layers compute too.
+_OTHER_STATES = ("key_value_states", "encoder_hidden_states")
+
+
+def parallelize(
+    model: nn.Module,
+    plan: TensorParallelPlan,
+    ranks: TensorParallelRanks,
+    layouts: Mapping[str, Sequence[ParameterLayout]],
+    *,
+    vocabulary_multiple: int,
+    parallel_output: bool,
+) -> None:
+    """Lets the model's layers compute with this rank's parts. In place; its parameters are cut already.
+
+    Args:
+        model: The user's model.
+        plan: Which module is split how.
+        ranks: The tensor-parallel ranks.
+        layouts: What every rank holds of each parameter.
+        vocabulary_multiple: What the padded vocabulary is a multiple of.
+        parallel_output: Heads return logits that stay split, as `SplitLogits`.
+
+    Raises:
+        ConfigError: A module can't be treated as planned.
+    """
+    modules = dict(model.named_modules())
+    exchange = _Exchange(modules, plan, ranks, vocabulary_multiple, parallel_output)
+    for entry in plan.entries:
+        if not entry.is_parameter and entry.style not in _NO_EXCHANGE:
+            exchange.apply(entry)
+    for change in plan.attributes:
+        setattr(modules[change.module], change.attribute, change.local_value(ranks.size, ranks.rank))
+    _sum_gradients(model, plan, ranks, layouts)
+    if ranks.splits_sequence:
+        _split_sequences(modules, plan, ranks)
+
+
+class _Exchange:
+    """Exchanges what one layer computes after the other."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        plan: TensorParallelPlan,
+        ranks: TensorParallelRanks,
+        multiple: int,
+        parallel_output: bool,
+    ) -> None:
+        self._modules = modules
+        self._ranks = ranks
+        self._on_split_tokens = _names_on_split_tokens(plan, ranks)
+        self._multiple = multiple
+        self._parallel_output = parallel_output
+
+    def apply(self, entry: PlannedEntry) -> None:
+        module, ranks, style = self._modules[entry.name], self._ranks, entry.style
+        sizes = local_sizes(entry.blocks, ranks.size) if entry.blocks else []
+        if style in COLUMN_STYLES:
+            make_column_parallel(
+                module,
+                ranks,
+                sizes=sizes,
+                gathers_output=style == "colwise_gather_output",
+                is_input_gathered=self._is_input_gathered(entry),
+                siblings=[self._modules[name] for name in entry.siblings],
+            )
+        elif style in ROW_STYLES:
+            scatters = entry.name.startswith(self._on_split_tokens)
+            splits_input = style == "rowwise_split_input"
+            make_row_parallel(module, ranks, sizes=sizes, splits_input=splits_input, scatters_sequence=scatters)
+        elif style == "vocab":
+            num_entries = sum(block.size for block in entry.blocks)
+            make_vocabulary_embedding(module, ranks, num_entries=num_entries, multiple=self._multiple)
+        elif style == "vocab_head":
+            num_entries = sum(block.size for block in entry.blocks)
+            make_vocabulary_head(
+                module,
+                ranks,
+                num_entries=num_entries,
+                multiple=self._multiple,
+                gathers_output=not self._parallel_output,
+            )
+        elif style in ("embedding_colwise", "embedding_colwise_gather_output"):
+            make_feature_embedding(module, ranks, sizes=sizes, gathers_output=style != "embedding_colwise")
+        else:
+            self._apply_of_experts(module, style)
+
+    def _apply_of_experts(self, module: nn.Module, style: str) -> None:
+        if style == "mla_kv_a_proj":
+            make_latent_projection(module, self._ranks, num_rotary=_num_rotary(self._modules[""]))
+            return
+        makers: dict[str, Callable[[nn.Module, TensorParallelRanks], None]] = {
+            "moe_tp_experts": make_split_experts,
+            "moe_identity_expert": make_identity_expert,
+            "all_reduce": make_output_sum,
+        }
+        if style not in makers:
+            raise AssertionError(f"check_plan() let the style {style!r} pass")
+        makers[style](module, self._ranks)
+
+    def _is_input_gathered(self, entry: PlannedEntry) -> bool:
+        """Whether the region's own hook gives the layer an input that is made for the ranks to compute with."""
+        return entry.name.startswith(self._on_split_tokens) and entry.style != "colwise_gather_output"
+
+
+def _num_rotary(model: nn.Module) -> int:
+    """Returns how many of a latent projection's features are keys' rotary ones, which transformers' config says."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    number = getattr(text, "qk_rope_head_dim", None)
+    if not isinstance(number, int):
+        raise ConfigError(
+            "the plan gives the style 'mla_kv_a_proj' to a module of a model whose config has no qk_rope_head_dim, so"
+            " that nobody knows which of its features go to all heads: give it another style, or add the number"
+        )
+    return number
+
+
+def _names_on_split_tokens(plan: TensorParallelPlan, ranks: TensorParallelRanks) -> tuple[str, ...]:
+    """Returns what the names of modules begin with between which each rank has its own tokens."""
+    return tuple(f"{name}." for stack in plan.stacks for name in stack) if ranks.splits_sequence else ()
+
+
+def _sum_gradients(
+    model: nn.Module,
+    plan: TensorParallelPlan,
+    ranks: TensorParallelRanks,
+    layouts: Mapping[str, Sequence[ParameterLayout]],
+) -> None:
+    """Has gradients summed that this rank computes a part of; see Note [Partial gradients]."""
+    partial = {entry.name for entry in plan.entries if entry.style in ("replicated_with_grad_allreduce", "sequence")}
+    on_split_tokens = _names_on_split_tokens(plan, ranks)
+    for name, parameter in model.named_parameters():
+        of_ranks = layouts[name]
+        if not of_ranks[0].is_whole or ranks.size == 1:
+            sum_shared_gradient(parameter, of_ranks, ranks.rank, ranks.group)
+        elif name.rpartition(".")[0] in partial or name in partial or name.startswith(on_split_tokens):
+            sum_whole_gradient(parameter, ranks.group)
+
+
+def _split_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, ranks: TensorParallelRanks) -> None:
+    """Splits the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
+    for stack in plan.stacks:
+        attach_stack([modules[name] for name in stack], TensorAxisSplitter(ranks))
+    begins = COLUMN_STYLES - {"colwise_gather_output"}
+    inside = _names_on_split_tokens(plan, ranks)
+    column = [entry for entry in plan.entries if entry.style in begins and entry.name.startswith(inside)]
+    for region in dict.fromkeys(entry.region or entry.name for entry in column):
+        modules[region].register_forward_pre_hook(_RegionEntry(ranks), with_kwargs=True)
+
+
+class _RegionEntry:
+    """Gathers the tokens of all ranks where a parallel region begins."""
+
+    def __init__(self, ranks: TensorParallelRanks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = dict(kwargs)
+        if args:
+            args = (self._gathered(args[0]), *args[1:])
+        elif "hidden_states" in kwargs:
+            kwargs["hidden_states"] = self._gathered(kwargs["hidden_states"])
+        for name in _OTHER_STATES:
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = copy_to_ranks(kwargs[name], self._ranks)
+        return args, kwargs
+
+    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        return gather_sequence(hidden, self._ranks, dim=1 if hidden.dim() > 2 else 0)

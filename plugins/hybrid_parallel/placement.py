@@ -1,0 +1,122 @@
+"""Brings a model to this rank's device, cut and parallelized; and says beforehand what that would be."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.comm import require_same_on_all_ranks
+from booster.interface import ParameterLayout
+from booster.mixed_precision.fp16_naive import log_on_master
+from booster.plugins.hybrid_parallel.activation_checkpointing import checkpoint_layers
+from booster.plugins.hybrid_parallel.cutting import cut_model
+from booster.plugins.hybrid_parallel.layouts import planned_layouts
+from booster.plugins.hybrid_parallel.mesh import HybridMesh
+from booster.plugins.hybrid_parallel.parallelize import parallelize
+from booster.plugins.hybrid_parallel.plans.check import check_plan
+from booster.plugins.hybrid_parallel.plans.choose import choose_plan
+from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
+from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter
+from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
+from booster.plugins.hybrid_parallel.settings import HybridArguments
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.sharding.materializing import Materializer
+
+__all__ = ["ModelSplit"]
+
+
+class ModelSplit:
+    """How the plugin's arguments divide models.
+
+    Args:
+        arguments: Of the plugin, checked.
+        mesh: Of the ranks.
+        device: Where the model goes.
+
+    Attributes:
+        tensor_ranks: The ranks that share the layers; None: each has them whole.
+        sequence_ranks: The ranks that share the sequences by an axis of their own; None: there is none.
+    """
+
+    def __init__(self, arguments: HybridArguments, mesh: HybridMesh, device: torch.device) -> None:
+        self._arguments = arguments
+        self._mesh = mesh
+        self._device = device
+        self.tensor_ranks: TensorParallelRanks | None = None
+        self.sequence_ranks: SequenceParallelRanks | None = None
+        if arguments.tp_size > 1:
+            mode = arguments.tensor_axis_mode
+            self.tensor_ranks = TensorParallelRanks(mesh.group("tp"), sequence_mode=mode)
+        if arguments.own_axis_mode is not None:
+            self.sequence_ranks = SequenceParallelRanks(mesh.group("sp"), arguments.own_axis_mode)
+
+    def plan(self, model: nn.Module) -> TensorParallelPlan:
+        """Returns which module is split how. No communication.
+
+        Raises:
+            ConfigError: There is no plan for the model, or it can't be carried out.
+        """
+        arguments = self._arguments
+        if self.tensor_ranks is None:
+            needs_stacks = self.sequence_ranks is not None or arguments.checkpointing is not None
+            stacks = find_stacks(model) if needs_stacks else ()
+            return TensorParallelPlan(stacks=stacks, source="tp_size=1: every rank has all layers whole")
+        plan = choose_plan(
+            model, tp_size=arguments.tp_size, plan=arguments.given_plan, sequence_mode=arguments.tensor_axis_mode
+        )
+        check_plan(plan, model, arguments.tp_size)
+        return plan
+
+    def explain(self, model: nn.Module) -> str:
+        """Returns a table of what this rank would hold of a model."""
+        from booster.plugins.hybrid_parallel.plans.explain import explain
+
+        rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
+        return explain(self.plan(model), model, self._arguments.tp_size, rank)
+
+    def check(self, model: nn.Module) -> None:
+        """Raises if this rank alone can tell that the model can't be divided. No communication.
+
+        Raises:
+            ConfigError: It can't.
+        """
+        self._layouts(model, self.plan(model))
+        self._materializer(model).check()
+
+    def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Divides the model, in place. Collective.
+
+        Raises:
+            DesyncError: The ranks have different models.
+            ConfigError: A module can't be treated as planned.
+        """
+        plan = self.plan(model)
+        require_same_on_all_ranks("the plan", [repr(entry) for entry in plan.entries])
+        layouts = self._layouts(model, plan)
+        tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
+        own = {name: of_ranks[tensor_rank] for name, of_ranks in layouts.items()}
+        cut_model(model, optimizer, own, self._materializer(model))
+        if self.tensor_ranks is not None:
+            parallelize(
+                model,
+                plan,
+                self.tensor_ranks,
+                layouts,
+                vocabulary_multiple=self._arguments.make_vocab_size_divisible_by,
+                parallel_output=self._arguments.parallel_output,
+            )
+            log_on_master(f"HybridParallelPlugin: {plan.source}")
+        modules = dict(model.named_modules())
+        for stack in plan.stacks if self.sequence_ranks is not None else ():
+            attach_stack([modules[name] for name in stack], SequenceAxisSplitter(self.sequence_ranks))
+        for stack in plan.stacks if self._arguments.checkpointing is not None else ():
+            checkpoint_layers(model, stack, self._arguments.checkpointing)
+
+    def _layouts(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ParameterLayout]]:
+        return planned_layouts(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
+
+    def _materializer(self, model: nn.Module) -> Materializer:
+        return Materializer(model, self._device, param_init_fn=None, sync=True)

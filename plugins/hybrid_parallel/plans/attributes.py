@@ -1,0 +1,104 @@
+"""Finds the numbers that an attention's forward takes its tensors apart with, so that they depend on the split."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+
+from torch import nn
+
+from booster.plugins.hybrid_parallel.plans.heads import Attention
+from booster.plugins.hybrid_parallel.plans.plan import AttributeChange
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
+
+__all__ = ["head_attributes"]
+
+_NUM_QUERY = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
+_NUM_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
+_NUM_FEATURES = ("all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "d_model", "dim", "width")
+_SHAPING = frozenset(("view", "reshape", "split", "unflatten", "expand", "chunk", "new_zeros", "zeros"))
+
+
+def head_attributes(
+    model: nn.Module, attentions: Mapping[str, Attention], blocks: Mapping[str, tuple[Block, ...]]
+) -> Iterator[AttributeChange]:
+    """Yields the numbers of attentions that must become those of a rank.
+
+    Numbers of heads are changed wherever an attention has them. Numbers of features are changed if the code of the
+    attention takes tensors apart with them, as some are also the size of its input, which stays.
+
+    Args:
+        model: The user's.
+        attentions: Those that are split by heads.
+        blocks: Of every split module, by name.
+    """
+    for name, attention in attentions.items():
+        module = model.get_submodule(name)
+        query, key_value = _head_blocks(attention, _of_attention(attention, blocks))
+        yield from _numbers(module, name, _NUM_QUERY, query, attention.num_query)
+        yield from _numbers(module, name, _NUM_KEY_VALUE, key_value, attention.num_key_value)
+        per_group = attention.num_query // attention.num_key_value
+        for attribute in _present(module, _PER_GROUP, per_group):
+            yield AttributeChange(module=name, attribute=attribute, block=query, divisor=key_value)
+        kind: Hashable = type(module)
+        shaping = _names_in_shapes(kind)
+        for attribute in _present(module, _NUM_FEATURES, query.size):
+            if attribute in shaping:
+                yield AttributeChange(module=name, attribute=attribute, block=query, counts="features")
+
+
+def _of_attention(attention: Attention, blocks: Mapping[str, tuple[Block, ...]]) -> list[Block]:
+    prefix = f"{attention.name}." if attention.name else ""
+    return [block for name, found in blocks.items() if name.startswith(prefix) for block in found]
+
+
+def _head_blocks(attention: Attention, blocks: Iterable[Block]) -> tuple[Block, Block]:
+    """Returns the blocks of query and of key-value heads, with a head's size in features as far as it is known."""
+    num_query, num_key_value = attention.num_query, attention.num_key_value
+    # The smallest: query projections may hold a gate per head too.
+    size = min((one.unit_size for one in blocks if one.num_units == num_query), default=1)
+    return attention.query_block(size * num_query), attention.key_value_block(size * num_key_value)
+
+
+def _numbers(
+    module: nn.Module, name: str, attributes: tuple[str, ...], block: Block, number: int
+) -> Iterator[AttributeChange]:
+    for attribute in _present(module, attributes, number):
+        yield AttributeChange(module=name, attribute=attribute, block=block)
+
+
+def _present(module: nn.Module, attributes: tuple[str, ...], number: int) -> list[str]:
+    values = vars(module)
+    return [name for name in attributes if type(values.get(name)) is int and values[name] == number]
+
+
+@functools.lru_cache(maxsize=256)
+def _names_in_shapes(kind: Hashable) -> frozenset[str]:
+    """Returns the names of `self` in arguments of view, reshape, split and the like, in all methods of a class."""
+    found: set[str] = set()
+    for base in getattr(kind, "__mro__", ()):
+        if base is nn.Module:
+            break
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):  # written where there is no file to read it from
+            continue
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and _called(call) in _SHAPING:
+                found.update(_own_names(call))
+    return frozenset(found)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _own_names(call: ast.Call) -> Iterator[str]:
+    for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+        for node in ast.walk(argument):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr

@@ -1,0 +1,179 @@
+"""Every mistake that a plan can have, found before anything is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.plans.features import (
+    COLUMN_STYLES,
+    ROW_STYLES,
+    feature_sizes,
+    is_linear,
+    is_transposed,
+)
+from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, Style, TensorParallelPlan
+from booster.plugins.hybrid_parallel.plans.stacks import find_stacks, stack_layer_of
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
+
+__all__ = ["check_plan", "check_styles"]
+
+_ON_EMBEDDINGS = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
+_ON_PARAMETERS = frozenset(
+    {"colwise", "packed_colwise", "rowwise", "packed_rowwise", "replicated", "replicated_with_grad_allreduce"}
+)
+_OPEN = frozenset({"colwise", "packed_colwise"})
+_CLOSING = frozenset({"rowwise", "packed_rowwise"})
+
+
+def check_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Raises for a style on what can't take it.
+
+    Raises:
+        ConfigError: Such a style.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, style in styles.items():
+        if name in parameters:
+            if style.name not in _ON_PARAMETERS:
+                _refuse_kind(name, style, "a bare parameter", "one of " + ", ".join(sorted(_ON_PARAMETERS)))
+        else:
+            _check_module(name, style, model.get_submodule(name))
+
+
+def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_users: bool = True) -> None:
+    """Raises for a plan that can't be carried out over so many ranks, or that would compute something else.
+
+    Args:
+        plan: See `choose_plan`.
+        model: The user's.
+        tp_size: Number of tensor-parallel ranks.
+        is_users: A user wrote it, so that every split must also be seen to be closed again.
+
+    Raises:
+        ConfigError: Such a plan.
+    """
+    for entry in plan.entries:
+        _check_ranks(entry, tp_size)
+        _check_sizes(entry, model)
+    for change in plan.attributes:
+        change.local_value(tp_size, 0)
+    if is_users:
+        _check_pairs(plan, model)
+
+
+def _check_module(name: str, style: Style, module: nn.Module) -> None:
+    kind = f"a {type(module).__name__}"
+    if style.name in COLUMN_STYLES | ROW_STYLES | {"vocab_head", "mla_kv_a_proj"} and not is_linear(module):
+        _refuse_kind(name, style, kind, "an nn.Linear or transformers' Conv1D")
+    if style.name == "vocab_head" and is_transposed(module):
+        _refuse_kind(name, style, kind, "an nn.Linear")
+    if style.name == "vocab" and not isinstance(module, (nn.Embedding, nn.Linear)):
+        _refuse_kind(name, style, kind, "an nn.Embedding, or the nn.Linear that gives logits")
+    if style.name in _ON_EMBEDDINGS and not isinstance(module, nn.Embedding):
+        _refuse_kind(name, style, kind, "an nn.Embedding")
+    parametrized = getattr(module, "parametrizations", None)
+    if parametrized is not None and style.name in COLUMN_STYLES | ROW_STYLES:
+        _refuse_kind(name, style, f"{kind} with parametrizations", "a layer whose weight is a plain parameter")
+
+
+def _refuse_kind(name: str, style: Style, kind: str, wanted: str) -> None:
+    raise ConfigError(
+        f"the plan has {style.name!r} for {name!r}, which is {kind}: this style is for {wanted}. Leave it out of the"
+        " plan, so that it is replicated, or name the layers in it"
+    )
+
+
+def _check_ranks(entry: PlannedEntry, tp_size: int) -> None:
+    if not entry.blocks or entry.style.startswith("vocab"):
+        return
+    try:
+        local_sizes(entry.blocks, tp_size)
+    except ConfigError as error:
+        raise ConfigError(f"{entry.name!r} ({entry.style}): {error}") from error
+
+
+def _check_sizes(entry: PlannedEntry, model: nn.Module) -> None:
+    if not entry.blocks:
+        return
+    is_parameter = entry.is_parameter
+    tensor = model.get_parameter(entry.name if is_parameter else f"{entry.name}.weight")
+    if sum(block.size for block in entry.blocks) != tensor.shape[entry.dim]:
+        raise ConfigError(
+            f"the plan splits {tensor.shape[entry.dim]} features of {entry.name!r} into blocks of"
+            f" {[block.size for block in entry.blocks]}, which don't add up: give the blocks that the forward takes"
+            " them apart into"
+        )
+    if len(entry.blocks) > 1 and entry.style.endswith(("_gather_output", "_split_input")):
+        raise ConfigError(
+            f"the plan has {entry.style!r} for {entry.name!r} in {len(entry.blocks)} blocks, whose order would change"
+            " when the ranks' parts are put together: leave the blocks out, as the whole is there on both sides"
+        )
+
+
+def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
+    """Raises for a layer whose output stays split, but no layer takes it, and the other way round."""
+    stacks = plan.stacks or find_stacks(model)
+    layers = [entry for entry in plan.entries if not entry.is_parameter]
+    columns = [entry for entry in layers if entry.style in _OPEN]
+    rows = [entry for entry in layers if entry.style in _CLOSING]
+    for entry in columns:
+        near = _near(entry, rows, stacks)
+        if not near:
+            raise ConfigError(
+                f"the plan has {entry.style!r} for {entry.name!r}, but no rowwise layer in"
+                f" {_scope(entry, stacks) or 'the model'!r} takes its output, which would stay split: give the layer"
+                " that follows it 'rowwise', or this one 'colwise_gather_output'"
+            )
+        if not any(_fits(entry, row) for row in near):
+            _refuse_sizes(entry, near, model)
+    for entry in rows:
+        if not _near(entry, columns, stacks):
+            raise ConfigError(
+                f"the plan has {entry.style!r} for {entry.name!r}, but no colwise layer in"
+                f" {_scope(entry, stacks) or 'the model'!r} splits its input: give the layers before it 'colwise', or"
+                " this one 'rowwise_split_input'"
+            )
+
+
+def _near(
+    entry: PlannedEntry, others: Iterable[PlannedEntry], stacks: tuple[tuple[str, ...], ...]
+) -> list[PlannedEntry]:
+    """Returns the others in the same layer of a stack, of which those in the same or a neighboring module if any."""
+    scope = _scope(entry, stacks)
+    found = [other for other in others if _scope(other, stacks) == scope]
+    for depth in (1, 2):
+        outer = entry.name.rsplit(".", depth)[0]
+        if close := [other for other in found if other.name.rsplit(".", depth)[0] == outer]:
+            return close
+    return found
+
+
+def _scope(entry: PlannedEntry, stacks: tuple[tuple[str, ...], ...]) -> str:
+    return stack_layer_of(entry.name, stacks) or ""
+
+
+def _fits(column: PlannedEntry, row: PlannedEntry) -> bool:
+    """True if the blocks are cut alike at every number of ranks, or are heads of attention that share their groups."""
+    ours, theirs = column.blocks[0], row.blocks[0]
+    if (ours.num_query_units or ours.num_units) == (theirs.num_query_units or theirs.num_units):
+        return True
+    # Fused projections are cut by groups of heads, and the layer that takes their output by the heads of these groups.
+    return ours.num_units == (theirs.num_groups or theirs.num_units)
+
+
+def _refuse_sizes(entry: PlannedEntry, rows: list[PlannedEntry], model: nn.Module) -> None:
+    row = rows[0]
+    inputs = feature_sizes(model.get_submodule(row.name))[0]
+    outputs = feature_sizes(model.get_submodule(entry.name))[1]
+    raise ConfigError(
+        f"the plan splits the {outputs} outputs of {entry.name!r} as {_described(entry)} and the {inputs} inputs of"
+        f" {row.name!r} as {_described(row)}: they would not fit together. Give both the same heads, as"
+        " Style('colwise', num_heads=...) and Style('rowwise', num_heads=...), or leave both out of the plan"
+    )
+
+
+def _described(entry: PlannedEntry) -> str:
+    return " + ".join(f"{block.num_units} x {block.unit_size}" for block in entry.blocks)

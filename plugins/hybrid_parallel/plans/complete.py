@@ -1,0 +1,107 @@
+"""Completes what a source says of a model to a plan: blocks, ties, regions, numbers to change, stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from booster.plugins.hybrid_parallel.plans.attributes import head_attributes
+from booster.plugins.hybrid_parallel.plans.check import check_styles
+from booster.plugins.hybrid_parallel.plans.draft import Draft
+from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES, is_linear, split_dim
+from booster.plugins.hybrid_parallel.plans.heads import blocks_of, find_attentions
+from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, Style, TensorParallelPlan
+from booster.plugins.hybrid_parallel.plans.regions import (
+    TENSOR_AXIS_MODES,
+    find_siblings,
+    modules_on_split_sequence,
+    region_of,
+)
+from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
+from booster.plugins.hybrid_parallel.plans.ties import resolve_ties
+
+__all__ = ["complete"]
+
+_SPLIT_EMBEDDINGS = frozenset({"vocab", "vocab_head", "embedding_colwise", "embedding_colwise_gather_output"})
+_WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
+
+
+def complete(model: nn.Module, draft: Draft, *, sequence_mode: str | None) -> TensorParallelPlan:
+    """Works out everything that a plan has beside its styles.
+
+    Args:
+        model: The user's, maybe without memory.
+        draft: What the plan's source says.
+        sequence_mode: How the sequence is split; None: not at all.
+
+    Raises:
+        ConfigError: What the source says can't be done with this model.
+    """
+    check_styles(model, draft.styles)
+    given = {name: _on_head(model, name, style) for name, style in draft.styles.items()}
+    styles, reasons = resolve_ties(model, given)
+    stacks = find_stacks(model)
+    attentions = find_attentions(model, styles)
+    places = {name: _weight(model, name, style) for name, style in styles.items()}
+    blocks = {
+        name: blocks_of(name, styles[name], tuple(weight.shape), dim, attentions)
+        for name, (weight, dim) in places.items()
+        if weight is not None
+    }
+    siblings = find_siblings(model, styles, draft.siblings)
+    regions = {name: region_of(name, style, stacks) for name, style in styles.items() if style.name in _WITH_REGION}
+    regions = {name: region for name, region in regions.items() if not _is_parameter(model, name)}
+    entries = [
+        PlannedEntry(
+            name=name,
+            style=style.name,
+            blocks=blocks.get(name, ()),
+            dim=places[name][1],
+            region=regions.get(name, ""),
+            siblings=siblings.get(name, ()),
+            is_parameter=_is_parameter(model, name),
+            reason=reasons.get(name, ""),
+        )
+        for name, style in styles.items()
+    ]
+    if sequence_mode in TENSOR_AXIS_MODES:
+        alone = modules_on_split_sequence(model, styles, regions, stacks)
+        entries.extend(PlannedEntry(name=name, style="sequence", reason="works on split tokens") for name in alone)
+    return TensorParallelPlan(
+        entries=_in_order(model, entries),
+        attributes=(*head_attributes(model, attentions, blocks), *draft.attributes),
+        arguments=draft.arguments,
+        stacks=stacks,
+        source=draft.source,
+        notes=draft.notes,
+    )
+
+
+def _on_head(model: nn.Module, name: str, style: Style) -> Style:
+    is_head = style.name == "vocab" and not _is_parameter(model, name) and is_linear(model.get_submodule(name))
+    return Style("vocab_head") if is_head else style
+
+
+def _weight(model: nn.Module, name: str, style: Style) -> tuple[torch.Tensor | None, int]:
+    """Returns the tensor that a style splits, if it splits one, and the dimension."""
+    if style.name not in COLUMN_STYLES | ROW_STYLES | _SPLIT_EMBEDDINGS:
+        return None, 0
+    if _is_parameter(model, name):
+        parameter = model.get_parameter(name)
+        dim = parameter.ndim - 1 if style.name in ROW_STYLES else max(parameter.ndim - 2, 0)
+        return parameter, dim
+    module = model.get_submodule(name)
+    return module.get_parameter("weight"), split_dim(module, style.name)
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf in model.get_submodule(owner)._parameters
+
+
+def _in_order(model: nn.Module, entries: list[PlannedEntry]) -> tuple[PlannedEntry, ...]:
+    names = [name for name, _ in model.named_modules()]
+    order: Mapping[str, int] = {name: index for index, name in enumerate(names)}
+    return tuple(sorted(entries, key=lambda entry: order.get(entry.name, order.get(entry.name.rpartition(".")[0], 0))))

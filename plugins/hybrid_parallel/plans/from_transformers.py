@@ -1,0 +1,49 @@
+"""Plans that transformers' models bring along: used as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from booster.plugins.hybrid_parallel.plans.draft import Draft, read_style
+from booster.plugins.hybrid_parallel.plans.patterns import match_names
+from booster.plugins.hybrid_parallel.plans.plan import Style
+
+__all__ = ["pretrained_models", "transformers_draft"]
+
+_EXPERT_PARALLEL = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router"})
+
+
+def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yields the outermost transformers models in a model: name, module and configuration."""
+    config = getattr(model, "config", None)
+    if hasattr(model, "base_model_prefix") and hasattr(config, "model_type"):
+        yield name, model, config
+        return
+    for key, child in model.named_children():
+        yield from pretrained_models(child, f"{name}.{key}" if name else key)
+
+
+def transformers_draft(model: nn.Module) -> Draft | None:
+    """Returns the plan of the transformers models in a model; None: they have none."""
+    found: dict[str, Style] = {}
+    sources = []
+    for name, module, config in pretrained_models(model):
+        styles = _styles_of(module)
+        if not any(style.name.startswith(("colwise", "packed_colwise", "moe_")) for style in styles.values()):
+            continue
+        found.update({f"{name}.{key}" if name else key: style for key, style in styles.items()})
+        sources.append(f"{type(module).__name__} ({config.model_type})")
+    if not found:
+        return None
+    return Draft(styles=found, source=f"transformers' own plan of {', '.join(sources)}")
+
+
+def _styles_of(module: nn.Module) -> dict[str, Style]:
+    """Returns what a model's plan says of it. Patterns without a match are of other models of the family."""
+    given: dict[str, str] = getattr(module, "_tp_plan", None) or {}
+    plan = {name: read_style(name, style) for name, style in given.items() if style not in _EXPERT_PARALLEL}
+    names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+    return match_names(plan, names)[0]

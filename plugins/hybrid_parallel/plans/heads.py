@@ -1,0 +1,206 @@
+"""What the split dimension of each module consists of: heads where it belongs to an attention, else single features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.plans.features import ROW_STYLES, feature_sizes
+from booster.plugins.hybrid_parallel.plans.plan import Style
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
+
+__all__ = ["Attention", "blocks_of", "find_attentions", "owner_of", "role_of"]
+
+_QUERY = frozenset(("q_proj", "query", "q", "wq", "q_attn", "to_q", "q_b_proj", "query_proj", "q_lin", "linear_q"))
+_KEY = frozenset(("k_proj", "key", "k", "wk", "to_k", "key_proj", "k_lin", "linear_k"))
+_VALUE = frozenset(("v_proj", "value", "v", "wv", "to_v", "value_proj", "v_lin", "linear_v"))
+_FUSED = frozenset(("query_key_value", "qkv_proj", "c_attn", "qkv", "wqkv", "in_proj", "to_qkv", "qkv_linear"))
+
+_NUM_QUERY = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
+_NUM_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
+_HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_head", "head_size")
+
+# Note [Attentions of a plan]
+# The modules of an attention are recognised by their names, as there is no other sign of what a linear layer's outputs
+# are taken apart into: the module that holds a `q_proj` (or any of the names above) that the plan splits is an
+# attention. How many heads it has it says itself, by one of the usual attributes, or else its configuration does. Every
+# other split module in it has the same heads. Its output projection is in it, or in its sibling, as BERT's is.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """The heads of an attention. See Note [Attentions of a plan].
+
+    Attributes:
+        name: Of the module that holds the projections.
+        num_query: Query heads.
+        num_key_value: Key-value heads.
+    """
+
+    name: str
+    num_query: int
+    num_key_value: int
+
+    def query_block(self, size: int) -> Block:
+        """Returns features that belong to query heads."""
+        groups = None if self.num_key_value == self.num_query else self.num_key_value
+        return Block(num_units=self.num_query, unit_size=size // self.num_query, num_groups=groups)
+
+    def key_value_block(self, size: int) -> Block:
+        """Returns features that belong to key-value heads."""
+        size //= self.num_key_value
+        if self.num_key_value == self.num_query:
+            return Block(num_units=self.num_query, unit_size=size)
+        return Block(
+            num_units=self.num_key_value,
+            unit_size=size,
+            num_query_units=self.num_query,
+            num_groups=self.num_key_value,
+        )
+
+
+def owner_of(name: str) -> str:
+    """Returns the name of the module that a module plays its role in: its parent, beyond wrappers (`q_proj.linear`)."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf == "linear" and _role_of_leaf(parent.rpartition(".")[2]):
+        return parent.rpartition(".")[0]
+    return parent
+
+
+def role_of(name: str) -> str:
+    """Returns "query", "key", "value" or "fused" as a module's name says; "" for no part of an attention's input."""
+    parent, _, leaf = name.rpartition(".")
+    return _role_of_leaf(leaf) or (_role_of_leaf(parent.rpartition(".")[2]) if leaf == "linear" else "")
+
+
+def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Attention]:
+    """Finds the attentions whose projections a plan splits by heads, by the names of the modules that hold them.
+
+    Raises:
+        ConfigError: One doesn't say how many heads it has.
+    """
+    split = ("colwise", "packed_colwise")
+    modules: dict[str, dict[str, str]] = {}
+    for name, style in styles.items():
+        if style.name in split and role_of(name) and not style.blocks:
+            modules.setdefault(owner_of(name), {})[role_of(name)] = name
+    return {owner: _attention(model, owner, names, styles) for owner, names in modules.items()}
+
+
+def blocks_of(
+    name: str, style: Style, shape: tuple[int, ...], dim: int, attentions: Mapping[str, Attention]
+) -> tuple[Block, ...]:
+    """Returns what a module's split dimension consists of.
+
+    Args:
+        name: Of the module or bare parameter.
+        style: What the plan says of it.
+        shape: Of its weight.
+        dim: The dimension that is split.
+        attentions: See `find_attentions`.
+
+    Raises:
+        ConfigError: The style's numbers don't fit.
+    """
+    size = shape[dim]
+    if style.blocks:
+        return style.blocks
+    if style.num_heads is not None:
+        _check_divides(name, size, style.num_heads, "heads")
+        return (Block(num_units=style.num_heads, unit_size=size // style.num_heads),)
+    if style.name.endswith(("_gather_output", "_split_input")) or style.name in ("vocab", "vocab_head"):
+        return (Block(num_units=size),)
+    attention = _attention_of(name, style, attentions)
+    if attention is not None:
+        return _blocks_by_heads(name, style, size, attention)
+    num_blocks = style.num_blocks or (2 if style.name.startswith("packed_") else 1)
+    _check_divides(name, size, num_blocks, "blocks")
+    return (Block(num_units=size // num_blocks),) * num_blocks
+
+
+def _blocks_by_heads(name: str, style: Style, size: int, attention: Attention) -> tuple[Block, ...]:
+    role = role_of(name)
+    num_query, num_key_value = attention.num_query, attention.num_key_value
+    if role == "fused" and style.name == "packed_colwise":
+        num_blocks = style.num_blocks or 3
+        num_heads = 2 * num_key_value + (num_query if num_blocks == 3 else 0)
+        _check_divides(name, size, num_heads, "heads")
+        key_value = attention.key_value_block(size // num_heads * num_key_value)
+        query = (attention.query_block(size // num_heads * num_query),) if num_blocks == 3 else ()
+        return (*query, key_value, key_value)
+    if role == "fused":  # the heads of a group behind each other: queries, key, value
+        _check_divides(name, size, num_key_value, "groups of heads")
+        return (Block(num_units=num_key_value, unit_size=size // num_key_value),)
+    if role in ("key", "value"):
+        _check_divides(name, size, num_key_value, "key-value heads")
+        return (attention.key_value_block(size),)
+    _check_divides(name, size, num_query, "heads")
+    return (attention.query_block(size),)
+
+
+def _attention_of(name: str, style: Style, attentions: Mapping[str, Attention]) -> Attention | None:
+    owner = owner_of(name)
+    if owner in attentions or style.name not in ROW_STYLES:
+        return attentions.get(owner)
+    outer = owner.rpartition(".")[0]  # BERT's attention.output.dense belongs to attention.self
+    if "att" not in outer.rpartition(".")[2].lower():
+        return None
+    inside = [one for one_name, one in attentions.items() if one_name.rpartition(".")[0] == outer]
+    return inside[0] if len(inside) == 1 else None
+
+
+def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: Mapping[str, Style]) -> Attention:
+    module = model.get_submodule(owner)
+    config = getattr(module, "config", None)
+    sizes = {role: feature_sizes(model.get_submodule(name))[1] for role, name in names.items()}
+    given = next((styles[name].num_heads for role, name in names.items() if role in ("query", "fused")), None)
+    num_query = given or _first_number(module, _NUM_QUERY) or _first_number(config, _NUM_QUERY)
+    head_size = _first_number(module, _HEAD_SIZE)
+    if num_query is None and head_size and "query" in sizes:
+        num_query = sizes["query"] // head_size
+    if num_query is None:
+        raise ConfigError(
+            f"the plan splits the projections of {owner!r}, which doesn't say how many heads it has (by an attribute"
+            f" such as {_NUM_QUERY[1]!r}), so that heads could be torn apart: write Style('colwise', num_heads=...) for"
+            f" {', '.join(repr(name) for name in names.values())}"
+        )
+    num_key_value = _num_key_value(module, config, num_query, sizes, head_size)
+    return Attention(name=owner, num_query=num_query, num_key_value=num_key_value)
+
+
+def _num_key_value(
+    module: nn.Module, config: object, num_query: int, sizes: Mapping[str, int], head_size: int | None
+) -> int:
+    if number := _first_number(module, _NUM_KEY_VALUE):
+        return number
+    if per_group := _first_number(module, _PER_GROUP):
+        return num_query // per_group
+    if "key" in sizes and "query" in sizes:
+        if sizes["key"] == sizes["query"]:
+            return num_query
+        size = head_size or sizes["query"] // num_query
+        return max(1, sizes["key"] // size)
+    return _first_number(config, _NUM_KEY_VALUE) or num_query
+
+
+def _first_number(holder: object, names: tuple[str, ...]) -> int | None:
+    found = (getattr(holder, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int) and number > 0), None)
+
+
+def _check_divides(name: str, size: int, num_parts: int, what: str) -> None:
+    if size % num_parts:
+        raise ConfigError(
+            f"the plan splits {size} features of {name!r} into {num_parts} {what}, which don't divide them: give the"
+            " blocks that the forward takes them apart into, as Style(name, blocks=(Block(...), ...))"
+        )
+
+
+def _role_of_leaf(leaf: str) -> str:
+    leaf = leaf.lower()
+    roles = (("query", _QUERY), ("key", _KEY), ("value", _VALUE), ("fused", _FUSED))
+    return next((role for role, names in roles if leaf in names), "")

@@ -1,0 +1,257 @@
+"""Proves by running a module that linear layers in it can be split: each rank's part against the whole."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.plans.features import feature_sizes, is_linear, split_dim
+from booster.plugins.hybrid_parallel.plans.plan import AttributeChange
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout
+
+__all__ = ["Probe", "Split", "equal", "module_kind", "probe", "run"]
+
+_LENGTHS = (6, 4)  # of the sequences and of the batch that a module is tried with
+_TOLERANCE = 1e-9  # of the largest number, in double precision
+_MANY_UNITS = 32  # up to which a split is tried with a unit per rank
+
+# Note [Probing]
+# Whether a split computes the same is seen by doing it. A copy of the module with random weights, in double precision,
+# is run on random input, and the input of the layer that would be row-parallel is recorded, with the layers that ran.
+# Then, per rank, another copy with the rank's part of the weights and with its numbers of heads is run, in which the
+# row-parallel layer gives what it gave in the whole module, as the sum over the ranks would. If its input is the rank's
+# part of the recorded one and the module's output is the same, no computation between the layers mixes the ranks'
+# features, and nothing else uses them. Whatever the code looks like: views, attention, activations, gates. This is done
+# for two, three, and the wanted number of ranks, and for as many ranks as heads, so that a unit isn't a lucky half.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Layers of a module that might be split together.
+
+    Attributes:
+        columns: Blocks of the outputs of each layer that reads the module's input, by name.
+        row: Name of the layer that takes their product in.
+        row_blocks: Blocks of its inputs.
+        attributes: Numbers of the module to change.
+    """
+
+    columns: Mapping[str, tuple[Block, ...]]
+    row: str
+    row_blocks: tuple[Block, ...]
+    attributes: tuple[AttributeChange, ...] = ()
+
+
+class Probe:
+    """A module that has been run whole, with what its linear layers were given and gave. See Note [Probing].
+
+    Attributes:
+        module: A copy, in double precision and with random weights.
+        inputs: What it was run on.
+        call: What it was given beside that, by name.
+        output: The tensors that it gave.
+        calls: Per linear layer that was called just once, in the order of the calls, its input and its output.
+        num_heads: What attention functions in it were given as heads.
+    """
+
+    def __init__(self, module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], tp_size: int) -> None:
+        self.module = module
+        self._tp_size = tp_size
+        self.inputs = inputs
+        self.call = call
+        self.calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        repeated: set[str] = set()
+        handles = [
+            one.register_forward_hook(self._recorder(name, repeated))
+            for name, one in module.named_modules()
+            if is_linear(one)
+        ]
+        try:
+            with _AttentionSizes() as sizes:
+                self.output = run(module, inputs, call)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.num_heads = sizes.num_heads
+        for name in repeated:
+            self.calls.pop(name, None)
+
+    def proves(self, split: Split) -> bool:
+        """Returns whether the module computes the same on parts of these layers."""
+        most = split.row_blocks[0].num_units
+        counts = {2, 3, self._tp_size, most if most <= _MANY_UNITS else 2}
+        possible = [count for count in sorted(counts) if count > 1 and _is_possible(split, count)]
+        ranks = [(count, rank) for count in possible for rank in sorted({0, 1, count - 1})]
+        return bool(ranks) and all(self._proves_rank(split, count, rank) for count, rank in ranks)
+
+    def _proves_rank(self, split: Split, num_ranks: int, rank: int) -> bool:
+        module = copy.deepcopy(self.module)
+        for name, blocks in split.columns.items():
+            _cut(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
+        for change in split.attributes:
+            value = change.local_value(num_ranks, rank)
+            setattr(module.get_submodule(change.module), change.attribute, value)
+        whole, output = self.calls[split.row]
+        layout = split_layout(whole.shape, whole.ndim - 1, split.row_blocks, num_ranks, rank)
+        seen: list[torch.Tensor] = []
+        row = module.get_submodule(split.row)
+        row.forward = lambda given: (seen.append(given), output)[1]  # type: ignore[func-returns-value]
+        try:
+            result = run(module, self.inputs, self.call)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            return False  # the module's code asks for sizes that a rank's part doesn't have
+        return len(seen) == 1 and equal(seen[0], layout.cut(whole)) and equal(result, self.output)
+
+    def _recorder(self, name: str, repeated: set[str]) -> object:
+        def record(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            if name in self.calls or len(given) != 1:
+                repeated.add(name)
+            else:
+                self.calls[name] = (given[0].clone(), output.clone())
+
+        return record
+
+
+def probe(module: nn.Module, tp_size: int = 2) -> Probe | str:
+    """Runs a copy of a module on random numbers.
+
+    Args:
+        module: Any, maybe without memory. It is not changed, and no random number generator of the caller is.
+        tp_size: Number of ranks for which splits must be right, at least.
+
+    Returns:
+        What was recorded, or why it could not be run.
+    """
+    call = _arguments(module)
+    if isinstance(call, str):
+        return call
+    copied = _double(module)
+    sizes = {feature_sizes(one)[0]: None for one in copied.modules() if is_linear(one)}
+    generator = torch.Generator().manual_seed(1)
+    reason = ""
+    for size in sizes:
+        for shape in ((_LENGTHS[1], _LENGTHS[0], size), (_LENGTHS[0], size)):
+            inputs = torch.randn(shape, dtype=torch.float64, generator=generator)
+            try:
+                return Probe(copied, inputs, call, tp_size)
+            except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+                reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"it can't be run alone on a tensor of (batch, length, features) ({reason})"
+
+
+class _AttentionSizes(torch.overrides.TorchFunctionMode):
+    """Records the heads that scaled_dot_product_attention is given, and those of four-dimensional softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads: list[int] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        name = getattr(func, "__name__", "")
+        if name in ("scaled_dot_product_attention", "softmax") and args and isinstance(args[0], torch.Tensor):
+            sizes = args[1].shape if name.startswith("scaled") and len(args) > 1 else args[0].shape
+            self.num_heads.extend(size[1] for size in (args[0].shape, sizes) if len(size) == 4)
+        return func(*args, **(kwargs or {}))
+
+
+def _arguments(module: nn.Module) -> dict[str, object] | str:
+    """Returns what a module's forward is called with beside its first argument, or why that isn't known."""
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return "its forward has no signature"
+    call: dict[str, object] = {}
+    for parameter in parameters[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
+            continue
+        if "mask" not in parameter.name:
+            return f"its forward takes {parameter.name!r} too, of which nothing is known"
+        call[parameter.name] = None
+    return call if parameters else "its forward takes no input"
+
+
+def _double(module: nn.Module) -> nn.Module:
+    """Returns a copy for inference, in double precision and with random weights."""
+    memo = {id(one): one.new_empty(one.shape, dtype=_wide(one.dtype), device="cpu") for one in _tensors(module)}
+    generator = torch.Generator().manual_seed(0)
+    for original in _tensors(module):
+        filled = memo[id(original)]
+        if isinstance(original, nn.Parameter):
+            memo[id(original)] = nn.Parameter(_random(filled, generator), requires_grad=False)
+        elif original.is_meta:
+            filled.fill_(1)  # a mask, say
+        else:
+            filled.copy_(original)
+    return copy.deepcopy(module, dict(memo)).eval()
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    scale = max(1, tensor.shape[-1]) ** -0.5 if tensor.ndim > 1 else 1.0
+    return tensor.normal_(generator=generator) * scale if tensor.is_floating_point() else tensor.fill_(1)
+
+
+def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object]) -> list[torch.Tensor]:
+    """Returns the tensors that a module gives, without gradients and with the same random numbers every time."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        output = module(inputs.clone(), **call)
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    if not all(part is None or isinstance(part, torch.Tensor) for part in parts):
+        raise TypeError("its output is no tensor")
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _is_possible(split: Split, num_ranks: int) -> bool:
+    try:
+        for blocks in (*split.columns.values(), split.row_blocks):
+            local_sizes(blocks, num_ranks)
+    except ConfigError:  # such as more ranks than heads
+        return False
+    return True
+
+
+def _cut(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
+    dim = split_dim(layer, style)
+    for name, parameter in layer.named_parameters(recurse=False):
+        along = dim if name == "weight" else 0
+        layout = split_layout(parameter.shape, along, blocks, num_ranks, rank)
+        setattr(layer, name, nn.Parameter(layout.cut(parameter), requires_grad=False))
+    size = layer.get_parameter("weight").shape[dim]
+    setattr(layer, "nf" if hasattr(layer, "nf") else "out_features", size)
+
+
+def equal(ours: torch.Tensor | Sequence[torch.Tensor], theirs: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+    """Returns whether tensors are the same up to rounding in double precision."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if ours.shape != theirs.shape:
+            return False
+        limit = _TOLERANCE * max(1.0, float(theirs.abs().max())) if theirs.numel() else 0.0
+        return ours.numel() == 0 or float((ours - theirs).abs().max()) <= limit
+    return len(ours) == len(theirs) and all(equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def module_kind(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
+    """Returns what modules have in common that compute alike, up to their weights."""
+    shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
+    kinds = tuple((name, type(one), _numbers(one)) for name, one in module.named_modules())
+    return names, shapes, kinds
+
+
+def _numbers(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """Returns the plain values of a module, of which those that only number the layers are no difference."""
+    plain = (int, float, bool, str)
+    return tuple((name, value) for name, value in vars(module).items() if type(value) in plain and "idx" not in name)

@@ -1,0 +1,194 @@
+"""Plans of models that transformers has no plan of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.plans.draft import Draft, read_style
+from booster.plugins.hybrid_parallel.plans.from_transformers import pretrained_models
+from booster.plugins.hybrid_parallel.plans.patterns import match_names, matches
+from booster.plugins.hybrid_parallel.plans.plan import ArgumentSplit, Style
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
+
+__all__ = ["TABLES", "Table", "table_draft"]
+
+# Note [Plan tables]
+# Patterns hold for the model with and without a head: `*` in front stands for the name of the base model. What has
+# heads is recognised by its name (see Note [Attentions of a plan]), and numbers such as `num_heads` that the code of
+# these models takes tensors apart with are found in it (see `head_attributes`), so that a table has only styles.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The plan of a family of models.
+
+    Attributes:
+        plan: Patterns of module names, from the base model on, and styles.
+        heads: Names, from the whole model on, of layers that give logits.
+        arguments: Per pattern of modules the arguments with a value per head: name, and dimension of the heads.
+        change: Changes the plan by what the configuration says; None: it holds for all.
+    """
+
+    plan: Mapping[str, str]
+    heads: tuple[str, ...] = ("lm_head",)
+    arguments: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    change: Callable[[Any], Mapping[str, str]] | None = None
+
+
+def _falcon(config: Any) -> Mapping[str, str]:
+    """Falcon has queries, then one key and value; or the heads of a group behind each other."""
+    is_multi_query = config.multi_query and not config.new_decoder_architecture
+    return {"h.*.self_attention.query_key_value": "packed_colwise" if is_multi_query else "colwise"}
+
+
+def _bloom(config: Any) -> Mapping[str, str]:
+    if config.pretraining_tp > 1 and config.slow_but_exact:
+        raise ConfigError(
+            "this Bloom has pretraining_tp > 1 with slow_but_exact, which slices weights by their whole size: set"
+            " slow_but_exact=False in its configuration to use tensor parallelism"
+        )
+    return {}
+
+
+_BERT = Table(
+    plan={
+        **{f"encoder.layer.*.{kind}.self.{name}": "colwise" for kind in ("attention", "crossattention")
+           for name in ("query", "key", "value")},
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.crossattention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    },
+    heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
+)  # fmt: skip
+
+_GPT2 = Table(
+    plan={
+        "h.*.attn.c_attn": "packed_colwise:3",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.crossattention.c_attn": "packed_colwise:2",
+        "h.*.crossattention.q_attn": "colwise",
+        "h.*.crossattention.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }
+)
+
+_OPT = Table(
+    plan={
+        **{f"decoder.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "decoder.layers.*.self_attn.out_proj": "rowwise",
+        "decoder.layers.*.fc1": "colwise",
+        "decoder.layers.*.fc2": "rowwise",
+    }
+)
+
+_T5 = Table(
+    plan={
+        **{f"{side}.block.*.layer.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
+           for kind in ("SelfAttention", "EncDecAttention") for name in ("q", "k", "v")},
+        **{f"{side}.block.*.layer.*.{kind}.o": "rowwise" for side in ("encoder", "decoder")
+           for kind in ("SelfAttention", "EncDecAttention")},
+        **{f"{side}.block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise"
+           for side in ("encoder", "decoder")},
+        **{f"{side}.block.*.layer.*.DenseReluDense.{name}": "colwise" for side in ("encoder", "decoder")
+           for name in ("wi", "wi_0", "wi_1")},
+        **{f"{side}.block.*.layer.*.DenseReluDense.wo": "rowwise" for side in ("encoder", "decoder")},
+    }
+)  # fmt: skip
+
+_VIT = Table(
+    plan={
+        **{f"layers.*.attention.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.fc1": "colwise",
+        "layers.*.mlp.fc2": "rowwise",
+    },
+    heads=(),
+)
+
+_BLOOM = Table(
+    plan={
+        "h.*.self_attention.query_key_value": "colwise",
+        "h.*.self_attention.dense": "rowwise",
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+    },
+    arguments={"h.*.self_attention": (("alibi", 0),)},
+    change=_bloom,
+)
+
+_FALCON = Table(
+    plan=_BLOOM.plan,
+    arguments={"h.*.self_attention": (("alibi", 0), ("attention_mask", 1))},
+    change=_falcon,
+)
+
+_WHISPER = Table(
+    plan={
+        **{f"{side}.layers.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
+           for kind in ("self_attn", "encoder_attn") for name in ("q_proj", "k_proj", "v_proj")},
+        **{f"{side}.layers.*.{kind}.out_proj": "rowwise" for side in ("encoder", "decoder")
+           for kind in ("self_attn", "encoder_attn")},
+        **{f"{side}.layers.*.fc1": "colwise" for side in ("encoder", "decoder")},
+        **{f"{side}.layers.*.fc2": "rowwise" for side in ("encoder", "decoder")},
+    },
+    heads=("proj_out", "lm_head"),
+)  # fmt: skip
+
+TABLES: Mapping[str, Table] = {
+    "bert": _BERT,
+    "bloom": _BLOOM,
+    "falcon": _FALCON,
+    "gpt2": _GPT2,
+    "opt": _OPT,
+    "t5": _T5,
+    "vit": _VIT,
+    "whisper": _WHISPER,
+}
+"""By the `model_type` of a configuration. See Note [Plan tables]."""
+
+
+def table_draft(model: nn.Module) -> Draft | None:
+    """Returns the plan that our tables have for the transformers models in a model; None: none."""
+    styles: dict[str, Style] = {}
+    arguments: list[ArgumentSplit] = []
+    kinds = []
+    for name, module, config in pretrained_models(model):
+        table = TABLES.get(config.model_type)
+        if table is None:
+            continue
+        prefix = f"{name}." if name else ""
+        styles.update({f"{prefix}{key}": style for key, style in _styles_of(module, table, config).items()})
+        arguments.extend(_arguments_of(module, table, config, prefix))
+        kinds.append(config.model_type)
+    if not styles:
+        return None
+    source = f"the table for models of type {', '.join(kinds)}"
+    return Draft(styles=styles, source=source, arguments=tuple(arguments))
+
+
+def _styles_of(module: nn.Module, table: Table, config: Any) -> dict[str, Style]:
+    plan = {**table.plan, **(table.change(config) if table.change else {})}
+    base = str(getattr(module, "base_model_prefix", ""))
+    names = [name for name, _ in module.named_modules()]
+    styles, _ = match_names({name: read_style(name, style) for name, style in plan.items()}, names, base)
+    head = Style("vocab_head")
+    return styles | {name: head for name in names if name in table.heads}
+
+
+def _arguments_of(module: nn.Module, table: Table, config: Any, prefix: str) -> list[ArgumentSplit]:
+    base = str(getattr(module, "base_model_prefix", ""))
+    heads = Block(num_units=config.num_attention_heads)
+    return [
+        ArgumentSplit(module=f"{prefix}{name}", argument=argument, dim=dim, block=heads)
+        for pattern, arguments in table.arguments.items()
+        for name, _ in module.named_modules()
+        if matches(pattern, name) or matches(f"{base}.{pattern}", name)
+        for argument, dim in arguments
+    ]

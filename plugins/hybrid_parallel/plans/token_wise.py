@@ -1,0 +1,118 @@
+"""Proves that a layer of a stack works on some of the tokens, if its parallel regions are given all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
+from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
+from booster.plugins.hybrid_parallel.plans.probing import Probe, equal, module_kind, probe, run
+
+__all__ = ["check_token_wise"]
+
+_NUM_TOKENS = 4  # of those that a layer is tried with
+
+# Note [Token-wise layers]
+# A split sequence needs that a layer, outside of its regions, treats every token by itself, and that the tokens are the
+# second dimension of what its regions are given. It is run on all tokens, and what its regions are given and give is
+# recorded; then on the first tokens, with the regions giving their part of what they gave. If they are given the same
+# part of what they were given, and the layer gives the same part of what it gave, it is so.
+
+
+def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
+    """Raises if the layers of a plan's stacks are not seen to treat every token by itself outside of their regions.
+
+    Raises:
+        ConfigError: Such a layer.
+    """
+    known: set[tuple[object, ...]] = set()
+    for name in (layer for stack in plan.stacks for layer in stack):
+        layer = model.get_submodule(name)
+        entries = [entry for entry in plan.entries if entry.name.startswith(f"{name}.")]
+        kind = module_kind(layer, tuple(entry.name.removeprefix(name) for entry in entries))
+        if kind in known:
+            continue
+        known.add(kind)
+        reason = _why_not(layer, name, entries)
+        if reason:
+            raise ConfigError(
+                f"the layer {name!r} can't be seen to treat every token by itself outside of its split modules"
+                f" ({reason}), so that the sequence can't be split over the tensor-parallel ranks: use"
+                " sequence_parallelism_mode='all_to_all' with an axis of its own, or leave sequence parallelism off"
+            )
+
+
+def _why_not(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]) -> str:
+    probed = probe(layer)
+    if isinstance(probed, str):
+        return probed
+    prefix = f"{name}."
+    columns = [entry for entry in entries if entry.style in COLUMN_STYLES]
+    whole = {entry.name.removeprefix(prefix) for entry in columns if entry.region == entry.name}
+    parts = {entry.region.removeprefix(prefix) for entry in columns if entry.region not in ("", entry.name)}
+    rows = {entry.name.removeprefix(prefix) for entry in entries if entry.style in ROW_STYLES}
+    parts |= {row for row in rows if not any(row.startswith(f"{region}.") for region in parts)}
+    return _compare(probed, whole, parts)
+
+
+def _compare(probed: Probe, whole: set[str], parts: set[str]) -> str:
+    """Returns what is different on the first tokens.
+
+    Args:
+        probed: The layer.
+        whole: Modules that gather the tokens of their input themselves, and give all of them.
+        parts: Modules whose output is of the rank's tokens.
+    """
+    if probed.inputs.ndim < 3:
+        return "it takes no tensor of (batch, length, features)"
+    recorded = _record(probed, whole | parts)
+    if set(recorded) != whole | parts:
+        return "not all of them are called once, with one tensor, and give one"
+    few = copy.deepcopy(probed.module)
+    differing: list[str] = []
+    for name, (given, output) in recorded.items():
+        _replace(few.get_submodule(name), name, given, output if name in whole else output[:, :_NUM_TOKENS], differing)
+    try:
+        result = run(few, probed.inputs[:, :_NUM_TOKENS], probed.call)
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    if differing:
+        return f"{differing[0]} is not given tokens as (batch, length, features)"
+    same = equal(result, [one[:, :_NUM_TOKENS] for one in probed.output])
+    return "" if same else "its output for some tokens depends on others"
+
+
+def _record(probed: Probe, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    refused: set[str] = set()
+    module = copy.deepcopy(probed.module)
+    for name in names:
+
+        def record(_: nn.Module, given: tuple[object, ...], output: object, name: str = name) -> None:
+            first = given[0] if given else None
+            if name in found or not isinstance(first, torch.Tensor) or not isinstance(output, torch.Tensor):
+                refused.add(name)
+            else:
+                found[name] = (first.clone(), output.clone())
+
+        module.get_submodule(name).register_forward_hook(record)
+    run(module, probed.inputs, probed.call)
+    return {name: calls for name, calls in found.items() if name not in refused}
+
+
+def _replace(module: nn.Module, name: str, given: torch.Tensor, output: torch.Tensor, differing: list[str]) -> None:
+    def forward(*arguments: object, **_: object) -> torch.Tensor:
+        is_row = module.get_parameter("weight").ndim == 2 if hasattr(module, "weight") else False
+        first = arguments[0]
+        # A row-parallel layer beside its columns is given what these gave: all tokens.
+        expected = (given[:, :_NUM_TOKENS], given) if is_row else (given[:, :_NUM_TOKENS],)
+        if not isinstance(first, torch.Tensor) or not any(equal(first, one) for one in expected):
+            differing.append(name)
+        return output
+
+    module.forward = forward

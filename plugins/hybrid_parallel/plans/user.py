@@ -1,0 +1,52 @@
+"""Plans that users write."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.plans.draft import Draft, read_style
+from booster.plugins.hybrid_parallel.plans.patterns import generalized, match_names
+from booster.plugins.hybrid_parallel.plans.plan import Style
+
+__all__ = ["user_draft"]
+
+
+def user_draft(model: nn.Module, plan: object) -> Draft:
+    """Reads a user's plan.
+
+    Args:
+        model: The user's.
+        plan: Patterns of names of modules or of bare parameters, and a style for each.
+
+    Raises:
+        ConfigError: It is no such mapping, is empty, has an unknown style, or a pattern that matches nothing.
+    """
+    if not isinstance(plan, Mapping) or not plan:
+        raise ConfigError(
+            f"plan={plan!r} is no plan: give a mapping of module names to styles, such as"
+            " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or None to let one be found"
+        )
+    styles: dict[str, Style] = {}
+    for pattern, given in plan.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"the plan has {pattern!r} as the name of a module: names are strings")
+        styles[pattern] = read_style(pattern, given)
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    found, unmatched = match_names(styles, names, str(getattr(model, "base_model_prefix", "")))
+    if unmatched:
+        _refuse_unmatched(unmatched[0], names)
+    return Draft(styles=found, source="the plan given by the user", is_users=True)
+
+
+def _refuse_unmatched(pattern: str, names: list[str]) -> None:
+    known = sorted({generalized(name) for name in names if name})
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
+    hint = f": did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    raise ConfigError(
+        f"the plan has {pattern!r}, which matches no module or parameter of the model{hint or ':'} write names as"
+        " model.named_modules() gives them, with * for a layer's number"
+    )

@@ -1,0 +1,366 @@
+"""The strategy: layers, sequences and data divided over the axes of one mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from booster.comm import group_size, is_initialized, raise_on_all_ranks, require_same_on_all_ranks
+from booster.data import shard_dataloader
+from booster.device import current_device
+from booster.errors import ConfigError
+from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.mixed_precision.fp16_naive import log_on_master
+from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
+from booster.plugins.hybrid_parallel.from_config import arguments_from_config
+from booster.plugins.hybrid_parallel.mesh import HybridMesh
+from booster.plugins.hybrid_parallel.model import HybridModel
+from booster.plugins.hybrid_parallel.placement import ModelSplit
+from booster.plugins.hybrid_parallel.plans.plan import UserPlan
+from booster.plugins.hybrid_parallel.settings import HybridArguments
+from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
+from booster.plugins.low_level_zero.settings import ZeroSettings
+from booster.plugins.low_level_zero.weights import Sharding
+from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
+from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.precision import DTYPES, WeightPrecision
+from booster.plugins.sync_batch_norm import convert_batch_norm
+
+if TYPE_CHECKING:
+    from booster.checkpoint_io import CheckpointIO
+
+__all__ = ["HybridParallelPlugin"]
+
+
+class HybridParallelPlugin(Plugin):
+    """Tensor and sequence parallelism from plans, together with data parallelism or ZeRO.
+
+    The ranks form a mesh of (dp, pp, sp, tp). The ranks of a tp group hold parts of the same layers (Shoeybi et al.,
+    "Megatron-LM", 2019); those of an sp group other tokens of the same batch; dp has what is left, and reads different
+    data. Which layer is split how comes from `plan`, from the model's own plan as transformers models have them, from
+    tables for those that lack one, or is derived from the module graph, in this order; `explain(model)` shows it.
+    Models stay as they are: their layers compute with parts, under the same names.
+
+    Memory per rank of N parameters with Adam in fp32, of which the planned ones are divided by tp: 16N/tp, with ZeRO 1
+    8N/tp + 8N/(tp*dp*sp), with ZeRO 2 4N/tp + 12N/(tp*dp*sp). Sent per rank and layer of column and row parallel pairs:
+    one all-reduce of the hidden states forward and one backward for attention, and for the MLP.
+
+    Args:
+        tp_size: Ranks that share each layer.
+        pp_size: Pipeline stages, which come in a later version.
+        sp_size: Ranks that share each sequence in the modes "all_to_all" and "ring_attn".
+        precision: "fp16" (with loss scaling), "bf16" or "fp32": format of weights, gradients and computation; fp32
+            leaves the weights as they are.
+        zero_stage: 0: every rank of a dp group updates the same weights. 1: optimizer states are divided among them, 2:
+            gradients too, as by `LowLevelZeroPlugin`.
+        enable_sequence_parallelism: Divide the tokens of a sequence over ranks.
+        sequence_parallelism_mode: "split_gather": over the tp ranks, between the layers' parallel regions (Korthikanti
+            et al., 2022); "ring": the same, in chunks that travel while others are computed; "all_to_all": over sp
+            ranks, which exchange tokens for heads around attention (Jacobs et al., "DeepSpeed Ulysses", 2023);
+            "ring_attn": over sp ranks, which pass keys and values round (Liu et al., "Ring Attention", 2023).
+        parallel_output: Logits stay split over the vocabulary. They behave as whole ones; a cross-entropy of them is
+            computed in parts, anything else gathers them. False: the head gathers them.
+        plan: Patterns of module names and styles, such as {"layers.*.mlp.up_proj": "colwise"}.
+        custom_policy: Another name of `plan`.
+        make_vocab_size_divisible_by: A split vocabulary is padded to a multiple; never visible from outside.
+        dp_outside: The dp axis is the outermost; False: within pp.
+        max_norm: Clip gradients to this norm at every step; 0: don't.
+        norm_type: Order of that norm.
+        initial_scale: fp16's loss scale to begin with.
+        min_scale: The scale never falls below.
+        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
+        backoff_factor: Multiplies the scale when overflows lower it.
+        growth_interval: Steps without overflow before the scale grows.
+        hysteresis: How many overflows it takes before the scale is lowered.
+        max_scale: The scale never grows above.
+        broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
+        ddp_bucket_cap_mb: With zero_stage=0, gradients are summed in buckets of this many MiB.
+        find_unused_parameters: For callers of torch's DistributedDataParallel: unused ones are always found.
+        check_reduction: Likewise; has no effect there either.
+        gradient_as_bucket_view: Likewise; gradients always lie in the buckets.
+        static_graph: Likewise; nothing needs it.
+        zero_bucket_size_in_m: With ZeRO, 2**20 elements of buffers for buckets under way.
+        cpu_offload: Keep masters and optimizer states in host memory. On the CPU there is nothing to move.
+        communication_dtype: Format in which gradients travel between dp ranks; None: their own.
+        overlap_communication: Reduce gradients while backward goes on.
+        overlap_allgather: Let updated weights travel while the next forward goes on.
+        master_weights: Keep fp32 masters of fp16 and bf16 weights.
+        cast_inputs: Cast floating inputs of the model to its format.
+        gradient_checkpoint_config: Which share of the layers is computed again in backward instead of being kept.
+        num_microbatches: Of pipeline stages.
+        microbatch_size: Of pipeline stages.
+        pp_style: Of pipeline stages.
+        num_model_chunks: Of pipeline stages.
+        verbose: Log the plan, skipped steps and changes of the loss scale on rank 0.
+        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
+
+    Raises:
+        ConfigError: Before `launch`, or arguments that can't be, alone or together.
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        sp_size: int | None = None,
+        precision: str = "fp16",
+        zero_stage: int = 0,
+        enable_sequence_parallelism: bool = False,
+        sequence_parallelism_mode: str | None = None,
+        parallel_output: bool = True,
+        plan: UserPlan | None = None,
+        custom_policy: UserPlan | None = None,
+        make_vocab_size_divisible_by: int = 64,
+        dp_outside: bool = True,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        broadcast_buffers: bool = True,
+        ddp_bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        zero_bucket_size_in_m: float = 12,
+        cpu_offload: bool = False,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        overlap_allgather: bool = False,
+        master_weights: bool = True,
+        cast_inputs: bool = True,
+        gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None = None,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        pp_style: str = "1f1b",
+        num_model_chunks: int = 1,
+        verbose: bool = False,
+        *,
+        sync_batch_norm: bool = True,
+    ) -> None:
+        if not is_initialized():
+            raise ConfigError(
+                "HybridParallelPlugin was made before the processes know each other: call booster.launch_from_torch()"
+                " and start the script with `booster run`"
+            )
+        self._arguments = arguments = HybridArguments(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            sp_size=sp_size,
+            precision=precision,
+            zero_stage=zero_stage,
+            enable_sequence_parallelism=enable_sequence_parallelism,
+            sequence_parallelism_mode=sequence_parallelism_mode,
+            parallel_output=parallel_output,
+            plan=plan,
+            custom_policy=custom_policy,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            dp_outside=dp_outside,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            broadcast_buffers=broadcast_buffers,
+            ddp_bucket_cap_mb=ddp_bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            zero_bucket_size_in_m=zero_bucket_size_in_m,
+            cpu_offload=cpu_offload,
+            communication_dtype=communication_dtype,
+            overlap_communication=overlap_communication,
+            overlap_allgather=overlap_allgather,
+            master_weights=master_weights,
+            cast_inputs=cast_inputs,
+            gradient_checkpoint_config=gradient_checkpoint_config,
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_size,
+            pp_style=pp_style,
+            num_model_chunks=num_model_chunks,
+            sync_batch_norm=sync_batch_norm,
+        )
+        arguments.check(group_size())
+        self._new_loss_scaler = functools.partial(
+            DynamicLossScaler,
+            initial_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            min_scale,
+            max_scale,
+            report=log_on_master if verbose else report_first_skip(),
+        )
+        self._new_loss_scaler()  # checks the numbers now
+        self._verbose = verbose
+        self._device = current_device()
+        self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **arguments.axis_sizes(group_size()))
+        self._split = ModelSplit(arguments, self._mesh, self._device)
+        for line in arguments.remarks():
+            log_on_master(line)
+        if cpu_offload and self._device.type == "cpu":
+            log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:
+        """Returns the plugin for sizes in the style of configuration files.
+
+        Args:
+            config: Such as dict(pipeline=1, tensor=dict(size=2, mode="1d")): numbers, or dicts with a `size`.
+            **arguments: Further ones of the plugin.
+
+        Raises:
+            ConfigError: An unknown key, a tensor size above 1 without a mode, an unknown mode, or sizes that don't
+                divide the world.
+        """
+        return cls(**{**arguments_from_config(config), **arguments})
+
+    def supported_devices(self) -> list[str]:
+        return ["cpu", self._device.type]
+
+    def supported_precisions(self) -> list[str]:
+        return list(DTYPES)
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_device(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dp_size(self) -> int:
+        return self._mesh.size("dp")
+
+    @property
+    def dp_rank(self) -> int:
+        return self._mesh.rank("dp")
+
+    def axis_sizes(self) -> dict[str, int]:
+        return self._mesh.axis_sizes()
+
+    def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
+        if self._device.type == "cpu" and parameter_dtype.itemsize < 4:
+            return torch.float32
+        return self._arguments.communication_dtype or parameter_dtype
+
+    def explain(self, model: nn.Module) -> str:
+        """Returns a table of what would be done with a model: module, style, local shape, bytes; and why not more.
+
+        Args:
+            model: As it would be given to `boost`; possibly on the meta device. It is not changed.
+
+        Call it on any rank; no communication.
+
+        Raises:
+            ConfigError: There is no plan for it, or it can't be carried out.
+        """
+        return self._split.explain(model)
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        raise_on_all_ranks(error_of(lambda: self._check(model, optimizer)))
+        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
+        facts += [] if optimizer is None else optimizer_facts(model, optimizer)
+        require_same_on_all_ranks("the plugin's arguments, the plan or the optimizer's param groups", facts)
+        if self._arguments.sync_batch_norm and self.dp_size > 1:
+            convert_batch_norm(model, self._device)
+        self._split.apply(model, optimizer)
+
+    def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._split.check(model)
+        if optimizer is None:
+            return
+        require_elementwise(optimizer)
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        check_memory_is_apart(model, trained)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        arguments = self._arguments
+        boosted = HybridModel(
+            model,
+            tensor_ranks=self._split.tensor_ranks,
+            sequence_ranks=self._split.sequence_ranks,
+            replica_group=self._mesh.group("sp", "tp"),
+            is_primary=self._mesh.rank("dp", "sp") == 0,
+            broadcasts_buffers=arguments.broadcast_buffers and group_size() > 1,
+        )
+        wrapped = None
+        if optimizer is not None:
+            scaler = self._new_loss_scaler() if arguments.precision == "fp16" else None
+            is_primary = self._mesh.rank("dp", "sp") == 0
+            wrapped = ZeroOptimizer(optimizer, boosted, self._settings(), loss_scaler=scaler, is_primary=is_primary)
+        if arguments.dtype is not None:
+            precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
+            precision.cast(model)  # what is left: frozen parameters and buffers
+            boosted.precision = precision
+        if dataloader is not None:
+            dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _settings(self) -> ZeroSettings:
+        arguments, mesh = self._arguments, self._mesh
+        replicas, shards = (("dp", "sp"), ()) if arguments.zero_stage == 0 else ((), ("dp", "sp"))
+        offloads = arguments.cpu_offload and self._device.type != "cpu"
+        return ZeroSettings(
+            stage=max(1, arguments.zero_stage),
+            sharding=Sharding(
+                num_shards=mesh.size(*shards),
+                rank=mesh.rank(*shards),
+                is_primary=mesh.rank(*replicas) == 0,
+                max_bucket_numel=arguments.max_bucket_numel,
+                keeps_masters=arguments.master_weights,
+                master_device=torch.device("cpu") if offloads else None,
+            ),
+            dtype=arguments.dtype,
+            data_parallel_group=mesh.group("dp", "sp"),
+            agreement_group=mesh.cpu_group("dp", "sp"),
+            shard_group=mesh.group(*shards),
+            replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
+            counting_group=mesh.group(*shards, "tp"),
+            communication_dtype=arguments.communication_dtype,
+            overlaps=arguments.overlap_communication,
+            overlaps_gathering=arguments.overlap_allgather,
+            max_norm=float(arguments.max_norm),
+            norm_type=float(arguments.norm_type),
+        )
+
+    def no_sync(
+        self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
+    ) -> AbstractContextManager[None]:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise ConfigError(
+                "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"
+                " booster.no_sync(model, optimizer)"
+            )
+        return optimizer.no_sync()
+
+    def control_checkpoint_io(self) -> bool:
+        return False
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        from booster.checkpoint_io import GeneralCheckpointIO
+
+        return GeneralCheckpointIO()

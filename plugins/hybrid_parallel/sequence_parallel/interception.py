@@ -1,0 +1,185 @@
+"""Attention within a layer of a stack: recognised where it is called, and run over all ranks' tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.sequence_parallel.attention import sequence_attention
+from booster.plugins.hybrid_parallel.sequence_parallel.running import (
+    RunningLayer,
+    is_in_backward,
+    made_current,
+    running_layer,
+)
+
+if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.sequence_parallel.stacks import Stack
+
+__all__ = ["AttentionMode", "attend", "intercept_parts"]
+
+_STACK = "_sequence_stack"
+_dense_attention = F.scaled_dot_product_attention
+
+
+def attend(
+    layer: RunningLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Runs `F.scaled_dot_product_attention` of this rank's tokens to all tokens, or to another, whole sequence.
+
+    Args:
+        layer: Within which it was called.
+        query: Of this rank's tokens; the rest is as torch's function has it, with masks of the whole sequence.
+        key: Of this rank's tokens, or of another sequence.
+        value: As `key`.
+        attn_mask: See torch's function.
+        dropout_p: See torch's function.
+        is_causal: See torch's function.
+        scale: See torch's function.
+        enable_gqa: See torch's function.
+
+    Raises:
+        ConfigError: The lengths don't fit; see `RunningLayer.is_whole` and `sequence_attention`.
+
+    Collective, but for attention to another sequence.
+    """
+    if query.dim() == 3:
+        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        heads = (one.unsqueeze(1) for one in (query, key, value))
+        return attend(layer, *heads, mask, dropout_p, is_causal, scale).squeeze(1)
+    ranks = layer.stack.splitter.ranks
+    local_length = query.shape[-2]
+    length = layer.length_of(local_length)
+    order = ranks.order_of(length)
+    if order.local_length(ranks.rank) != local_length:
+        raise ConfigError(
+            f"attention of {local_length} queries within a stack of which this rank has"
+            f" {order.local_length(ranks.rank)} of {length} tokens: give F.scaled_dot_product_attention (batch, heads,"
+            " tokens, features), and the layers hidden states (batch, tokens, features)"
+        )
+    with layer.attending():
+        if layer.is_whole(key.shape[-2], local_length):
+            if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] == length > 1:
+                attn_mask = order.take(attn_mask, attn_mask.dim() - 2, ranks.rank)
+            return _dense_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return sequence_attention(
+            query,
+            key,
+            value,
+            ranks,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            length=length,
+        )
+
+
+def _attend_or_compute(*args: Any, **kwargs: Any) -> torch.Tensor:
+    layer = running_layer()
+    if layer is None or layer.is_attending:
+        return _dense_attention(*args, **kwargs)
+    return attend(layer, *args, **kwargs)
+
+
+class AttentionMode(TorchFunctionMode):
+    """Sees every torch function of its thread, by whatever name it is called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _dense_attention:
+            return _attend_or_compute(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _multi_head_attention(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def intercept_parts(layer: nn.Module, stack: Stack) -> None:
+    """Has the parts of a layer tell what they are given, and intercept if they are computed again on their own.
+
+    Parts are the modules that hold other modules, as an attention holds its projections. Their classes are exchanged
+    for subclasses of the same name.
+    """
+    for part in layer.modules():
+        if part is not layer and next(part.children(), None) is not None and not isinstance(part, nn.ModuleList):
+            part.__dict__[_STACK] = stack
+            part.__class__ = _part_class(type(part))
+            if hasattr(part, "compute_bias"):
+                part.__class__ = _bias_class(type(part))
+
+
+@functools.cache
+def _part_class(base: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running = running_layer()
+        if running is not None:
+            with running.part(args, kwargs):
+                return base.forward(self, *args, **kwargs)
+        if not is_in_backward():
+            return base.forward(self, *args, **kwargs)
+        with made_current(RunningLayer(self.__dict__[_STACK], None, ())), AttentionMode():
+            return base.forward(self, *args, **kwargs)
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+@functools.cache
+def _bias_class(base: Any) -> type[nn.Module]:
+    """Returns a subclass whose relative position bias is that of the whole sequence, from which attention takes rows.
+
+    T5 and its relatives make it from the number of queries and keys that they see.
+    """
+
+    def compute_bias(self: Any, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        running = running_layer()
+        if running is not None:
+            is_own = key_length == query_length
+            query_length = running.length_of(query_length)
+            key_length = query_length if is_own else key_length
+        bias: torch.Tensor = base.compute_bias(self, query_length, key_length, *args, **kwargs)
+        return bias
+
+    return type(base.__name__, (base,), {"compute_bias": compute_bias, "__module__": base.__module__})
+
+
+def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs `F.multi_head_attention_forward`, which looks attention up in torch's module while no mode is active."""
+    layer = running_layer()
+    before = layer.num_attentions if layer is not None else 0
+    with _replaced():
+        output = func(*args, **kwargs)
+    if layer is not None and layer.num_attentions == before:
+        raise ConfigError(
+            "nn.MultiheadAttention was asked for its weights, so that it does not use F.scaled_dot_product_attention,"
+            " which sequence parallelism exchanges: call it with need_weights=False"
+        )
+    return output
+
+
+@contextmanager
+def _replaced() -> Iterator[None]:
+    torch.nn.functional.scaled_dot_product_attention = _attend_or_compute  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = _dense_attention

@@ -1,0 +1,234 @@
+"""Attention by passing keys and values round the ranks (Liu et al. 2023, arXiv:2310.01889), in zig-zag order.
+
+Each rank keeps its queries. In P - 1 steps the keys and values of all others pass by, so no rank ever holds more than
+two ranks' keys; P - 1 times those go over the wire forward, and with their gradients again backward. With causal
+attention each pair of ranks has about the same to compute, see Note [Token order].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from booster.comm import all_to_all_single
+from booster.plugins.hybrid_parallel.sequence_parallel.order import TokenOrder
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.ring_blocks import Block, block_attention, block_gradients
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ranks: SequenceParallelRanks,
+    order: TokenOrder,
+    *,
+    mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Returns this rank's rows of attention over the whole sequence; arguments as `sequence_attention`'s, checked.
+
+    Collective, also in backward.
+    """
+    if mask is not None and mask.dtype != torch.bool:
+        mask = _lifted(mask)
+    seed = int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
+    ring = _Ring(ranks, order, is_causal, Block(scale=scale, dropout=dropout, seed=seed))
+    output: torch.Tensor = _RingAttention.apply(query, key, value, mask, ring)
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Queries and keys, both as ranges of local tokens, of which some of the former see some of the latter."""
+
+    queries: slice
+    keys: slice
+    block: Block
+    mask_rows: slice | None = None
+    mask_columns: slice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """What one attention needs to know beside its tensors."""
+
+    ranks: SequenceParallelRanks
+    order: TokenOrder
+    is_causal: bool
+    block: Block
+
+    def sources(self) -> Iterator[int]:
+        """Yields whose keys are here, step by step: the own ones first."""
+        for step in range(self.ranks.size):
+            yield (self.ranks.rank - step) % self.ranks.size
+
+    def parts(self, source: int, mask: torch.Tensor | None) -> list[_Part]:
+        """Returns what this rank computes with the keys of another one."""
+        block = replace(self.block, seed=(self.block.seed + source) % 2**63)
+        if mask is not None:
+            return list(self._masked_parts(source, mask, block))
+        everything = slice(0, self.order.local_length(self.ranks.rank))
+        their = slice(0, self.order.local_length(source))
+        if not self.is_causal:
+            return [_Part(everything, their, block)]
+        if source == self.ranks.rank:
+            return [_Part(everything, their, replace(block, is_causal=True))]
+        if source < self.ranks.rank:  # their first chunk is before both of ours, their last one behind
+            return [_Part(everything, slice(0, _first_chunk(self.order, source)), block)]
+        return [_Part(slice(_first_chunk(self.order, self.ranks.rank), everything.stop), their, block)]
+
+    def _masked_parts(self, source: int, mask: torch.Tensor, block: Block) -> Iterator[_Part]:
+        for queries, (start, stop) in _local_chunks(self.order, self.ranks.rank):
+            rows = slice(start, stop) if mask.shape[-2] > 1 else slice(None)
+            for keys, columns in _local_chunks(self.order, source):
+                seen = mask[:, :, rows, slice(*columns)]
+                if seen.numel() and (seen.dtype != torch.bool or bool(seen.any())):
+                    seed = (block.seed + self.ranks.size * (1 + 2 * queries.start + keys.start)) % 2**63
+                    yield _Part(queries, keys, replace(block, mask=seen, seed=seed), rows, slice(*columns))
+
+    def pass_on(self, tensors: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
+        """Gives tensors of a source's tokens to the next rank, and returns those of the source before it. Collective.
+
+        Args:
+            tensors: (batch, heads, tokens of the source, features), all of one dtype.
+            source: Whose tokens they are of.
+        """
+        size, rank = self.ranks.size, self.ranks.rank
+        coming = (source - 1) % size
+        lengths = self.order.local_lengths()
+        per_token = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[3] for tensor in tensors)
+        payload = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        output = payload.new_empty(per_token * lengths[coming])
+        payload_sizes, output_sizes = [0] * size, [0] * size
+        payload_sizes[(rank + 1) % size] = payload.numel()
+        output_sizes[(rank - 1) % size] = output.numel()
+        all_to_all_single(
+            output,
+            payload,
+            self.ranks.group,
+            output_sizes=output_sizes,
+            payload_sizes=payload_sizes,
+            largest_size=per_token * max(lengths),
+        )
+        shapes = [(*tensor.shape[:2], lengths[coming], tensor.shape[3]) for tensor in tensors]
+        sizes = [shape[0] * shape[1] * shape[2] * shape[3] for shape in shapes]
+        return [flat.view(shape) for flat, shape in zip(output.split(sizes), shapes, strict=True)]
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        ring: _Ring,
+    ) -> torch.Tensor:
+        query, own_key, own_value = query.contiguous(), key.contiguous(), value.contiguous()
+        key, value = own_key, own_value
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+        lse = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
+        last = (ring.ranks.rank + 1) % ring.ranks.size
+        for source in ring.sources():
+            for part in ring.parts(source, mask):
+                _merge(output, lse, query, key, value, part)
+            if source != last:
+                key, value = ring.pass_on((key, value), source)
+        lse.masked_fill_(lse == -torch.inf, 0.0)  # scores of queries that see nothing are -inf: their weights are 0
+        ctx.ring = ring
+        ctx.save_for_backward(query, own_key, own_value, mask, output.to(query.dtype), lse)
+        return output.to(query.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, mask, output, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        grad = grad.contiguous()
+        needs_mask = ctx.needs_input_grad[3]
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        grad_key = torch.zeros_like(key, dtype=lse.dtype)
+        grad_value = torch.zeros_like(value, dtype=lse.dtype)
+        grad_mask = torch.zeros(mask.shape, dtype=lse.dtype, device=lse.device) if needs_mask else None
+        last = (ring.ranks.rank + 1) % ring.ranks.size
+        for source in ring.sources():
+            for part in ring.parts(source, mask):
+                of = part.queries
+                found = block_gradients(
+                    query[:, :, of],
+                    key[:, :, part.keys],
+                    value[:, :, part.keys],
+                    output[:, :, of],
+                    lse[:, :, of],
+                    grad[:, :, of],
+                    part.block,
+                    needs_mask=needs_mask,
+                )
+                grad_query[:, :, of] += found.query
+                grad_key[:, :, part.keys] += found.key
+                grad_value[:, :, part.keys] += found.value
+                if grad_mask is not None and found.mask is not None:
+                    rows = grad_mask[:, :, part.mask_rows or slice(None), part.mask_columns or slice(None)]
+                    rows += found.mask.sum_to_size(rows.shape)
+            if source != last:
+                key, value = ring.pass_on((key, value), source)
+            if ring.ranks.size > 1:  # they travel on with their keys, and one step more, to where these belong
+                grad_key, grad_value = ring.pass_on((grad_key, grad_value), source)
+        grads = (one.to(query.dtype) for one in (grad_query, grad_key, grad_value))
+        return *grads, None if grad_mask is None else grad_mask.to(mask.dtype), None
+
+
+def _merge(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: _Part,
+) -> None:
+    """Adds a block to what has been merged so far, in place; see Note [Merging blocks]."""
+    queries = query[:, :, part.queries]
+    if queries.numel() == 0 or part.keys.stop == part.keys.start:
+        return
+    added, added_lse = block_attention(queries, key[:, :, part.keys], value[:, :, part.keys], part.block)
+    so_far, so_far_lse = output[:, :, part.queries], lse[:, :, part.queries]
+    merged = torch.logaddexp(so_far_lse, added_lse)
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)
+    so_far.mul_(torch.exp(so_far_lse - finite).unsqueeze(-1))
+    so_far.add_(added.mul_(torch.exp(added_lse - finite).unsqueeze(-1)))
+    so_far_lse.copy_(merged)
+
+
+def _lifted(mask: torch.Tensor) -> torch.Tensor:
+    """Returns the mask with 0 as the largest number of rows in which all is as low as their dtype goes.
+
+    Such rows are of padding, and nobody reads what they see; but blocks can't be merged whose sums are as low as that.
+    """
+    peaks = mask.detach().amax(-1, keepdim=True)
+    is_low = (peaks > -torch.inf) & (peaks <= torch.finfo(mask.dtype).min / 2)
+    return mask - peaks.masked_fill(~is_low, 0.0)
+
+
+def _first_chunk(order: TokenOrder, rank: int) -> int:
+    start, stop = order.chunks(rank)[0]
+    return stop - start
+
+
+def _local_chunks(order: TokenOrder, rank: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Yields each chunk of a rank: where it lies among the local tokens, and among all."""
+    offset = 0
+    for start, stop in order.chunks(rank):
+        yield slice(offset, offset + stop - start), (start, stop)
+        offset += stop - start

@@ -1,0 +1,185 @@
+"""Attention of some queries to some keys, and its gradients, in a form that blocks of keys can be merged from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Block", "BlockGradients", "block_attention", "block_gradients"]
+
+# Note [Merging blocks]
+# Softmax over all keys from softmaxes over some of them (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023): each
+# block gives its output and the logarithm of the sum of its exponentials, lse. Merged, lse = logaddexp(lse_1, lse_2)
+# and output = sum of output_i * exp(lse_i - lse). In backward a block's weights are exp(scores - lse) with the merged
+# lse, and the merged output and its gradient stand for those of the block, so blocks need not know of each other.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """What attention of a block does beside its tensors.
+
+    Attributes:
+        scale: Of the scores.
+        is_causal: Query i sees keys up to i of the block.
+        mask: Boolean, or added to the scores; broadcasts to (batch, heads, queries, keys).
+        dropout: Probability of leaving a weight out.
+        seed: Of the random numbers for that, forward and backward.
+    """
+
+    scale: float
+    is_causal: bool = False
+    mask: torch.Tensor | None = None
+    dropout: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGradients:
+    """Gradients of a block's tensors; `mask` where the mask's is asked for."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output (batch, heads, queries, features) and its lse (batch, heads, queries), both in fp32 or higher.
+
+    Args:
+        query: (batch, heads, queries, features).
+        key: (batch, heads or a divisor, keys, features).
+        value: As key, maybe of other features.
+        block: How.
+
+    A query that sees no key has output 0 and lse -inf. No communication.
+    """
+    key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
+    if _is_for_flash(query, value, block):
+        added = _added(block.mask, query.dtype)
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, block.is_causal, attn_mask=added, scale=block.scale
+        )
+        if added is not None:  # of a query that sees no key the kernel says what depends on its version
+            is_blind = (added == -torch.inf).all(-1)
+            lse = lse.masked_fill(is_blind, -torch.inf)
+            output = output.masked_fill(is_blind.unsqueeze(-1), 0.0)
+        return _widened(output), lse
+    scores = _scores(query, key, block)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
+    kept = _kept(weights, block)
+    weights = weights if kept is None else weights * kept
+    return weights @ _widened(value), lse
+
+
+def block_gradients(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    block: Block,
+    *,
+    needs_mask: bool = False,
+) -> BlockGradients:
+    """Returns what a block adds to the gradients; see Note [Merging blocks]. No communication.
+
+    Args:
+        query: As in `block_attention`.
+        key: As there.
+        value: As there.
+        output: Merged over all blocks.
+        lse: Merged over all blocks; finite.
+        grad: Of the merged output.
+        block: The same as forward.
+        needs_mask: Whether to return the gradient of the mask, of the scores' shape.
+    """
+    num_groups = key.shape[1]
+    key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
+    if not needs_mask and _is_for_flash(query, value, block):
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad.to(query.dtype),
+            query,
+            key,
+            value,
+            output.to(query.dtype),
+            lse,
+            0.0,
+            block.is_causal,
+            attn_mask=_added(block.mask, query.dtype),
+            scale=block.scale,
+        )
+        return BlockGradients(
+            _widened(grads[0]),
+            _over_groups(_widened(grads[1]), num_groups),
+            _over_groups(_widened(grads[2]), num_groups),
+        )
+    grad, value = _widened(grad), _widened(value)
+    weights = torch.exp(_scores(query, key, block) - lse.unsqueeze(-1))
+    kept = _kept(weights, block)
+    grad_weights = grad @ value.transpose(-1, -2)
+    grad_weights = grad_weights if kept is None else grad_weights * kept
+    row_sums = (grad * output).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - row_sums)
+    grad_value = (weights if kept is None else weights * kept).transpose(-1, -2) @ grad
+    grad_query = grad_scores @ _widened(key) * block.scale
+    grad_key = grad_scores.transpose(-1, -2) @ _widened(query) * block.scale
+    return BlockGradients(
+        grad_query,
+        _over_groups(grad_key, num_groups),
+        _over_groups(grad_value, num_groups),
+        grad_scores if needs_mask else None,
+    )
+
+
+def _is_for_flash(query: torch.Tensor, value: torch.Tensor, block: Block) -> bool:
+    """Returns whether the CPU's fused kernel computes this."""
+    has_rows = query.numel() > 0 and value.numel() > 0
+    return query.device.type == "cpu" and block.dropout == 0.0 and query.shape[-1] == value.shape[-1] and has_rows
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
+    scores = _widened(query) @ _widened(key).transpose(-1, -2) * block.scale
+    if block.is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if block.mask is not None:
+        scores = scores + _added(block.mask, scores.dtype)
+    return scores
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns the mask in the form that is added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask if mask is None else mask.detach().to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+def _kept(weights: torch.Tensor, block: Block) -> torch.Tensor | None:
+    """Returns what weights are multiplied by for dropout."""
+    if block.dropout == 0.0:
+        return None
+    generator = torch.Generator(device=weights.device).manual_seed(block.seed)
+    draws = torch.rand(weights.shape, generator=generator, device=weights.device)
+    return (draws >= block.dropout).to(weights.dtype) / max(1.0 - block.dropout, torch.finfo(weights.dtype).tiny)
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _for_each_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def _over_groups(grad: torch.Tensor, num_groups: int) -> torch.Tensor:
+    return grad if grad.shape[1] == num_groups else grad.unflatten(1, (num_groups, -1)).sum(2)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.itemsize < 4 else x

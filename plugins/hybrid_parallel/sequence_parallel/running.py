@@ -1,0 +1,185 @@
+"""The layer of a stack that runs now, and what attention within it has to know."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.sequence_parallel.stacks import Stack
+
+__all__ = ["SPAN", "RunningLayer", "Span", "is_in_backward", "join_running_layers", "made_current", "running_layer"]
+
+SPAN = "sequence_span"
+"""The name of the argument with which a stack's hooks tell a layer's forward about the sequence."""
+_STACK, _INTERCEPTION = "_sequence_stack", "_sequence_interception"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What a layer of a stack gets beside its own arguments.
+
+    Attributes:
+        length: Tokens of the whole sequence.
+        hidden: Position or name of the argument that is the hidden states.
+        wholes: The same of arguments that are other sequences, as an encoder's states, of which no part is missing.
+    """
+
+    length: int
+    hidden: int | str
+    wholes: tuple[int | str, ...]
+
+
+class RunningLayer:
+    """A layer whose attention sees this rank's tokens only.
+
+    Attributes:
+        stack: The stack it is of.
+        num_attentions: How often attention has run in it.
+        is_attending: Whether attention runs now, so that what it calls is not intercepted again.
+    """
+
+    def __init__(self, stack: Stack, length: int | None, wholes: tuple[torch.Tensor, ...]) -> None:
+        self.stack = stack
+        self.num_attentions = 0
+        self.is_attending = False
+        self._length = length
+        self._wholes = wholes
+        self._at_hand = wholes
+        self._is_in_part = False
+
+    def length_of(self, local_length: int) -> int:
+        """Returns how long the whole sequence is of which this rank has so many tokens; see `Stack.length_of`."""
+        if self._length is None:
+            self._length = self.stack.length_of(local_length)
+        return self._length
+
+    @contextmanager
+    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Surrounds the forward of a part of the layer, which has been given these arguments."""
+        before = self._at_hand, self._is_in_part
+        given = [*args, *kwargs.values()]
+        self._at_hand = tuple(whole for whole in self._wholes if any(whole is one for one in given))
+        self._is_in_part = True
+        try:
+            yield
+        finally:
+            self._at_hand, self._is_in_part = before
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Surrounds attention; see `is_attending`."""
+        before, self.is_attending = self.is_attending, True
+        self.num_attentions += 1
+        try:
+            yield
+        finally:
+            self.is_attending = before
+
+    def is_whole(self, key_length: int, local_length: int) -> bool:
+        """Returns whether keys of this length are those of another sequence, of which no part is missing.
+
+        Raises:
+            ConfigError: They are neither that nor this rank's tokens, or it can't be told.
+        """
+        fits_whole = any(whole.shape[1] == key_length for whole in self._at_hand)
+        if fits_whole and key_length == local_length and not self._is_in_part:
+            raise ConfigError(
+                f"attention to {key_length} keys may be to this rank's tokens or to another sequence that is as long,"
+                " and a layer that does both itself does not tell which: move one of them into a module of its own, or"
+                " pad the other sequence by a token"
+            )
+        if not fits_whole and key_length != local_length:
+            raise ConfigError(
+                f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: sequence parallelism"
+                " has no cache of earlier keys (use_cache=False; generate without it), and another sequence must be an"
+                " argument of the layer"
+            )
+        return fits_whole
+
+    def require_attention(self, layer: str) -> None:
+        """Raises ConfigError if no attention of the layer was intercepted, so that its tokens saw this rank's only."""
+        if self.num_attentions == 0:
+            raise ConfigError(
+                f"{layer} ran without F.scaled_dot_product_attention or transformers' attention interface, so that"
+                " sequence parallelism can't know how it mixes tokens: use one of them"
+                " (nn.MultiheadAttention does with need_weights=False), or split the sequence over the tensor-parallel"
+                ' ranks (sequence_parallelism_mode="split_gather")'
+            )
+
+
+class _Current(threading.local):
+    layer: RunningLayer | None = None
+
+
+_current = _Current()
+
+
+def running_layer() -> RunningLayer | None:
+    """Returns the layer that runs in this thread with split attention, if one does."""
+    return _current.layer
+
+
+def is_in_backward() -> bool:
+    """Returns whether this runs for activation checkpointing, which computes layers again within backward."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+@contextmanager
+def made_current(layer: RunningLayer) -> Iterator[None]:
+    """Makes a layer the running one of this thread."""
+    before, _current.layer = _current.layer, layer
+    try:
+        yield
+    finally:
+        _current.layer = before
+
+
+def join_running_layers(
+    layer: nn.Module, stack: Stack, interception: Callable[[], AbstractContextManager[Any]] | None = None
+) -> None:
+    """Exchanges a layer's class for a subclass of the same name, whose forward takes a `Span` and runs within it.
+
+    Activation checkpointing computes a forward again, without hooks around it, so this can't be one.
+
+    Args:
+        layer: Of a stack.
+        stack: That stack.
+        interception: Makes the context of each forward; None: the regions within gather the sequence themselves.
+    """
+    layer.__dict__[_STACK] = stack
+    layer.__dict__[_INTERCEPTION] = interception
+    layer.__class__ = _running_class(type(layer))
+
+
+@functools.cache
+def _running_class(base: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        span: Span | None = kwargs.pop(SPAN, None)
+        stack, interception = self.__dict__[_STACK], self.__dict__[_INTERCEPTION]
+        if span is not None:
+            stack.splitter.begin_layer(span.length)
+        if interception is None or (span is None and not is_in_backward()):
+            return base.forward(self, *args, **kwargs)
+        running = RunningLayer(stack, span.length if span else None, _wholes(span, args, kwargs))
+        with made_current(running), interception():
+            output = base.forward(self, *args, **kwargs)
+        running.require_attention(base.__name__)
+        return output
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _wholes(span: Span | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    keys = span.wholes if span is not None else ()
+    return tuple(args[key] if isinstance(key, int) else kwargs[key] for key in keys)

@@ -1,0 +1,213 @@
+"""Stacks of layers between whose ends every rank holds its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.sequence_parallel.arguments import argument_name, map_tensors, parameter_names
+from booster.plugins.hybrid_parallel.sequence_parallel.interception import AttentionMode, intercept_parts
+from booster.plugins.hybrid_parallel.sequence_parallel.running import SPAN, Span, is_in_backward, join_running_layers
+from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceSplitter
+from booster.plugins.hybrid_parallel.sequence_parallel.transformers_attention import use_sequence_attention
+
+__all__ = ["Stack", "attach_stack"]
+
+# Note [Stacks]
+# Before the first layer of a stack hidden states (batch, tokens, features) are split, behind the last they are joined.
+# In between a tensor does not tell how long the whole sequence is, which differs from batch to batch, so the stack
+# notes it, and hands it to each layer's forward as one more argument: activation checkpointing keeps that with the
+# others, and has it when the layer is computed again, maybe after other batches. Where hooks themselves run again, in
+# backward, the first layer sees the whole sequence, and another one finds the length: the only one there ever was, or
+# the sum over the ranks.
+_HIDDEN = "hidden_states"
+_TOKENS = 1  # the dimension of hidden states that is the sequence
+
+
+@dataclass(slots=True)
+class _Run:
+    """A forward that is within the stack; `shared` has what stays whole, by the identity of what was given."""
+
+    length: int
+    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class Stack:
+    """The layers of a model that run one after the other on split hidden states; made by `attach_stack`.
+
+    Attributes:
+        splitter: Who splits and joins.
+    """
+
+    def __init__(self, splitter: SequenceSplitter) -> None:
+        self.splitter = splitter
+        self._run: _Run | None = None
+        self._lengths_seen: set[int] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
+        return self
+
+    def length_of(self, local_length: int) -> int:
+        """Returns how long the whole sequence is of which this rank holds so many tokens.
+
+        Collective in backward, where sequences of several lengths went through the stack.
+        """
+        if self._run is not None and not is_in_backward():
+            return self._run.length
+        if len(self._lengths_seen) == 1:
+            return next(iter(self._lengths_seen))
+        return self.splitter.find_length(local_length)
+
+    def begin(self, x: torch.Tensor, *, is_training: bool) -> tuple[torch.Tensor, int]:
+        """Returns this rank's tokens of the hidden states, and how many there were."""
+        if x.dim() != 3:
+            raise ConfigError(
+                f"the first layer of a stack got hidden states of shape {tuple(x.shape)}, but sequence parallelism"
+                " splits the second dimension of (batch, tokens, features): pass them so, or turn it off"
+            )
+        length = x.shape[_TOKENS]
+        if len(self._lengths_seen) < 2:  # whether there are several is all that matters
+            self._lengths_seen.add(length)
+        self._run = None if is_in_backward() else _Run(length)
+        if is_training:
+            self.splitter.streams.enter(anew=True)
+        return self.splitter.split(x, _TOKENS), length
+
+    def end(self, output: Any, length: int, *, is_training: bool) -> Any:
+        """Returns a layer's output with hidden states of the whole sequence."""
+        joined = _with_hidden(output, lambda x: self.splitter.join(x, _TOKENS, length))
+        if is_training:
+            self.splitter.streams.leave()
+        self.splitter.end()
+        self._run = None
+        return joined
+
+    def continued(self, x: torch.Tensor, index: int) -> int:
+        """Returns how long the sequence is of which a layer behind the first one got hidden states."""
+        if self._run is None and not is_in_backward():
+            raise ConfigError(
+                f"layer {index} of a stack ran without the layers before it, but sequence parallelism splits hidden"
+                " states at the first one: don't drop or call single layers (layerdrop=0), or turn it off"
+            )
+        return self.length_of(x.shape[_TOKENS])
+
+    def shared(self, x: torch.Tensor, *, is_new: bool) -> torch.Tensor:
+        """Returns what stays whole for each rank to compute with, the same for all layers that get the same tensor.
+
+        Args:
+            x: An argument that stays whole.
+            is_new: Whether a tensor that has not been shared yet comes from outside of the stack.
+        """
+        known = self._run.shared.get(id(x)) if self._run is not None else None
+        if known is not None:
+            return known[1]
+        if not is_new:
+            return x
+        shared = self.splitter.share(x)
+        if self._run is not None:
+            self._run.shared[id(x)] = (x, shared)
+        return shared
+
+
+class _LayerHooks:
+    """The hooks of one layer; they hold nothing that leads back to it."""
+
+    def __init__(self, stack: Stack, index: int, names: Sequence[str]) -> None:
+        self._stack = stack
+        self._index = index
+        self._names = names
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        key = _hidden_key(args, kwargs)
+        if self._index == 0:
+            hidden, length = self._stack.begin(named[key], is_training=module.training)
+        else:
+            hidden, length = named[key], self._stack.continued(named[key], self._index)
+        wholes: list[int | str] = []
+        for other in named:
+            if other != key:
+                named[other] = self._argument(other, named[other], length, wholes)
+        named[key] = hidden
+        named[SPAN] = Span(length=length, hidden=key, wholes=tuple(wholes))
+        return tuple(named.pop(position) for position in range(len(args))), named
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self._stack.end(output, kwargs[SPAN].length, is_training=module.training)
+
+    def _argument(self, key: int | str, value: Any, length: int, wholes: list[int | str]) -> Any:
+        name = argument_name(self._names, key) if isinstance(key, int) else key
+        splitter = self._stack.splitter
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            dim = splitter.token_dim(name, tensor, length)
+            if dim is not None:
+                return splitter.split(tensor, dim)
+            is_states = tensor.dim() == 3 and tensor.is_floating_point()
+            if is_states and tensor is value:
+                wholes.append(key)
+            needs_sharing = tensor.requires_grad and torch.is_grad_enabled()
+            is_new = self._index == 0 or is_states
+            return self._stack.shared(tensor, is_new=is_new) if needs_sharing else tensor
+
+        return map_tensors(value, change)
+
+
+def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Stack:
+    """Makes layers that run one after the other work on split hidden states; their parameters stay as they are.
+
+    Hooks split and join, see Note [Stacks], and the layers' classes are exchanged for subclasses of the same name.
+    To be called once, before activation checkpointing is put on the layers. No communication.
+
+    Args:
+        layers: In the order in which they run. Their hidden states (batch, tokens, features) are the first positional
+            argument or `hidden_states`, and the output or the first element of a tuple.
+        splitter: Who splits and joins.
+
+    Returns:
+        The stack, which has to live no longer than the layers.
+    """
+    stack = Stack(splitter)
+    for index, layer in enumerate(layers):
+        hooks = _LayerHooks(stack, index, parameter_names(layer))
+        layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        if index == len(layers) - 1:
+            layer.register_forward_hook(hooks.after, with_kwargs=True)
+        if splitter.splits_attention:
+            use_sequence_attention(layer)
+            intercept_parts(layer, stack)
+        join_running_layers(layer, stack, AttentionMode if splitter.splits_attention else None)
+    return stack
+
+
+def _hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    if args and isinstance(args[0], torch.Tensor):
+        return 0
+    if isinstance(kwargs.get(_HIDDEN), torch.Tensor):
+        return _HIDDEN
+    tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    if not args and tensors:
+        return tensors[0]
+    raise ConfigError(
+        f"a layer of a stack was called with {[type(value).__name__ for value in args]} and {sorted(kwargs)}, among"
+        " which sequence parallelism finds no hidden states: pass them first, or as hidden_states="
+    )
+
+
+def _with_hidden(output: Any, change: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
+        return type(output)((change(output[0]), *output[1:]))
+    if isinstance(output, dict) and isinstance(output.get(_HIDDEN), torch.Tensor):
+        output[_HIDDEN] = change(output[_HIDDEN])
+        return output
+    raise ConfigError(
+        f"the last layer of a stack returned {type(output).__name__}, in which sequence parallelism finds no hidden"
+        " states to join: return a tensor, or a tuple whose first element it is"
+    )

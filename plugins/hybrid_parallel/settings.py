@@ -1,0 +1,316 @@
+"""The plugin's arguments, checked one by one before anything is allocated, and the axes that they ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpointing_of
+from booster.plugins.low_level_zero.settings import ZeroArguments
+from booster.plugins.sharding.checks import check_flag, is_number
+from booster.plugins.sharding.precision import DTYPES
+
+__all__ = ["SEQUENCE_MODES", "HybridArguments"]
+
+# Note [Sequence modes]
+# The first two divide the tokens among the tensor parallel ranks wherever these hold the same activations, and so have
+# no axis of their own; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023.
+# The others divide the tokens over ranks of an axis of their own, which meet in attention: by exchanging heads for
+# tokens (Jacobs et al., "DeepSpeed Ulysses", 2023), or by passing keys and values round (Liu et al., "Ring Attention
+# with Blockwise Transformers", 2023).
+_ON_TENSOR_AXIS = ("split_gather", "ring")
+_ON_OWN_AXIS = ("all_to_all", "ring_attn")
+SEQUENCE_MODES = _ON_TENSOR_AXIS + _ON_OWN_AXIS
+
+_PIPELINE_STYLES = ("1f1b", "interleaved", "zbv")
+_FLAGS = (
+    *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
+    *("check_reduction", "gradient_as_bucket_view", "static_graph"),
+)
+_MEBI = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridArguments:
+    """See `HybridParallelPlugin`."""
+
+    tp_size: int
+    pp_size: int
+    sp_size: int | None
+    precision: str
+    zero_stage: int
+    enable_sequence_parallelism: bool
+    sequence_parallelism_mode: str | None
+    parallel_output: bool
+    plan: Mapping[str, Any] | None
+    custom_policy: Mapping[str, Any] | None
+    make_vocab_size_divisible_by: int
+    dp_outside: bool
+    max_norm: float
+    norm_type: float
+    broadcast_buffers: bool
+    ddp_bucket_cap_mb: float
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    zero_bucket_size_in_m: float
+    cpu_offload: bool
+    communication_dtype: torch.dtype | None
+    overlap_communication: bool
+    overlap_allgather: bool
+    master_weights: bool
+    cast_inputs: bool
+    gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None
+    num_microbatches: int | None
+    microbatch_size: int | None
+    pp_style: str
+    num_model_chunks: int
+    sync_batch_norm: bool
+
+    # What the arguments ask for; after `check`.
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Number format of the weights; None: their own."""
+        return self._zero_arguments().dtype
+
+    @property
+    def sequence_mode(self) -> str | None:
+        """One of `SEQUENCE_MODES`, worked out where it was left out; None: sequences stay whole."""
+        if not self.enable_sequence_parallelism:
+            return None
+        return self.sequence_parallelism_mode or "split_gather"
+
+    @property
+    def tensor_axis_mode(self) -> str | None:
+        """The sequence mode if it is one on the tp axis."""
+        return self.sequence_mode if self.sequence_mode in _ON_TENSOR_AXIS else None
+
+    @property
+    def own_axis_mode(self) -> str | None:
+        """The sequence mode if it is one on the sp axis."""
+        return self.sequence_mode if self.sequence_mode in _ON_OWN_AXIS else None
+
+    @property
+    def given_plan(self) -> Mapping[str, Any] | None:
+        """The user's plan, by whichever name it came; None: there is none."""
+        return self.custom_policy if self.plan is None else self.plan
+
+    @property
+    def checkpointing(self) -> GradientCheckpointConfig | None:
+        """Which layers are computed again in backward; None: none."""
+        return checkpointing_of(self.gradient_checkpoint_config)
+
+    @property
+    def max_bucket_numel(self) -> int:
+        """Elements of a bucket of gradients: of `ddp_bucket_cap_mb` MiB in fp32, or as ZeRO's argument says."""
+        if self.zero_stage == 0:
+            return max(1, int(self.ddp_bucket_cap_mb * _MEBI) // torch.float32.itemsize)
+        return self._zero_arguments().max_bucket_numel
+
+    def axis_sizes(self, world_size: int) -> dict[str, int]:
+        """Returns the number of ranks along each axis; dp has what the others leave."""
+        sizes = {"pp": self.pp_size, "sp": (self.sp_size or 1) if self.own_axis_mode else 1, "tp": self.tp_size}
+        return {"dp": world_size // math.prod(sizes.values())} | sizes
+
+    def remarks(self) -> list[str]:
+        """Returns lines to log: what was decided for the user, and what was asked for and changes nothing."""
+        lines = []
+        if self.enable_sequence_parallelism and self.sequence_parallelism_mode is None:
+            lines.append(
+                f"enable_sequence_parallelism=True without a mode: sequence_parallelism_mode={self.sequence_mode!r} is"
+                " used, which divides the tokens among the tp_size ranks"
+            )
+        for name in ("num_microbatches", "microbatch_size"):
+            if getattr(self, name) is not None:
+                lines.append(f"{name}={getattr(self, name)} changes nothing: pp_size=1 has no pipeline stages to fill")
+        return lines
+
+    # What can't be.
+
+    def check(self, world_size: int) -> None:
+        """Raises for what can't be.
+
+        Raises:
+            ConfigError: Such an argument.
+        """
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        self._check_counts()
+        self._check_pipeline()
+        self._check_sequence_parallelism()
+        self._check_world(world_size)
+        self._check_plan()
+        self._check_gradients()
+        self._zero_arguments().check(world_size)
+        checkpointing_of(self.gradient_checkpoint_config)
+
+    def _check_counts(self) -> None:
+        for name in ("tp_size", "pp_size", "sp_size"):
+            if not (_is_count(getattr(self, name)) or (name == "sp_size" and self.sp_size is None)):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is no number of ranks: give a whole number from 1"
+                    f"{', or None' * (name == 'sp_size')}"
+                )
+        if not _is_count(self.make_vocab_size_divisible_by):
+            raise ConfigError(
+                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by!r} is no size that a vocabulary could"
+                " be a multiple of: give a whole number from 1, such as 64"
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.pp_size > 1:
+            raise ConfigError(
+                f"pp_size={self.pp_size} asks for pipeline stages, which come in a later version: leave it out, and"
+                f" split the layers themselves with tp_size={self.tp_size * self.pp_size}, or their states with"
+                " zero_stage=1"
+            )
+        for name in ("num_microbatches", "microbatch_size"):
+            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no number: give a whole number from 1, or None")
+        if self.pp_style not in _PIPELINE_STYLES:
+            raise ConfigError(f"pp_style={self.pp_style!r} is not known: choose one of {', '.join(_PIPELINE_STYLES)}")
+        if self.pp_style != "1f1b" or not _is_count(self.num_model_chunks) or self.num_model_chunks > 1:
+            raise ConfigError(
+                f"pp_style={self.pp_style!r}, num_model_chunks={self.num_model_chunks!r} ask for a schedule of pipeline"
+                " stages, which come in a later version: leave both out"
+            )
+
+    def _check_sequence_parallelism(self) -> None:
+        mode = self.sequence_parallelism_mode
+        if mode is not None and mode not in SEQUENCE_MODES:
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} is not known: choose one of {', '.join(SEQUENCE_MODES)}, or None"
+            )
+        if not self.enable_sequence_parallelism:
+            self._check_nothing_asks_for_it()
+        elif mode is None:
+            self._check_mode_is_plain()
+        elif mode in _ON_TENSOR_AXIS:
+            self._check_tensor_axis(mode)
+        elif self.sp_size is None or self.sp_size < 2:
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} has no ranks to divide a sequence"
+                " among: give sp_size=2 or more, which this mode counts beside tp_size"
+            )
+
+    def _check_nothing_asks_for_it(self) -> None:
+        if self.sequence_parallelism_mode is not None:
+            raise ConfigError(
+                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r} has no effect while"
+                " enable_sequence_parallelism=False: set enable_sequence_parallelism=True, or leave the mode out"
+            )
+        if self.sp_size not in (None, 1):
+            raise ConfigError(
+                f"sp_size={self.sp_size} has no effect while enable_sequence_parallelism=False: set"
+                " enable_sequence_parallelism=True and sequence_parallelism_mode='all_to_all' or 'ring_attn', or leave"
+                " sp_size out"
+            )
+
+    def _check_mode_is_plain(self) -> None:
+        """Returns if there is one mode that `enable_sequence_parallelism` alone can mean."""
+        if self.sp_size not in (None, 1):
+            raise ConfigError(
+                f"enable_sequence_parallelism=True with sp_size={self.sp_size} does not say how a sequence is divided:"
+                " give sequence_parallelism_mode='all_to_all' or 'ring_attn', whose sp_size ranks are counted beside"
+                " tp_size, or 'split_gather' or 'ring', which use the tp_size ranks and need no sp_size"
+            )
+        if self.tp_size == 1:
+            raise ConfigError(
+                f"enable_sequence_parallelism=True with tp_size=1 and sp_size={self.sp_size} has no ranks to divide a"
+                " sequence among: give tp_size=2 or more, or sequence_parallelism_mode='all_to_all' with sp_size=2"
+            )
+
+    def _check_tensor_axis(self, mode: str) -> None:
+        if self.tp_size == 1:
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} with tp_size=1 has no ranks to divide a sequence among: this mode"
+                " uses the tensor parallel ranks: give tp_size=2 or more, or choose 'all_to_all' or 'ring_attn' with"
+                " sp_size=2"
+            )
+        if self.sp_size not in (None, self.tp_size):
+            raise ConfigError(
+                f"sequence_parallelism_mode={mode!r} with sp_size={self.sp_size} and tp_size={self.tp_size}: this mode"
+                " divides a sequence among the tensor parallel ranks: leave sp_size out"
+            )
+
+    def _check_world(self, world_size: int) -> None:
+        sizes = {axis: size for axis, size in self.axis_sizes(1).items() if axis != "dp"}
+        needed = math.prod(sizes.values())
+        if world_size % needed:
+            named = " x ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
+            divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+            raise ConfigError(
+                f"{named} asks for groups of {needed} ranks, into which {world_size} ranks cannot be divided: choose"
+                f" sizes whose product is one of {', '.join(divisors)}, or start a multiple of {needed} ranks"
+            )
+
+    def _check_plan(self) -> None:
+        if self.plan is not None and self.custom_policy is not None:
+            raise ConfigError(
+                "plan= and custom_policy= are two names of one argument, and both were given: leave custom_policy out"
+            )
+        plan = self.given_plan
+        is_plan = isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)
+        if plan is not None and not is_plan:
+            raise ConfigError(
+                f"plan={plan!r} does not say how layers are split: give a dict of module names to styles, such as"
+                " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or leave it out"
+            )
+
+    def _check_gradients(self) -> None:
+        if not isinstance(self.precision, str):
+            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
+        if (
+            not isinstance(self.zero_stage, int)
+            or isinstance(self.zero_stage, bool)
+            or self.zero_stage not in (0, 1, 2)
+        ):
+            raise ConfigError(
+                f"zero_stage={self.zero_stage!r} is not a stage of this plugin: 0 keeps optimizer states whole, 1"
+                " divides them among the data parallel ranks, 2 gradients too (3 would divide parameters too, which"
+                " GeminiPlugin and TorchFSDPPlugin do)"
+            )
+        if not _is_size(self.ddp_bucket_cap_mb):
+            raise ConfigError(
+                f"ddp_bucket_cap_mb={self.ddp_bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as"
+                " 25"
+            )
+        if not _is_size(self.zero_bucket_size_in_m):
+            raise ConfigError(
+                f"zero_bucket_size_in_m={self.zero_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
+                " elements above 0, such as 12"
+            )
+
+    def _zero_arguments(self) -> ZeroArguments:
+        """Returns what ZeRO's own plugin would be given, which checks what both have."""
+        return ZeroArguments(
+            stage=max(1, self.zero_stage),
+            precision=self.precision,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            reduce_bucket_size_in_m=self.zero_bucket_size_in_m,
+            communication_dtype=self.communication_dtype,
+            overlap_communication=self.overlap_communication,
+            overlap_allgather=self.overlap_allgather,
+            cpu_offload=self.cpu_offload,
+            master_weights=self.master_weights,
+            cast_inputs=self.cast_inputs,
+            extra_dp_size=1,
+            sync_batch_norm=self.sync_batch_norm,
+            broadcast_buffers=self.broadcast_buffers,
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_size(value: Any) -> bool:
+    return is_number(value) and 0 < value < float("inf")

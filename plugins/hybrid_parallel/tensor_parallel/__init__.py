@@ -1,0 +1,1 @@
+"""Layers of which every rank holds a part."""

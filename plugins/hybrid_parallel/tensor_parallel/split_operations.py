@@ -1,0 +1,233 @@
+"""Which operations leave the last dimension of logits alone, and what they do to a rank's part of it.
+
+Each function takes split logits and what the operation is called with, and returns its result; `NotImplemented` where
+these arguments reach into the last dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster.plugins.hybrid_parallel.tensor_parallel.cross_entropy import split_cross_entropy
+
+if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import SplitLogits
+
+__all__ = ["HANDLERS", "is_refused", "is_shown"]
+
+
+def is_shown(function: Callable[..., Any]) -> bool:
+    """Returns whether the shape, the format and the graph of the logits are all that a function asks for."""
+    return function in _SHOWN
+
+
+def is_refused(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a function changes or watches the tensor itself, of which a rank has a part only."""
+    name = getattr(function, "__name__", "")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return is_in_place or kwargs.get("out") is not None
+
+
+def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def apply(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+        return logits.with_local(function(logits.local, *args, **kwargs))
+
+    return apply
+
+
+def _scaled(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def apply(logits: SplitLogits, other: Any) -> Any:
+        # The gradient of a factor that is learned would be this rank's share of it.
+        is_number = isinstance(other, (int, float)) or (
+            isinstance(other, torch.Tensor) and other.dim() == 0 and not other.requires_grad
+        )
+        return logits.with_local(function(logits.local, other)) if is_number else NotImplemented
+
+    return apply
+
+
+def _to(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values())):
+        return NotImplemented
+    return logits.with_local(logits.local.to(*args, **kwargs))
+
+
+def _reshape(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    known = math.prod(size for size in sizes if size != -1)
+    shape = [logits.numel() // max(known, 1) if size == -1 else size for size in sizes]
+    if list(sizes).count(-1) > 1 or math.prod(shape) != logits.numel() or shape[-1] != logits.shape[-1]:
+        return NotImplemented  # or wrong: the whole tensor's error says how
+    return logits.with_local(logits.local.reshape(*shape[:-1], logits.local.shape[-1]))
+
+
+def _flatten(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % logits.dim() == logits.dim() - 1:
+        return NotImplemented
+    return logits.with_local(logits.local.flatten(start_dim, end_dim))
+
+
+def _getitem(logits: SplitLogits, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    return logits.with_local(logits.local[index]) if _leaves_last(parts, logits.dim()) else NotImplemented
+
+
+def _leaves_last(parts: Sequence[Any], num_dims: int) -> bool:
+    """Returns whether an index selects nothing of the last dimension, and puts none behind it."""
+    if not parts or not all(_is_simple(part) for part in parts):
+        return False
+    if isinstance(parts[-1], slice) and parts[-1] == slice(None):
+        return True
+    has_ellipsis = any(part is Ellipsis for part in parts)
+    if has_ellipsis and parts[-1] is not Ellipsis:
+        return False
+    return sum(_num_dims_of(part) for part in parts) < num_dims
+
+
+def _is_simple(part: Any) -> bool:
+    is_index = isinstance(part, torch.Tensor) and type(part) is torch.Tensor and part.dtype in (torch.int64, torch.bool)
+    return part is None or isinstance(part, (int, slice, EllipsisType)) or is_index
+
+
+def _num_dims_of(part: Any) -> int:
+    if isinstance(part, torch.Tensor) and part.dtype == torch.bool:
+        return part.dim()
+    if isinstance(part, bool):
+        return 0
+    return int(isinstance(part, (int, slice, torch.Tensor)))
+
+
+def _cross_entropy(
+    logits: SplitLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_old_call = size_average is not None or reduce is not None
+    has_plain_target = type(target) is torch.Tensor and target.dtype == torch.int64
+    fits = has_plain_target and logits.dim() in (1, 2) and target.shape == logits.shape[:-1]
+    if is_old_call or weight is not None or not fits or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    local = logits.local
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.float()  # as autocast has it for this function
+    return split_cross_entropy(
+        local,
+        target,
+        logits.ranks,
+        logits.first_entry,
+        num_entries=logits.shape[-1],
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    nn.functional.cross_entropy: _cross_entropy,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.to: _to,
+    **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _reshape),
+    **dict.fromkeys((torch.Tensor.flatten, torch.flatten), _flatten),
+    **{
+        function: _elementwise(function)
+        for function in (
+            torch.Tensor.float,
+            torch.Tensor.double,
+            torch.Tensor.half,
+            torch.Tensor.bfloat16,
+            torch.Tensor.cpu,
+            torch.Tensor.contiguous,
+            torch.Tensor.clone,
+            torch.clone,
+            torch.Tensor.detach,
+            torch.detach,
+            torch.Tensor.neg,
+            torch.neg,
+            torch.Tensor.tanh,
+            torch.tanh,
+        )
+    },
+    **{
+        function: _scaled(function)
+        for function in (
+            torch.Tensor.mul,
+            torch.mul,
+            torch.Tensor.__mul__,
+            torch.Tensor.__rmul__,
+            torch.Tensor.div,
+            torch.div,
+            torch.Tensor.true_divide,
+            torch.true_divide,
+            torch.Tensor.__truediv__,
+        )
+    },
+}
+
+_IN_PLACE = {
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+    "register_hook",
+    "retain_grad",
+}
+
+_SHOWN = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "itemsize",
+        "nbytes",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "is_cpu",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "_version",
+        "_backward_hooks",
+        "output_nr",
+    )
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.stride,
+    torch.Tensor.element_size,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_floating_point,
+    torch.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.is_complex,
+    torch.Tensor.get_device,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+}

@@ -1,0 +1,172 @@
+"""HybridParallelPlugin: saves are those of the user's model, whatever ranks share it.
+
+Pairs with all other plugins are in test_any_to_any.py, runs that stop and start again in test_resume.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed, preload, run_ranks
+from hybrid_cases import LAYOUTS
+from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
+from safetensors.torch import load_file
+from torch import nn
+from zoo import TRANSFORMERS_MODULES, get_model
+
+from booster import Booster
+from booster.lazy_init import LazyInitContext
+from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+
+preload(*TRANSFORMERS_MODULES)
+ODD_VOCABULARY = 99  # padded to 128 in memory
+
+
+def make_booster(arguments):
+    return Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "zero_bucket_size_in_m": 0.004, **arguments}))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01, eps=1e-3)
+
+
+def train(name: str, arguments: dict, path: str, steps: int = 2):
+    """Saves a trained model; returns the logical weights and states."""
+    entry, booster = get_model(name), make_booster(arguments)
+    raw = entry.build()
+    model, optimizer, *_ = booster.boost(raw, optimizer_of(raw))
+    for step in range(steps):
+        one_step(booster, entry, model, optimizer, step)
+    booster.save_model(model, Path(path) / "model", size_per_shard=1)
+    booster.save_optimizer(optimizer, Path(path) / "optimizer")
+    return joined_over_ranks(model), whole_states(optimizer)
+
+
+def one_step(booster, entry, model, optimizer, step):
+    batch = entry.make_batch(step, 2)  # the same for all: data are not divided here
+    booster.backward(entry.loss(model, batch), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_states(optimizer) -> dict[str, torch.Tensor]:
+    return join_slices(gathered_over_ranks(list(optimizer.checkpoint_state().slices())))
+
+
+MODELS = ["llama", "gpt2", "bert", "t5", "gemma", "falcon_groups", "mixtral", "whisper", "user_transformer"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_save_has_the_tensors_of_the_users_model(tmp_path, model):
+    weights, states = run_ranks(train, 2, model, {"tp_size": 2}, str(tmp_path), timeout=120)[0]
+    plain = get_model(model).build().state_dict()
+    assert weights.keys() == plain.keys()
+    stored = {}
+    for file in sorted((tmp_path / "model").glob("*.safetensors")):
+        stored |= load_file(file)
+    assert set(stored) <= set(plain)
+    for name, tensor in stored.items():
+        assert tensor.shape == plain[name].shape, name  # no padding, no parts
+        assert torch.equal(tensor, weights[name]), name
+    assert {name for name in plain if name not in stored} <= {name for tie in get_model(model).tied for name in tie}
+    for name, tensor in states.items():
+        parameter = name.rsplit(".", 1)[0]
+        assert tensor.shape in (plain[parameter].shape, ()), name
+
+
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "phi",
+    "mixtral",
+    "gpt2",
+    "bert",
+    "opt",
+    "t5",
+    "vit",
+    "bloom",
+    "falcon",
+]
+
+
+def open_in_transformers(model: str, path: Path) -> nn.Module:
+    return type(get_model(model).build()).from_pretrained(path)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "t5", "gemma"])
+def test_a_save_opens_in_transformers(tmp_path, model):
+    weights, _ = run_ranks(train, 2, model, {"tp_size": 2}, str(tmp_path), timeout=120)[0]
+    found = open_in_transformers(model, tmp_path / "model")
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_familys_save_opens_in_transformers(tmp_path, model, layout):
+    world_size, arguments = LAYOUTS[layout]
+    weights, _ = run_ranks(train, world_size, model, arguments, str(tmp_path), timeout=120)[0]
+    found = open_in_transformers(model, tmp_path / "model")
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("layout", ["tp 2", "split_gather 2", "all_to_all 2"])
+def test_pretrained_weights_arrive_in_parts(tmp_path, layout, is_lazy):
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        pretrained = get_model("llama").construct()
+    pretrained.save_pretrained(tmp_path / "model", max_shard_size="4KB")
+    expected = {name: tensor.clone() for name, tensor in pretrained.state_dict().items()}
+    for found in run_ranks(load_pretrained, 2, LAYOUTS[layout][1], str(tmp_path / "model"), is_lazy):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def load_pretrained(arguments, path, is_lazy):
+    booster = make_booster(arguments)
+    with LazyInitContext() if is_lazy else nullcontext():
+        raw = get_model("llama").construct()
+    model, *_ = booster.boost(raw)
+    booster.load_model(model, path)
+    return joined_over_ranks(model)
+
+
+@distributed(world_size=2)
+def test_padding_stays_zero_through_training_and_loading(tmp_path):
+    entry, booster = get_model("llama"), make_booster({"tp_size": 2})
+    raw = entry.build()
+    model, optimizer, *_ = booster.boost(raw, optimizer_of(raw))
+    for step in range(2):
+        one_step(booster, entry, model, optimizer, step)
+    head = booster.unwrap_model(model).lm_head.weight
+    assert head.shape[0] == 64
+    rows = 64 if dist.get_rank() == 0 else ODD_VOCABULARY - 64
+    assert not head[rows:].any()
+    booster.save_model(model, tmp_path / "c")
+    with torch.no_grad():
+        head[:rows].add_(1)
+    booster.load_model(model, tmp_path / "c")
+    assert not head[rows:].any()
+    assert head[:rows].any(dim=1).all()
+
+
+@distributed(world_size=2)
+def test_a_state_dict_of_a_rank_loads_again():
+    entry, booster = get_model("gpt2"), make_booster({"tp_size": 2})
+    raw = entry.build()
+    model, optimizer, *_ = booster.boost(raw, optimizer_of(raw))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    one_step(booster, entry, model, optimizer, 0)
+    model.load_state_dict(before)
+    after = joined_over_ranks(model)
+    expected = entry.build().state_dict()
+    assert all(torch.equal(after[name], expected[name]) for name in expected)

@@ -1,0 +1,79 @@
+"""The mesh of the axes dp, pp, sp and tp: every rank's place, and the groups along one axis or several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+from booster.comm import all_gather_equal, group_rank, group_size
+from booster.errors import ConfigError, DesyncError
+from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh, mesh_order, rank_groups
+
+ALONG = [(), ("tp",), ("sp",), ("dp",), ("pp",), ("dp", "sp"), ("sp", "dp"), ("dp", "sp", "tp"), AXES]
+
+
+def _members(sizes, dp_outside):
+    """Returns per group what the mesh says, and what a collective over it finds."""
+    mesh = HybridMesh("cpu", **sizes, dp_outside=dp_outside)
+    assert mesh.axis_sizes() == sizes
+    found = {}
+    for axes in ALONG:
+        group = mesh.group(*axes)
+        assert group is mesh.group(*axes)
+        assert mesh.size(*axes) == group_size(group)
+        assert mesh.rank(*axes) == group_rank(group)
+        assert mesh.cpu_group(*axes) is None
+        found[axes] = all_gather_equal(torch.tensor([dist.get_rank()]), group).tolist()
+    assert mesh.group("dp", "sp") is mesh.group("sp", "dp")
+    return found
+
+
+@pytest.mark.parametrize("dp_outside", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp": 2, "pp": 1, "sp": 1, "tp": 2},
+        {"dp": 1, "pp": 1, "sp": 2, "tp": 2},
+        {"dp": 2, "pp": 2, "sp": 1, "tp": 1},
+        {"dp": 1, "pp": 1, "sp": 1, "tp": 4},
+        {"dp": 2, "pp": 1, "sp": 2, "tp": 1},
+    ],
+)
+def test_groups_of_four_ranks(sizes, dp_outside):
+    in_order = {axis: sizes[axis] for axis in mesh_order(dp_outside=dp_outside)}
+    for rank, found in enumerate(run_ranks(_members, 4, sizes, dp_outside)):
+        for axes, ranks in found.items():
+            (mine,) = [group for group in rank_groups(in_order, axes) if rank in group]
+            assert ranks == mine
+
+
+def _is_reused(sizes):
+    mesh = HybridMesh("cpu", **sizes)
+    assert mesh.group("tp") is mesh.group("tp", "sp", "pp")
+    assert mesh.group("dp", "tp") is mesh.group(*AXES) is dist.group.WORLD
+    assert mesh.group("dp") is not mesh.group("tp")
+    assert mesh.group() is mesh.group("sp") is mesh.group("pp")
+
+
+def test_axes_that_add_no_ranks_need_no_group():
+    run_ranks(_is_reused, 4, {"dp": 2, "pp": 1, "sp": 1, "tp": 2})
+
+
+def _is_refused():
+    with pytest.raises(ConfigError, match="a mesh of dp 2 x pp 1 x sp 1 x tp 2 has 4 places, but there are 2 ranks"):
+        HybridMesh("cpu", dp=2, pp=1, sp=1, tp=2)
+
+
+def test_other_sizes_than_there_are_ranks():
+    run_ranks(_is_refused, 2)
+
+
+def _is_another():
+    with pytest.raises(DesyncError, match="the sizes of the mesh's axes"):
+        HybridMesh("cpu", dp=1, pp=1, sp=1 + dist.get_rank(), tp=2 - dist.get_rank())
+
+
+def test_other_sizes_on_another_rank():
+    run_ranks(_is_another, 2)

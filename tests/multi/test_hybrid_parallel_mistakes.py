@@ -1,0 +1,200 @@
+"""What users get wrong with HybridParallelPlugin: one error on all ranks that says what to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import distributed
+from torch import nn
+
+from booster import Booster
+from booster.errors import ConfigError, DesyncError
+from booster.plugins import HybridParallelPlugin
+
+
+class Pair(nn.Module):
+    """A column-parallel and a row-parallel layer, and one that stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, 6) to (batch, 3)."""
+        return self.last(x + self.down(F.gelu(self.up(x))))
+
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def pair():
+    torch.manual_seed(0)
+    return Pair()
+
+
+def boosted(model=None, make_optimizer=torch.optim.AdamW, **arguments):
+    model = model or pair()
+    plugin = HybridParallelPlugin(**{"tp_size": 2, "precision": "fp32", "plan": PLAN, **arguments})
+    booster = Booster(plugin=plugin)
+    return booster, *booster.boost(model, make_optimizer(model.parameters()))[:2]
+
+
+def shapes(model):
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@distributed(world_size=2)
+def test_arguments_are_refused_when_the_plugin_is_made():
+    with pytest.raises(ConfigError, match="pipeline stages, which come in a later version"):
+        HybridParallelPlugin(tp_size=1, pp_size=2)
+    with pytest.raises(ConfigError, match="tp_size=3 asks for groups of 3 ranks, into which 2 ranks cannot be divided"):
+        HybridParallelPlugin(tp_size=3)
+    with pytest.raises(ConfigError, match="leave custom_policy out"):
+        HybridParallelPlugin(tp_size=2, plan=PLAN, custom_policy=PLAN)
+    with pytest.raises(ConfigError, match="growth_factor"):
+        HybridParallelPlugin(tp_size=2, growth_factor=0.5)
+    with pytest.raises(ConfigError, match="set enable_sequence_parallelism=True, or leave the mode out"):
+        HybridParallelPlugin(tp_size=2, sequence_parallelism_mode="ring")
+
+
+@distributed(world_size=2)
+def test_the_configuration_style():
+    plugin = HybridParallelPlugin.from_config({"tensor": {"size": 2, "mode": "1d"}}, precision="fp32")
+    assert plugin.axis_sizes() == {"dp": 1, "pp": 1, "sp": 1, "tp": 2}
+    assert HybridParallelPlugin.from_config({}, zero_stage=1).axis_sizes() == {"dp": 2, "pp": 1, "sp": 1, "tp": 1}
+    assert HybridParallelPlugin.from_config({"data": 2}).dp_size == 2
+    for config, said in [
+        ({"tensor": 2}, "does not say how: write tensor="),
+        ({"tensor": {"size": 2, "mode": "2d"}}, "mode '2d' comes in a later version"),
+        ({"tensor": {"size": 2, "mode": "1D"}}, "mode '1D' is not known"),
+        ({"tensor": {"size": 4, "mode": "1d"}}, "into which 2 ranks cannot be divided"),
+        ({"pipeline": 2}, "pipeline stages, which come in a later version"),
+        ({"data": 1}, "data=1 times pipeline=1 and tensor=1 is 1 ranks, and there are 2"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            HybridParallelPlugin.from_config(config)
+    with pytest.raises(ConfigError, match="tp_size=2 was given beside the configuration"):
+        HybridParallelPlugin.from_config({"tensor": {"size": 2, "mode": "1d"}}, tp_size=2)
+
+
+@distributed(world_size=2)
+def test_other_arguments_on_another_rank():
+    rank = dist.get_rank()
+    with pytest.raises(DesyncError, match="the sizes of the mesh's axes"):
+        HybridParallelPlugin(tp_size=1 + rank)
+    for name, values in {"max_norm": (0.0, 1.0), "parallel_output": (True, False), "zero_stage": (0, 1)}.items():
+        model = pair()
+        with pytest.raises(DesyncError, match=name):
+            boosted(model, **{name: values[rank]})
+        assert shapes(model) == shapes(pair())
+    with pytest.raises(DesyncError, match="plan="):
+        boosted(plan=PLAN if rank else {"last": "colwise_gather_output"})
+
+
+@distributed(world_size=2)
+def test_an_argument_that_one_rank_alone_has_wrong():
+    with pytest.raises(ConfigError, match="tp_size=0 is no number of ranks"):
+        HybridParallelPlugin(tp_size=dist.get_rank() * 2)
+
+
+@distributed(world_size=2)
+def test_precision_given_twice():
+    with pytest.raises(ConfigError, match="HybridParallelPlugin"):
+        Booster(plugin=HybridParallelPlugin(tp_size=2), mixed_precision="bf16")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"upper": "colwise"}, "upper"),
+        ({"up": "columns"}, "columns"),
+        ({"up": "colwise"}, "up"),
+        ({"": "colwise"}, "colwise"),
+    ],
+)
+def test_plans_that_cannot_be_carried_out_change_nothing(plan, said):
+    model = pair()
+    expected, numbers = shapes(model), {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=said):
+        boosted(model, plan=plan)
+    assert shapes(model) == expected
+    assert all(torch.equal(one, numbers[name]) for name, one in model.state_dict().items())
+    x = torch.ones(2, 6)
+    assert torch.equal(model(x), pair()(x))
+
+
+@distributed(world_size=2)
+def test_a_plan_that_one_rank_alone_has_wrong():
+    model = pair()
+    with pytest.raises(ConfigError, match="upper"):
+        boosted(model, plan={"upper": "colwise"} if dist.get_rank() else PLAN)
+    assert shapes(model) == shapes(pair())
+
+
+@distributed(world_size=2)
+def test_optimizers_that_look_at_whole_tensors():
+    model = pair()
+    with pytest.raises(ConfigError, match="LBFGS"):
+        boosted(model, torch.optim.LBFGS)
+    assert shapes(model) == shapes(pair())
+
+
+@distributed(world_size=2)
+def test_other_models_on_other_ranks():
+    torch.manual_seed(0)
+    model = pair()
+    if dist.get_rank():
+        model.last = nn.Linear(6, 4)
+    with pytest.raises(DesyncError, match=r"last\.(weight|bias)"):
+        boosted(model)
+
+
+@distributed(world_size=2)
+def test_no_sync_without_the_optimizer():
+    booster, model, optimizer = boosted()
+    with pytest.raises(ConfigError, match=r"write booster\.no_sync\(model, optimizer\)"):
+        booster.no_sync(model)
+    with booster.no_sync(model, optimizer):
+        booster.backward(model(torch.ones(1, 6)).sum(), optimizer)
+
+
+@distributed(world_size=2)
+def test_a_model_that_is_boosted_twice():
+    _, model, _ = boosted()
+    with pytest.raises(ConfigError):
+        boosted(model.unwrap())
+
+
+@distributed(world_size=2)
+def test_a_stack_is_needed_to_compute_layers_again():
+    with pytest.raises(ConfigError, match="Pair has no stack of like layers whose forward could be computed again"):
+        boosted(gradient_checkpoint_config=True)
+
+
+@distributed(world_size=2)
+def test_explain_changes_nothing_and_needs_no_other_rank():
+    model = pair()
+    plugin = HybridParallelPlugin(tp_size=2, precision="fp32", plan=PLAN)
+    if dist.get_rank() == 0:
+        text = plugin.explain(model)
+        assert all(name in text for name in ("up", "down", "colwise", "rowwise"))
+        with torch.device("meta"):
+            plugin.explain(Pair())
+    assert shapes(model) == shapes(pair())
+    assert torch.equal(model(torch.ones(1, 6)), pair()(torch.ones(1, 6)))
+
+
+@distributed(world_size=2)
+def test_pipelines_of_one_stage():
+    booster, model, optimizer = boosted()
+    outcome = booster.execute_pipeline(
+        iter([torch.ones(2, 6)]), model, lambda outputs, _: outputs.square().mean(), optimizer, return_outputs=True
+    )
+    assert outcome["loss"] > 0
+    assert outcome["outputs"].shape == (2, 3)
+    optimizer.step()

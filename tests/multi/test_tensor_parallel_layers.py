@@ -1,0 +1,316 @@
+"""Layers that are split over ranks against their serial twins: outputs, all gradients, communication."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed, preload
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from booster.comm import count_communication
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
+    make_feature_embedding,
+    make_vocabulary_embedding,
+    make_vocabulary_head,
+)
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout, vocabulary_layout
+
+preload("transformers.pytorch_utils")
+WORLDS = [2, 3, 4]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+BATCH, SEQUENCE = 2, 5
+
+
+class Cut:
+    """Cuts the parameters of a twin, and remembers what the gradients have to be compared with."""
+
+    def __init__(self):
+        self.ranks = TensorParallelRanks()
+        self.layouts = {}
+
+    def cut(self, parameter, dim, blocks):
+        layout = split_layout(parameter.shape, dim, blocks, self.ranks.size, self.ranks.rank)
+        return self._cut_by(parameter, layout)
+
+    def cut_rows(self, parameter, multiple):
+        return self._cut_by(parameter, vocabulary_layout(parameter.shape, multiple, self.ranks.size, self.ranks.rank))
+
+    def _cut_by(self, parameter, layout):
+        parameter.data = layout.cut(parameter.data)
+        self.layouts[parameter] = layout
+        return parameter
+
+    def expected_gradient(self, parameter, serial):
+        layout = self.layouts.get(parameter)
+        return serial.grad if layout is None else layout.cut(serial.grad)
+
+    def column(self, module, blocks, **options):
+        if isinstance(blocks, int):
+            blocks = [Block(num_units=blocks)]
+        self.cut(module.weight, int(isinstance(module, Conv1D)), blocks)
+        if module.bias is not None:
+            self.cut(module.bias, 0, blocks)
+        make_column_parallel(module, self.ranks, sizes=local_sizes(blocks, self.ranks.size), **options)
+
+    def row(self, module, blocks, **options):
+        if isinstance(blocks, int):
+            blocks = [Block(num_units=blocks)]
+        self.cut(module.weight, int(not isinstance(module, Conv1D)), blocks)
+        make_row_parallel(module, self.ranks, sizes=local_sizes(blocks, self.ranks.size), **options)
+
+
+def assert_close(actual, expected, dtype=torch.float32, what="", scale=None):
+    assert actual.shape == expected.shape, what
+    if expected.numel() == 0:
+        return
+    largest = expected.abs().max().float().clamp_min(1e-3) if scale is None else scale
+    error = (actual.float() - expected.float()).abs().max() / largest
+    assert error <= TOLERANCE[dtype], f"{what}: {error}"
+
+
+def assert_same_gradients(cut, model, twin, dtype=torch.float32, scale=None):
+    for (name, parameter), serial in zip(model.named_parameters(), twin.parameters(), strict=True):
+        expected = cut.expected_gradient(parameter, serial)
+        largest = serial.grad.abs().max().float().clamp_min(1e-3) if scale is None else scale
+        assert_close(parameter.grad, expected, dtype, name, largest)
+
+
+def assert_like_twin(cut, model, twin, x, dtype=torch.float32):
+    """Compares output and all gradients; the twin is the model before it was cut."""
+    ours, theirs = x.clone(), x.clone()
+    if x.is_floating_point():
+        ours.requires_grad_()
+        theirs.requires_grad_()
+    y, expected = model(ours), twin(theirs)
+    assert y.dtype == expected.dtype
+    assert_close(y, expected, dtype, "output")
+    weights = torch.randn_like(expected)
+    (y * weights).sum().backward()
+    (expected * weights).sum().backward()
+    cut.ranks.reset()
+    if x.is_floating_point():
+        assert_close(ours.grad, theirs.grad, dtype, "input")
+    assert_same_gradients(cut, model, twin, dtype)
+
+
+class Pair(nn.Module):
+    def __init__(self, kind, hidden, inner, bias=True):
+        super().__init__()
+        if kind is Conv1D:
+            self.up, self.down = Conv1D(inner, hidden), Conv1D(hidden, inner)
+        else:
+            self.up, self.down = kind(hidden, inner, bias=bias), kind(inner, hidden, bias=bias)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class ScaledLinear(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return nn.functional.linear(2 * x, self.weight, self.bias)
+
+
+@distributed(WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "bias"), [(nn.Linear, True), (nn.Linear, False), (Conv1D, True)])
+def test_a_pair_is_like_its_twin(world_size, kind, bias, dtype):
+    for hidden, inner in ((6, 13), (1, world_size)):
+        model = Pair(kind, hidden, inner, bias).to(dtype)
+        twin = copy.deepcopy(model)
+        cut = Cut()
+        cut.column(model.up, inner)
+        cut.row(model.down, inner)
+        assert isinstance(model.up, kind)
+        assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, hidden).to(dtype), dtype)
+
+
+@distributed(WORLDS)
+def test_a_subclass_keeps_its_forward(world_size):
+    model = Pair(ScaledLinear, 6, 9)
+    twin = copy.deepcopy(model)
+    cut = Cut()
+    cut.column(model.up, 9)
+    cut.row(model.down, 9)
+    assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 6))
+    assert model.down.bias is not None
+
+
+@distributed(WORLDS)
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_gathered_output_and_split_input(world_size, kind):
+    model = Pair(kind, 5, 11)
+    twin = copy.deepcopy(model)
+    cut = Cut()
+    cut.column(model.up, 11, gathers_output=True)
+    cut.row(model.down, 11, splits_input=True)
+    assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 5))
+    assert not cut.ranks.streams.is_entered
+
+
+class Attention(nn.Module):
+    """With a fused projection, or three, and grouped queries."""
+
+    def __init__(self, hidden, num_heads, num_groups, head_dim, *, is_fused, dropout=0.0):
+        super().__init__()
+        self.head_dim, self.is_fused, self.dropout = head_dim, is_fused, dropout
+        self.sizes = [num_heads * head_dim, num_groups * head_dim, num_groups * head_dim]
+        self.queries = Block(num_units=num_heads, unit_size=head_dim, num_groups=num_groups, num_query_units=num_heads)
+        self.groups = Block(num_units=num_groups, unit_size=head_dim, num_groups=num_groups, num_query_units=num_heads)
+        if is_fused:
+            self.qkv = nn.Linear(hidden, sum(self.sizes))
+        else:
+            self.q, self.k, self.v = (nn.Linear(hidden, size) for size in self.sizes)
+        self.o = nn.Linear(num_heads * head_dim, hidden)
+
+    def split_over(self, cut):
+        blocks = [self.queries, self.groups, self.groups]
+        if self.is_fused:
+            cut.column(self.qkv, blocks)
+        else:
+            for module, block in zip((self.q, self.k, self.v), blocks, strict=True):
+                cut.column(module, [block])
+        cut.row(self.o, [self.queries])
+        self.sizes = [local_sizes([block], cut.ranks.size)[cut.ranks.rank] for block in blocks]
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split(self.sizes, -1) if self.is_fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in (q, k, v))
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+
+def sum_shared_heads(cut, model):
+    """Sums the gradients of heads that several ranks hold, as hooks of the plugin do."""
+    for parameter, layout in cut.layouts.items():
+        whole = torch.zeros(layout.logical_shape)
+        for piece in layout.pieces:
+            target = tuple(slice(start, start + size) for start, size in piece.logical)
+            whole[target] = parameter.grad[tuple(slice(start, start + size) for start, size in piece.local)]
+        dist.all_reduce(whole)
+        parameter.grad = layout.cut(whole)
+
+
+@distributed(WORLDS)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_attention_is_like_its_twin(world_size, is_fused):
+    cases = [(4, 4), (4, 2), (5, 5)] if world_size < 4 else [(4, 4), (4, 2), (8, 4), (4, 1)]
+    for num_heads, num_groups in cases:
+        if num_groups < world_size and num_heads % world_size:
+            continue
+        model = Attention(7, num_heads, num_groups, 3, is_fused=is_fused)
+        twin, cut = copy.deepcopy(model), Cut()
+        model.split_over(cut)
+        x, weights = torch.randn(BATCH, SEQUENCE, 7), torch.randn(BATCH, SEQUENCE, 7)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = model(ours), twin(theirs)
+        assert_close(y, expected, what="output")
+        (y * weights).sum().backward()
+        (expected * weights).sum().backward()
+        sum_shared_heads(cut, model)
+        assert_close(ours.grad, theirs.grad, what="input")
+        # The gradient of the keys' bias is nothing but rounding, as it adds the same to all scores of a query.
+        scale = max(parameter.grad.abs().max() for parameter in twin.parameters())
+        assert_same_gradients(cut, model, twin, scale=scale)
+
+
+def counted(run):
+    with count_communication() as count:
+        result = run()
+    return Counter(count.calls), sum(count.sent.values()), result
+
+
+@distributed(WORLDS)
+def test_layers_communicate_once_each_way(world_size):
+    hidden = 12
+    numel = BATCH * SEQUENCE * hidden
+    volume = 2 * (world_size - 1) * numel * 4 // world_size
+    for model in (Pair(nn.Linear, hidden, 24), Attention(hidden, 4, 4, 3, is_fused=False)):
+        cut = Cut()
+        if isinstance(model, Pair):
+            cut.column(model.up, 24)
+            cut.row(model.down, 24)
+        else:
+            model.split_over(cut)
+        x = torch.randn(BATCH, SEQUENCE, hidden).requires_grad_()
+        calls, sent, y = counted(lambda model=model, x=x: model(x))
+        assert (calls, sent) == ({"all_reduce": 1}, volume)
+        calls, sent, _ = counted(lambda y=y: y.sum().backward())
+        assert (calls, sent) == ({"all_reduce": 1}, volume)
+        cut.ranks.reset()
+        calls, sent, _ = counted(lambda model=model, x=x: model(x.detach()).sum().backward())
+        assert calls == {"all_reduce": 1}  # nobody asks for the input's gradient
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, entries):
+        return 3 * super().forward(entries)
+
+
+@distributed(WORLDS)
+@pytest.mark.parametrize(("num_entries", "multiple"), [(17, 8), (3, 64), (12, 1)])
+def test_embeddings_are_like_their_twins(world_size, num_entries, multiple):
+    for kind in (nn.Embedding, ScaledEmbedding):
+        for padding in (None, 0, num_entries - 1):
+            model = kind(num_entries, 5, padding_idx=padding)
+            twin, cut = copy.deepcopy(model), Cut()
+            cut.cut_rows(model.weight, multiple)
+            make_vocabulary_embedding(model, cut.ranks, num_entries=num_entries, multiple=multiple)
+            entries = torch.randint(num_entries, (BATCH, SEQUENCE))
+            entries[0, :3] = num_entries - 1
+            assert_like_twin(cut, model, twin, entries)
+    for gathers in (True, False):
+        model, cut = nn.Embedding(num_entries, 7), Cut()
+        twin, blocks = copy.deepcopy(model), [Block(num_units=7)]
+        cut.cut(model.weight, 1, blocks)
+        sizes = local_sizes(blocks, world_size)
+        make_feature_embedding(model, cut.ranks, sizes=sizes, gathers_output=gathers)
+        start = sum(sizes[: cut.ranks.rank])
+        if not gathers:
+            forward = twin.forward
+            twin.forward = lambda x, f=forward, a=start, n=sizes[cut.ranks.rank]: f(x)[..., a : a + n]
+            y, expected = model(entries), twin(entries)
+            assert_close(y, expected)
+            continue
+        assert_like_twin(cut, model, twin, entries)
+
+
+@distributed(WORLDS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("num_entries", "multiple"), [(17, 8), (3, 64), (12, 1)])
+def test_a_head_that_gathers_is_like_its_twin(world_size, bias, num_entries, multiple):
+    for kind in (nn.Linear, ScaledLinear):
+        model = kind(5, num_entries, bias=bias)
+        twin, cut = copy.deepcopy(model), Cut()
+        for parameter in model.parameters():
+            cut.cut_rows(parameter, multiple)
+        make_vocabulary_head(model, cut.ranks, num_entries=num_entries, multiple=multiple, gathers_output=True)
+        assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 5))
+
+
+@distributed([2])
+def test_what_can_not_be_split_is_named(world_size):
+    ranks = TensorParallelRanks()
+    with pytest.raises(ConfigError, match="'colwise' to a Conv2d, which is no linear layer"):
+        make_column_parallel(nn.Conv2d(1, 1, 1), ranks, sizes=[1, 1])
+    with pytest.raises(ConfigError, match="'rowwise' to a LayerNorm"):
+        make_row_parallel(nn.LayerNorm(2), ranks, sizes=[1, 1])
+    with pytest.raises(ConfigError, match="'vocab' to a Linear"):
+        make_vocabulary_embedding(nn.Linear(2, 2), ranks, num_entries=2, multiple=1)
+    with pytest.raises(ConfigError, match="max_norm"):
+        make_vocabulary_embedding(nn.Embedding(2, 2, max_norm=1.0), ranks, num_entries=2, multiple=1)
+    with pytest.raises(ConfigError, match="max_norm"):
+        make_feature_embedding(nn.Embedding(2, 2, max_norm=1.0), ranks, sizes=[1, 1], gathers_output=True)

@@ -1,0 +1,324 @@
+"""Regions of split activations: what enters and leaves them, and which random numbers are drawn inside."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster.comm import all_gather_equal, count_communication, start_all_reduce, use_shared_memory
+from booster.plugins.hybrid_parallel.tensor_parallel import regions
+from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
+    make_identity_expert,
+    make_latent_projection,
+    make_output_sum,
+    make_split_experts,
+)
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+
+WORLDS = [2, 3, 4]
+
+
+def drawn(rank, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def parts(whole, dim, sizes):
+    return whole.split(list(sizes), dim)
+
+
+def lengths_of(length, size):
+    return [regions.sequence_length(length, size, rank) for rank in range(size)]
+
+
+@distributed(WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_are_made_in_fp32_and_rounded_once(world_size, dtype):
+    everything = [drawn(rank, 3, 5, 7, dtype=dtype) for rank in range(world_size)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = sum(one.to(wide) for one in everything).to(dtype)
+    for transport in (True, False):
+        use_shared_memory(transport)
+        x = everything[dist.get_rank()].clone()
+        summed = regions.sum_over_ranks(x, TensorParallelRanks())
+        torch.testing.assert_close(
+            summed, expected, rtol=1e-6 if wide == dtype else 0, atol=1e-6 if wide == dtype else 0
+        )
+        assert torch.equal(x, everything[dist.get_rank()])
+        start_all_reduce(x).wait()
+        assert torch.equal(x, summed)
+    use_shared_memory(None)
+
+
+@distributed(WORLDS)
+@pytest.mark.parametrize("length", [9, 12, 1])
+def test_the_ways_of_a_sequence_and_back(world_size, length):
+    """Along the first, a middle and the last dimension, evenly and not, contiguous and not."""
+    rank, ranks = dist.get_rank(), TensorParallelRanks()
+    sizes = lengths_of(length, world_size)
+    for dim in (0, 1, 2):
+        shape = [2, 3, 4]
+        shape[dim] = length
+        whole, gradients = drawn(99, *shape), [drawn(one, *shape) for one in range(world_size)]
+        own, total = parts(whole, dim, sizes)[rank], sum(gradients)
+
+        x = own.clone().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
+        y = regions.gather_sequence(x, ranks, dim, length)
+        y.backward(gradients[rank])
+        assert torch.equal(y, whole)
+        torch.testing.assert_close(x.grad, parts(total, dim, sizes)[rank])
+
+        x = gradients[rank].clone().requires_grad_()
+        y = regions.scatter_sequence_sum(x, ranks, dim)
+        torch.testing.assert_close(y.detach(), parts(total, dim, sizes)[rank])
+        y.backward(own)
+        assert torch.equal(x.grad, whole)
+
+        x = whole.clone().requires_grad_()
+        y = regions.split_sequence(x, ranks, dim)
+        assert torch.equal(y, own)
+        y.backward(own)
+        assert torch.equal(x.grad, whole)
+
+        x = own.clone().requires_grad_()
+        ranks.sequence_length = length
+        y = regions.join_sequence(x, ranks, dim)
+        assert torch.equal(y, whole)
+        y.backward(whole)
+        assert torch.equal(x.grad, own)
+
+
+@distributed(WORLDS)
+def test_flattened_batches_of_sequences(world_size):
+    """Tokens of several sequences along one dimension: joined rank by rank, and taken apart the same way."""
+    rank, ranks, length, batch = dist.get_rank(), TensorParallelRanks(), 7, 3
+    sizes = lengths_of(length, world_size)
+    whole = drawn(99, batch, length, 2)
+    by_rank = torch.cat([part.reshape(-1, 2) for part in whole.split(sizes, 1)])
+    own = whole.split(sizes, 1)[rank].reshape(-1, 2)
+    ranks.sequence_length = length
+    assert torch.equal(regions.gather_sequence(own, ranks, 0), by_rank)
+    summed = regions.scatter_sequence_sum(by_rank, ranks, 0, length)
+    torch.testing.assert_close(summed, world_size * own)
+
+
+@distributed(WORLDS)
+def test_features_of_uneven_sizes(world_size):
+    rank, ranks = dist.get_rank(), TensorParallelRanks()
+    sizes = [3 * one for one in range(world_size)]  # the first rank has none
+    whole = drawn(99, 2, sum(sizes))
+    own = parts(whole, -1, sizes)[rank]
+    x = own.clone().requires_grad_()
+    y = regions.gather_features(x, ranks, sizes)
+    assert torch.equal(y, whole)
+    y.backward(whole)
+    assert torch.equal(x.grad, own)
+    x = whole.clone().requires_grad_()
+    y = regions.split_features(x, ranks, sizes)
+    assert torch.equal(y, own)
+    y.backward(own)
+    assert torch.equal(x.grad, whole)
+
+
+@distributed([2])
+def test_regions_can_be_differentiated_twice(world_size):
+    ranks = TensorParallelRanks()
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    weight = torch.full((), 1.0 + dist.get_rank(), dtype=torch.float64)
+    y = regions.sum_over_ranks(weight * regions.copy_to_ranks(x, ranks) ** 3, ranks)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.testing.assert_close(first, 9 * x**2)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 18 * x)
+
+
+@distributed([2])
+def test_a_group_of_one_rank_communicates_nothing(world_size):
+    groups = [dist.new_group([rank]) for rank in range(world_size)]
+    ranks = TensorParallelRanks(groups[dist.get_rank()])
+    x = torch.randn(2, 3, requires_grad=True)
+    with count_communication() as count:
+        for y in (
+            regions.copy_to_ranks(x, ranks),
+            regions.sum_over_ranks(x, ranks),
+            regions.gather_features(x, ranks, [3]),
+            regions.gather_sequence(x, ranks, 0, 2),
+            regions.scatter_sequence_sum(x, ranks, 0),
+            regions.split_sequence(x, ranks, 0),
+        ):
+            assert torch.equal(y, x)
+    assert not count.calls
+    assert copy.deepcopy(ranks) is ranks
+
+
+class Block(nn.Module):
+    """A pair with dropout within it and behind it."""
+
+    def __init__(self, hidden, inner, rate):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+        self.inside, self.behind = nn.Dropout(rate), nn.Dropout(rate)
+
+    def forward(self, x):
+        return x + self.behind(self.down(self.inside(torch.tanh(self.up(x)))))
+
+
+def split_blocks(count, rate, ranks, hidden=8, inner=6):
+    torch.manual_seed(1)
+    blocks = nn.Sequential(*(Block(hidden, inner, rate) for _ in range(count)))
+    for block in blocks:
+        make_column_parallel(block.up, ranks, sizes=[inner] * ranks.size)
+        make_row_parallel(block.down, ranks, sizes=[inner] * ranks.size)
+    return blocks
+
+
+def is_same_on_all_ranks(tensor):
+    rows = all_gather_equal(tensor.reshape(1, -1))
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@distributed(WORLDS)
+def test_masks_differ_where_activations_are_split_only(world_size):
+    ranks = TensorParallelRanks()
+    blocks = split_blocks(2, 0.5, ranks)
+    masks = {"inside": [], "behind": []}
+    for block in blocks:
+        for name, seen in masks.items():
+            getattr(block, name).register_forward_hook(lambda m, a, y, seen=seen: seen.append((y == 0).float()))
+    torch.manual_seed(7)
+    blocks(torch.randn(4, 5, 8))
+    assert not ranks.streams.is_entered
+    for inside, behind in zip(masks["inside"], masks["behind"], strict=True):
+        assert not is_same_on_all_ranks(inside)
+        assert is_same_on_all_ranks(behind)
+    assert not torch.equal(masks["inside"][0], masks["inside"][1])
+    assert is_same_on_all_ranks(torch.rand(8))
+
+
+@distributed([2])
+def test_without_dropout_the_numbers_are_those_of_one_process(world_size):
+    ranks = TensorParallelRanks()
+    blocks, x = split_blocks(2, 0.5, ranks), torch.randn(2, 3, 8)
+    torch.manual_seed(7)
+    expected = torch.rand(5)
+    torch.manual_seed(7)
+    blocks.eval()(x)
+    assert torch.equal(torch.rand(5), expected)
+    for block in blocks:
+        block.inside.p = block.behind.p = 0.0
+    torch.manual_seed(7)
+    blocks.train()(x)
+    assert torch.equal(torch.rand(5), expected)
+
+
+@distributed([2, 3])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("reaches", ["block", "up", "all"])
+def test_checkpointing_draws_the_same_masks_again(world_size, use_reentrant, reaches):
+    """Whole blocks, the whole model, and parts that end within a region."""
+    ranks = TensorParallelRanks()
+    blocks = split_blocks(3, 0.4, ranks)
+    twin = copy.deepcopy(blocks)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+
+    def again(function, *args):
+        return checkpoint(function, *args, use_reentrant=use_reentrant)
+
+    def in_parts(block, x):
+        inner = again(lambda one: block.inside(torch.tanh(block.up(one))), x)
+        return x + block.behind(block.down(inner))
+
+    def forward(model):
+        y = x
+        if reaches == "all":
+            return again(model, y)
+        for block in model:
+            y = again(block, y) if reaches == "block" else in_parts(block, y)
+        return y
+
+    results = []
+    for run, model in ((lambda model: model(x), blocks), (forward, twin)):
+        torch.manual_seed(3)
+        x.grad = None
+        y = run(model)
+        ranks.reset()
+        y.square().sum().backward()
+        ranks.reset()
+        assert is_same_on_all_ranks(torch.rand(3))
+        results.append([y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@distributed([2])
+def test_a_region_that_nobody_leaves_ends_with_the_forward(world_size):
+    ranks = TensorParallelRanks()
+    up = nn.Linear(3, 4)
+    make_column_parallel(up, ranks, sizes=[4, 4])
+    nn.functional.dropout(up(torch.randn(2, 3)))
+    assert ranks.streams.is_entered
+    ranks.reset()
+    assert is_same_on_all_ranks(torch.rand(3))
+
+
+class Experts(nn.Module):
+    """Every expert's inner features are split; each token goes to two experts."""
+
+    def __init__(self, num_experts, hidden, inner):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_experts, inner, hidden))
+        self.down = nn.Parameter(torch.randn(num_experts, hidden, inner))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        inner = torch.einsum("th,tkih->tki", hidden_states, self.up[top_k_index]).tanh()
+        return torch.einsum("tki,tkhi,tk->th", inner, self.down[top_k_index], top_k_weights)
+
+
+@distributed(WORLDS)
+def test_split_experts_are_like_their_twin(world_size):
+    rank, ranks, inner = dist.get_rank(), TensorParallelRanks(), 2 * world_size
+    model = Experts(3, 4, inner)
+    twin = copy.deepcopy(model)
+    own = slice(2 * rank, 2 * rank + 2)
+    model.up.data, model.down.data = model.up.data[:, own].clone(), model.down.data[..., own].clone()
+    make_split_experts(model, ranks)
+    router = nn.Linear(4, 3)
+    hidden, results = torch.randn(5, 4), []
+    for experts in (model, twin):
+        x = hidden.clone().requires_grad_()
+        router.zero_grad()
+        weights, index = router(x).softmax(-1).topk(2)
+        y = experts(x, index, weights) if experts is twin else experts(x, index, top_k_weights=weights)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, router.weight.grad.clone()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.up.grad, twin.up.grad[:, own], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.down.grad, twin.down.grad[..., own], rtol=1e-5, atol=1e-5)
+
+
+@distributed([2, 3])
+def test_identity_experts_and_sums_of_outputs(world_size):
+    ranks = TensorParallelRanks()
+    block = nn.Sequential(nn.Identity())
+    make_identity_expert(block[0], ranks)
+    make_output_sum(block, ranks)
+    x = torch.randn(3)
+    torch.testing.assert_close(block(x), x)
+
+
+@distributed([2, 3])
+def test_a_rotary_key_gets_the_gradient_of_all_heads(world_size):
+    ranks = TensorParallelRanks()
+    projection = nn.Linear(2, 5, bias=False)
+    make_latent_projection(projection, ranks, num_rotary=2)
+    projection(torch.ones(1, 2)).mul(torch.full((5,), dist.get_rank() + 1.0)).sum().backward()
+    total = float(sum(range(1, world_size + 1)))
+    expected = torch.tensor([dist.get_rank() + 1.0] * 3 + [total] * 2)
+    torch.testing.assert_close(projection.weight.grad[:, 0], expected)

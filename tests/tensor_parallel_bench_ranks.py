@@ -1,0 +1,35 @@
+"""What test_tensor_parallel_bench.py runs on ranks: they import it by this name, as tests/ is on pytest's path."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+MODULES = ("engine", "llama", "pair", "samples", "tensor_parallel_engines")
+
+
+def import_benchmark():
+    """Returns the modules of benchmarks/tensor_parallel.py by name; sys.path is as before."""
+    before = list(sys.path)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        parts = {name.removeprefix("tensor_parallel_"): importlib.import_module(f"_{name}") for name in MODULES}
+        return parts | {"script": importlib.import_module("tensor_parallel")}
+    finally:
+        sys.path[:] = before
+
+
+def train(steps):
+    """Builds all engines of the tiny model on this rank and trains with each; returns their losses by name."""
+    modules = import_benchmark()
+    losses = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own use of what it has deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for engine in modules["engines"].engines_of("tiny", has_sequence_modes=True):
+            step, outcome = modules["engine"].build_engine(engine)
+            losses[engine.name] = outcome if step is None else [float(step(index)) for index in range(steps)]
+    return losses

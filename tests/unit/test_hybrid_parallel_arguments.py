@@ -1,0 +1,342 @@
+"""HybridParallelPlugin's arguments: what can't be is said before anything is made, with what to write instead."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+import torch
+
+from booster.config import Config
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
+from booster.plugins.hybrid_parallel.from_config import arguments_from_config
+from booster.plugins.hybrid_parallel.mesh import AXES, mesh_order, rank_groups
+from booster.plugins.hybrid_parallel.settings import SEQUENCE_MODES, HybridArguments
+
+NAN, INF = float("nan"), float("inf")
+FLAG = "pass True or False"
+DEFAULTS = {
+    **{"tp_size": 1, "pp_size": 1, "sp_size": None, "precision": "fp16", "zero_stage": 0},
+    **{"enable_sequence_parallelism": False, "sequence_parallelism_mode": None, "parallel_output": True},
+    **{"plan": None, "custom_policy": None, "make_vocab_size_divisible_by": 64, "dp_outside": True},
+    **{"max_norm": 0.0, "norm_type": 2.0, "broadcast_buffers": True, "ddp_bucket_cap_mb": 25},
+    **{"find_unused_parameters": False, "check_reduction": False, "gradient_as_bucket_view": False},
+    **{"static_graph": False, "zero_bucket_size_in_m": 12, "cpu_offload": False, "communication_dtype": None},
+    **{"overlap_communication": True, "overlap_allgather": False, "master_weights": True, "cast_inputs": True},
+    **{"gradient_checkpoint_config": None, "num_microbatches": None, "microbatch_size": None, "pp_style": "1f1b"},
+    **{"num_model_chunks": 1, "sync_batch_norm": True},
+}
+
+
+def arguments(**given):
+    return HybridArguments(**(DEFAULTS | given))
+
+
+def refused(world_size=8, **given):
+    """Returns what a user is told."""
+    with pytest.raises(ConfigError) as caught:
+        arguments(**given).check(world_size)
+    return str(caught.value)
+
+
+# Argument, value, and what the message says to write instead.
+BAD_VALUES = [
+    *[(name, value, "give a whole number from 1") for name in ("tp_size", "pp_size") for value in (0, -1, 2.0, None)],
+    ("tp_size", True, "give a whole number from 1"),
+    *[("sp_size", value, "give a whole number from 1, or None") for value in (0, 2.0, "2", True)],
+    *[("precision", value, "choose one of fp32, bf16, fp16") for value in ("fp23", None, ["fp16"], torch.float16)],
+    *[
+        ("zero_stage", value, "0 keeps optimizer states whole, 1 divides them")
+        for value in (3, -1, True, None, "1", 1.0, [1])
+    ],
+    *[("make_vocab_size_divisible_by", value, "such as 64") for value in (0, 1.5, None, True)],
+    ("max_norm", -1.0, "give a positive number, or 0 for no clipping"),
+    ("norm_type", 0, "give a positive number, or float('inf')"),
+    *[("ddp_bucket_cap_mb", value, "above 0, such as 25") for value in (0, -1, INF, NAN, None, True)],
+    *[("zero_bucket_size_in_m", value, "above 0, such as 12") for value in (0, -1, INF, NAN, None)],
+    ("communication_dtype", torch.int8, "torch.float32, torch.bfloat16, torch.float16, or None"),
+    *[("num_microbatches", value, "give a whole number from 1, or None") for value in (0, 1.5, True)],
+    ("microbatch_size", -2, "give a whole number from 1, or None"),
+    ("pp_style", "gpipe", "choose one of 1f1b, interleaved, zbv"),
+    *[("pp_style", style, "leave both out") for style in ("interleaved", "zbv")],
+    *[("num_model_chunks", value, "leave both out") for value in (2, 0, None)],
+    ("plan", ["colwise"], "give a dict of module names to styles"),
+    ("plan", {1: "colwise"}, "give a dict of module names to styles"),
+    ("custom_policy", "llama", "give a dict of module names to styles"),
+    *[("gradient_checkpoint_config", value, "give True, a GradientCheckpointConfig") for value in (1, "all", [0])],
+    ("gradient_checkpoint_config", {"layers": 3}, "a dict with ratio and use_reentrant"),
+    *[("gradient_checkpoint_config", {"ratio": value}, "a number from 0 to 1") for value in (-0.1, 1.5, NAN, "1")],
+    ("gradient_checkpoint_config", {"use_reentrant": True}, "set use_reentrant=False"),
+    ("sequence_parallelism_mode", "ulysses", "choose one of split_gather, ring, all_to_all, ring_attn, or None"),
+    *[
+        (name, value, FLAG)
+        for name in (
+            *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "cpu_offload"),
+            *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph"),
+            *("overlap_communication", "overlap_allgather", "master_weights", "cast_inputs", "sync_batch_norm"),
+        )
+        for value in (None, 1)
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "instead"), BAD_VALUES)
+def test_a_value_that_cannot_be_is_refused(name, value, instead):
+    message = refused(**{name: value})
+    assert instead in message
+    shown = value.values() if name == "gradient_checkpoint_config" and isinstance(value, dict) else [value]
+    assert name in message or name == "custom_policy"
+    assert all(repr(one) in message or str(one) in message for one in shown)
+
+
+def test_every_argument_has_a_default_that_can_be():
+    assert {field.name for field in fields(HybridArguments)} == set(DEFAULTS)
+    arguments().check(1)
+    assert arguments().remarks() == []
+
+
+def test_pipeline_stages_come_later():
+    assert refused(pp_size=2, tp_size=2) == (
+        "pp_size=2 asks for pipeline stages, which come in a later version: leave it out, and split the layers"
+        " themselves with tp_size=4, or their states with zero_stage=1"
+    )
+
+
+# Sequence parallelism.
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sequence_parallelism_mode": "ring"}, "set enable_sequence_parallelism=True, or leave the mode out"),
+        ({"sp_size": 2}, "or leave sp_size out"),
+        ({"enable_sequence_parallelism": True}, "tp_size=1 and sp_size=None has no ranks"),
+        ({"enable_sequence_parallelism": True, "sp_size": 2}, "does not say how a sequence is divided"),
+        ({"enable_sequence_parallelism": True, "sp_size": 2, "tp_size": 2}, "does not say how a sequence is divided"),
+        *[
+            ({"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode, **more}, said)
+            for modes, more, said in (
+                (("split_gather", "ring"), {}, "give tp_size=2 or more, or choose 'all_to_all' or 'ring_attn'"),
+                (("split_gather", "ring"), {"tp_size": 4, "sp_size": 2}, "leave sp_size out"),
+                (("split_gather", "ring"), {"tp_size": 4, "sp_size": 1}, "leave sp_size out"),
+                (("all_to_all", "ring_attn"), {"tp_size": 4}, "sp_size=None has no ranks"),
+                (("all_to_all", "ring_attn"), {"sp_size": 1}, "sp_size=1 has no ranks"),
+            )
+            for mode in modes
+        ],
+    ],
+)
+def test_sequence_parallelism_that_cannot_be(given, said):
+    assert said in refused(**given)
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_MODES)
+def test_where_a_sequence_is_divided(mode):
+    on_tensor_axis = mode in ("split_gather", "ring")
+    given = arguments(
+        enable_sequence_parallelism=True,
+        sequence_parallelism_mode=mode,
+        tp_size=2,
+        sp_size=None if on_tensor_axis else 2,
+    )
+    given.check(8)
+    assert (given.tensor_axis_mode, given.own_axis_mode) == ((mode, None) if on_tensor_axis else (None, mode))
+    assert given.axis_sizes(8) == {"dp": 4 if on_tensor_axis else 2, "pp": 1, "sp": 1 if on_tensor_axis else 2, "tp": 2}
+    assert given.remarks() == []
+
+
+def test_the_tensor_axis_may_be_named_twice():
+    given = arguments(enable_sequence_parallelism=True, sequence_parallelism_mode="ring", tp_size=4, sp_size=4)
+    given.check(8)
+    assert given.axis_sizes(8) == {"dp": 2, "pp": 1, "sp": 1, "tp": 4}
+
+
+@pytest.mark.parametrize("sp_size", [None, 1])
+def test_a_mode_that_was_left_out_is_worked_out_and_said(sp_size):
+    given = arguments(enable_sequence_parallelism=True, tp_size=2, sp_size=sp_size)
+    given.check(2)
+    assert given.tensor_axis_mode == given.sequence_mode == "split_gather"
+    assert given.own_axis_mode is None
+    (line,) = given.remarks()
+    assert "sequence_parallelism_mode='split_gather' is used" in line
+
+
+def test_no_sequence_parallelism():
+    given = arguments(tp_size=2, sp_size=1)
+    given.check(2)
+    assert given.sequence_mode is given.tensor_axis_mode is given.own_axis_mode is None
+
+
+# The world.
+
+
+def test_sizes_that_do_not_divide_the_world():
+    assert refused(6, tp_size=4) == (
+        "tp_size=4 asks for groups of 4 ranks, into which 6 ranks cannot be divided: choose sizes whose product is one"
+        " of 1, 2, 3, 6, or start a multiple of 4 ranks"
+    )
+    message = refused(6, tp_size=2, sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all")
+    assert message.startswith("sp_size=2 x tp_size=2 asks for groups of 4 ranks, into which 6 ranks cannot be divided")
+    assert "into which 1 ranks" in refused(1, tp_size=2)
+
+
+def test_data_parallel_ranks_are_what_is_left():
+    given = arguments(tp_size=3)
+    given.check(12)
+    assert given.axis_sizes(12) == {"dp": 4, "pp": 1, "sp": 1, "tp": 3}
+
+
+# The rest.
+
+
+def test_a_plan_by_its_two_names():
+    plan = {"layers.*.up": "colwise"}
+    assert arguments().given_plan is None
+    assert arguments(plan=plan).given_plan is plan
+    assert arguments(custom_policy=plan).given_plan is plan
+    assert arguments(plan={}, custom_policy=None).given_plan == {}
+    assert "leave custom_policy out" in refused(plan=plan, custom_policy=plan)
+
+
+def test_size_of_a_bucket():
+    assert arguments(ddp_bucket_cap_mb=25).max_bucket_numel == 25 * 2**20 // 4
+    assert arguments(ddp_bucket_cap_mb=1e-9).max_bucket_numel == 1
+    for stage in (1, 2):
+        assert arguments(zero_stage=stage, zero_bucket_size_in_m=8).max_bucket_numel == 2 * 2**20
+
+
+def test_formats_of_weights():
+    formats = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert {name: arguments(precision=name).dtype for name in formats} == formats
+
+
+def test_microbatches_change_nothing_without_stages():
+    given = arguments(num_microbatches=4, microbatch_size=2)
+    given.check(1)
+    assert [line.partition(" ")[0] for line in given.remarks()] == ["num_microbatches=4", "microbatch_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, None),
+        (False, None),
+        ({"ratio": 0}, None),
+        (True, GradientCheckpointConfig()),
+        ({}, GradientCheckpointConfig()),
+        ({"ratio": 0.5, "use_reentrant": False}, GradientCheckpointConfig(ratio=0.5)),
+        (GradientCheckpointConfig(ratio=0.25), GradientCheckpointConfig(ratio=0.25)),
+    ],
+)
+def test_what_is_computed_again(given, meant):
+    assert arguments(gradient_checkpoint_config=given).checkpointing == meant
+
+
+# The configuration style.
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [
+        ({}, (1, 1)),
+        ({"pipeline": 2, "tensor": {"size": 4, "mode": "1d"}}, (2, 4)),
+        ({"pipeline": {"size": 2}}, (2, 1)),
+        ({"tensor": {"size": 4, "mode": "1d"}}, (1, 4)),
+        ({"tensor": 1}, (1, 1)),
+        ({"tensor": {"size": 1}}, (1, 1)),
+        ({"tensor": {"size": 1, "mode": None}}, (1, 1)),
+        ({"tensor": {"size": 1, "mode": "1d"}, "data": 1}, (1, 1)),
+        ({"data": {"size": 1}}, (1, 1)),
+        (Config({"tensor": {"size": 2, "mode": "1d"}}), (1, 2)),
+    ],
+)
+def test_a_configuration(config, meant):
+    assert arguments_from_config(config) == dict(zip(("pp_size", "tp_size"), meant, strict=True))
+
+
+def test_a_configuration_with_further_arguments():
+    config = {"tensor": {"size": 4, "mode": "1d"}}
+    more = {"zero_stage": 1, "precision": "bf16"}
+    assert arguments_from_config(config, more) == {"pp_size": 1, "tp_size": 4, **more}
+    assert more == {"zero_stage": 1, "precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"tensor": 4},
+            "tensor=4 splits layers over 4 ranks and does not say how: write tensor=dict(size=4, mode='1d')",
+        ),
+        ({"tensor": {"size": 4}}, "write tensor=dict(size=4, mode='1d')"),
+        ({"tensor": {"size": 4, "mode": None}}, "write tensor=dict(size=4, mode='1d')"),
+        ({"tensor": {"size": 4, "mode": "4d"}}, "mode '4d' is not known: use mode='1d'"),
+        ({"tensor": {"size": 4, "mode": 1}}, "mode 1 is not known: use mode='1d'"),
+        ({"tensor": {"size": 4, "mode": ["1d"]}}, "mode ['1d'] is not known: use mode='1d'"),
+        *[
+            (
+                {"tensor": {"size": 4, "mode": mode, "depth": 2}},
+                f"mode {mode!r} comes in a later version: use mode='1d'",
+            )
+            for mode in ("2d", "2.5d", "3d", "sequence")
+        ],
+        ({"tensor": {"mode": "sequence", "size": 2}}, "or sequence_parallelism_mode='ring_attn' with sp_size"),
+        ({"tensor": {"mode": "1d"}}, "has no 'size': write tensor=dict(size=4, mode='1d')"),
+        ({"tensor": {"size": 4, "mode": "1d", "depth": 2}}, "has 'depth', which means nothing there"),
+        ({"tensor": {"size": 0, "mode": "1d"}}, "give a whole number from 1"),
+        ({"tensor": "4"}, "give a whole number from 1"),
+        ({"pipeline": 0}, "pipeline=0 has no number of ranks: give a whole number from 1"),
+        ({"pipeline": True}, "give a whole number from 1"),
+        ({"pipeline": 2.0}, "give a whole number from 1"),
+        ({"pipeline": None}, "give a whole number from 1"),
+        ({"pipeline": {}}, "pipeline={} has no 'size': write pipeline=dict(size=2)"),
+        ({"pipeline": {"size": 2, "mode": "1f1b"}}, "has 'mode', which means nothing there"),
+        ({"data": 2}, "data=2 times pipeline=1 and tensor=1 is 2 ranks, and there are 1: leave data out"),
+        ({"tensors": {"size": 4}}, "has 'tensors', which is no axis"),
+        ({"tp_size": 4}, "choose from data, pipeline, tensor"),
+        ({"parallel": {"pipeline": 2}}, "from_config(config['parallel'])"),
+        (4, "the configuration 4 is of type int, which names no axes: give a dict"),
+        ([("pipeline", 2)], "give a dict, such as dict(pipeline=2, tensor=dict(size=4, mode='1d'))"),
+    ],
+)
+def test_a_configuration_that_cannot_be(config, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        arguments_from_config(config)
+
+
+@pytest.mark.parametrize(("name", "axis"), [("tp_size", "tensor"), ("pp_size", "pipeline")])
+def test_a_size_given_beside_the_configuration(name, axis):
+    with pytest.raises(ConfigError, match=f"{name}=2 was given beside the configuration, whose '{axis}' says 1: leave"):
+        arguments_from_config({}, {name: 2})
+
+
+# The mesh.
+
+
+def test_groups_along_axes():
+    sizes = {"dp": 2, "pp": 1, "sp": 2, "tp": 2}
+    assert rank_groups(sizes, ["tp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert rank_groups(sizes, ["sp"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert rank_groups(sizes, ["dp", "sp"]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert rank_groups(sizes, ["pp"]) == [[rank] for rank in range(8)]
+    assert rank_groups(sizes, AXES) == [list(range(8))]
+
+
+def test_data_inside_of_the_pipeline():
+    given = {"dp": 2, "pp": 2, "sp": 1, "tp": 2}
+    groups = {
+        outside: rank_groups({axis: given[axis] for axis in mesh_order(dp_outside=outside)}, ["dp"])
+        for outside in (True, False)
+    }
+    assert groups == {True: [[0, 4], [1, 5], [2, 6], [3, 7]], False: [[0, 2], [1, 3], [4, 6], [5, 7]]}
+
+
+@pytest.mark.parametrize("along", [("dp", "sp"), ("tp",), ("dp", "pp", "tp"), ()])
+def test_groups_of_512_ranks_hold_every_rank_once(along):
+    sizes = {"dp": 4, "pp": 2, "sp": 8, "tp": 8}
+    groups = rank_groups(sizes, along)
+    assert sorted(rank for group in groups for rank in group) == list(range(512))
+    assert len({len(group) for group in groups}) == 1
+    assert all(group == sorted(group) for group in groups)
