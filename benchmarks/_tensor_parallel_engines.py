@@ -30,7 +30,8 @@ DTENSOR = "DTensor parallelize_module"
 OURS = "HybridParallel"
 SEQUENCE_MODES = ("split_gather", "ring")
 
-# What is split how: for all. The styles of the names are in `_dtensor_plan` for DTensor.
+# What is split how, by DTensor and by ours; ours is also told that heads stay whole, which they do with DTensor as long
+# as the ranks divide them.
 PLAN = {
     "token": "vocab",
     **{f"layers.*.attention.{name}": "colwise" for name in ("q", "k", "v")},
@@ -136,12 +137,17 @@ def _dtensor_plan() -> dict[str, ParallelStyle]:
 def _build_ours(size: str, sequence_mode: str | None = None) -> Step:
     from booster import Booster
     from booster.plugins import HybridParallelPlugin
+    from booster.plugins.hybrid_parallel.plans.plan import Style
 
-    model, batch = make_llama(LLAMA_SIZES[size]), _batches(size)
+    shape = LLAMA_SIZES[size]
+    model, batch = make_llama(shape), _batches(size)
+    heads = {
+        name: Style(style, num_heads=shape.heads) for name, style in PLAN.items() if name.endswith((".q", ".k", ".v"))
+    }
     plugin = HybridParallelPlugin(
         tp_size=dist.get_world_size(),
         precision="fp32",
-        plan=PLAN,
+        plan=PLAN | heads,
         enable_sequence_parallelism=sequence_mode is not None,
         sequence_parallelism_mode=sequence_mode,
     )

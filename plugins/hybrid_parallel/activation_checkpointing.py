@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from booster.errors import ConfigError
 from booster.plugins.sharding.checks import is_number
 
-__all__ = ["GradientCheckpointConfig", "checkpoint_layers", "checkpointing_of"]
+__all__ = ["GradientCheckpointConfig", "checkpoint_layers", "checkpointing_of", "require_stacks"]
 
 # Note [What is computed again]
 # Only a layer's forward, not its hooks: a hook that divides hidden states among ranks runs once, outside. Collectives
@@ -89,13 +89,26 @@ def checkpoint_layers(model: nn.Module, layer_names: Sequence[str], config: Grad
     Raises:
         ConfigError: There is no layer.
     """
-    if not layer_names:
+    require_stacks(model, [layer_names])
+    for name in layer_names[: config.num_layers(len(layer_names))]:
+        _checkpoint_layer(model.get_submodule(name))
+
+
+def require_stacks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+    """Returns if there are layers that could be computed again.
+
+    Args:
+        model: Holds the layers.
+        stacks: Names of the layers of each stack.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if not any(stacks):
         raise ConfigError(
             f"gradient_checkpoint_config was given, but {type(model).__name__} has no stack of like layers whose"
             " forward could be computed again: leave it out, or hold the layers in an nn.ModuleList"
         )
-    for name in layer_names[: config.num_layers(len(layer_names))]:
-        _checkpoint_layer(model.get_submodule(name))
 
 
 def _config(given: GradientCheckpointConfig | Mapping[str, Any] | bool) -> GradientCheckpointConfig:

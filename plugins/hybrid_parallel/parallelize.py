@@ -28,14 +28,12 @@ from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
 from booster.plugins.hybrid_parallel.tensor_parallel.gradients import sum_shared_gradient, sum_whole_gradient
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import copy_to_ranks, gather_sequence
+from booster.plugins.hybrid_parallel.tensor_parallel.regions import gather_sequence
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
 
 __all__ = ["parallelize"]
 
 _NO_EXCHANGE = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})
-# Arguments of a region's module, other than hidden states, from which its column-parallel layers compute too.
-_OTHER_STATES = ("key_value_states", "encoder_hidden_states")
 
 
 def parallelize(
@@ -137,7 +135,7 @@ class _Exchange:
 
     def _is_input_gathered(self, entry: PlannedEntry) -> bool:
         """Whether the region's own hook gives the layer an input that is made for the ranks to compute with."""
-        return entry.name.startswith(self._on_split_tokens) and entry.style != "colwise_gather_output"
+        return self._ranks.splits_sequence and entry.region != ""
 
 
 def _num_rotary(model: nn.Module) -> int:
@@ -165,7 +163,7 @@ def _sum_gradients(
     layouts: Mapping[str, Sequence[ParameterLayout]],
 ) -> None:
     """Has gradients summed that this rank computes a part of; see Note [Partial gradients]."""
-    partial = {entry.name for entry in plan.entries if entry.style in ("replicated_with_grad_allreduce", "sequence")}
+    partial = {entry.name for entry in plan.entries if entry.style == "replicated_with_grad_allreduce"}
     on_split_tokens = _names_on_split_tokens(plan, ranks)
     for name, parameter in model.named_parameters():
         of_ranks = layouts[name]
@@ -179,11 +177,9 @@ def _split_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan,
     """Splits the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
     for stack in plan.stacks:
         attach_stack([modules[name] for name in stack], TensorAxisSplitter(ranks))
-    begins = COLUMN_STYLES - {"colwise_gather_output"}
-    inside = _names_on_split_tokens(plan, ranks)
-    column = [entry for entry in plan.entries if entry.style in begins and entry.name.startswith(inside)]
-    for region in dict.fromkeys(entry.region or entry.name for entry in column):
-        modules[region].register_forward_pre_hook(_RegionEntry(ranks), with_kwargs=True)
+    for region in dict.fromkeys(entry.region for entry in plan.entries if entry.style in COLUMN_STYLES):
+        if region:
+            modules[region].register_forward_pre_hook(_RegionEntry(ranks), with_kwargs=True)
 
 
 class _RegionEntry:
@@ -193,15 +189,9 @@ class _RegionEntry:
         self._ranks = ranks
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        kwargs = dict(kwargs)
         if args:
-            args = (self._gathered(args[0]), *args[1:])
-        elif "hidden_states" in kwargs:
-            kwargs["hidden_states"] = self._gathered(kwargs["hidden_states"])
-        for name in _OTHER_STATES:
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = copy_to_ranks(kwargs[name], self._ranks)
-        return args, kwargs
+            return (self._gathered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._gathered(kwargs["hidden_states"])}
 
     def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
         return gather_sequence(hidden, self._ranks, dim=1 if hidden.dim() > 2 else 0)

@@ -7,20 +7,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import require_same_on_all_ranks
+from booster.errors import ConfigError
 from booster.interface import ParameterLayout
 from booster.mixed_precision.fp16_naive import log_on_master
-from booster.plugins.hybrid_parallel.activation_checkpointing import checkpoint_layers
+from booster.plugins.hybrid_parallel.activation_checkpointing import checkpoint_layers, require_stacks
 from booster.plugins.hybrid_parallel.cutting import cut_model
 from booster.plugins.hybrid_parallel.layouts import planned_layouts
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.parallelize import parallelize
 from booster.plugins.hybrid_parallel.plans.check import check_plan
 from booster.plugins.hybrid_parallel.plans.choose import choose_plan
+from booster.plugins.hybrid_parallel.plans.explain import explain
 from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
+from booster.plugins.hybrid_parallel.sequence_parallel.transformers_attention import use_sequence_attention
 from booster.plugins.hybrid_parallel.settings import HybridArguments
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.sharding.materializing import Materializer
@@ -72,8 +75,6 @@ class ModelSplit:
 
     def explain(self, model: nn.Module) -> str:
         """Returns a table of what this rank would hold of a model."""
-        from booster.plugins.hybrid_parallel.plans.explain import explain
-
         rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
         return explain(self.plan(model), model, self._arguments.tp_size, rank)
 
@@ -83,7 +84,15 @@ class ModelSplit:
         Raises:
             ConfigError: It can't.
         """
-        self._layouts(model, self.plan(model))
+        plan = self.plan(model)
+        self._layouts(model, plan)
+        if self._arguments.checkpointing is not None:
+            require_stacks(model, plan.stacks)
+        if self._arguments.sequence_mode is not None and not any(plan.stacks):
+            raise ConfigError(
+                f"sequence_parallelism_mode={self._arguments.sequence_mode!r} splits sequences within stacks of layers,"
+                f" and {type(model).__name__} has none: leave it out, or hold the layers in an nn.ModuleList"
+            )
         self._materializer(model).check()
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -110,6 +119,8 @@ class ModelSplit:
             )
             log_on_master(f"HybridParallelPlugin: {plan.source}")
         modules = dict(model.named_modules())
+        if self.sequence_ranks is not None:
+            use_sequence_attention(model)
         for stack in plan.stacks if self.sequence_ranks is not None else ():
             attach_stack([modules[name] for name in stack], SequenceAxisSplitter(self.sequence_ranks))
         for stack in plan.stacks if self._arguments.checkpointing is not None else ():

@@ -192,7 +192,6 @@ class HybridParallelPlugin(Plugin):
             num_model_chunks=num_model_chunks,
             sync_batch_norm=sync_batch_norm,
         )
-        arguments.check(group_size())
         self._new_loss_scaler = functools.partial(
             DynamicLossScaler,
             initial_scale,
@@ -204,7 +203,7 @@ class HybridParallelPlugin(Plugin):
             max_scale,
             report=log_on_master if verbose else report_first_skip(),
         )
-        self._new_loss_scaler()  # checks the numbers now
+        raise_on_all_ranks(error_of(self._check_arguments))
         self._verbose = verbose
         self._device = current_device()
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **arguments.axis_sizes(group_size()))
@@ -213,6 +212,10 @@ class HybridParallelPlugin(Plugin):
             log_on_master(line)
         if cpu_offload and self._device.type == "cpu":
             log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
+
+    def _check_arguments(self) -> None:
+        self._arguments.check(group_size())
+        self._new_loss_scaler()  # checks its numbers
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:
@@ -226,7 +229,7 @@ class HybridParallelPlugin(Plugin):
             ConfigError: An unknown key, a tensor size above 1 without a mode, an unknown mode, or sizes that don't
                 divide the world.
         """
-        return cls(**{**arguments_from_config(config), **arguments})
+        return cls(**arguments_from_config(config, arguments))
 
     def supported_devices(self) -> list[str]:
         return ["cpu", self._device.type]

@@ -14,20 +14,27 @@ import torch.distributed as dist
 from harness import distributed, preload, run_ranks
 from hybrid_cases import LAYOUTS
 from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
+from oracles.serial_training import make_optimizer, train_serial
+from parity import EXACT, _assert_same_move
 from safetensors.torch import load_file
 from torch import nn
-from zoo import TRANSFORMERS_MODULES, get_model
+from zoo import TRANSFORMERS_MODULES, get_model, split_batch
 
 from booster import Booster
 from booster.lazy_init import LazyInitContext
+from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)
 ODD_VOCABULARY = 99  # padded to 128 in memory
 
 
+def make_plugin(arguments):
+    return HybridParallelPlugin(**{"precision": "fp32", "zero_bucket_size_in_m": 0.004, **arguments})
+
+
 def make_booster(arguments):
-    return Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "zero_bucket_size_in_m": 0.004, **arguments}))
+    return Booster(plugin=make_plugin(arguments))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -41,8 +48,8 @@ def train(name: str, arguments: dict, path: str, steps: int = 2):
     model, optimizer, *_ = booster.boost(raw, optimizer_of(raw))
     for step in range(steps):
         one_step(booster, entry, model, optimizer, step)
-    booster.save_model(model, Path(path) / "model", size_per_shard=1)
-    booster.save_optimizer(optimizer, Path(path) / "optimizer")
+    booster.save_model(model, Path(path) / "model", shard=True, size_per_shard=1)
+    booster.save_optimizer(optimizer, Path(path) / "optimizer", shard=True)
     return joined_over_ranks(model), whole_states(optimizer)
 
 
@@ -140,6 +147,68 @@ def load_pretrained(arguments, path, is_lazy):
     return joined_over_ranks(model)
 
 
+def torch_ddp():
+    return TorchDDPPlugin()
+
+
+def gemini():
+    return GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 512})
+
+
+def zero_2():
+    return LowLevelZeroPlugin(stage=2, precision="fp32", reduce_bucket_size_in_m=0.004)
+
+
+# A run that goes on under another plugin after every step: ranks, and the plugin or the arguments of ours.
+JOURNEY = [
+    (2, {"tp_size": 2}),
+    (1, torch_ddp),
+    (4, gemini),
+    (4, {"tp_size": 4}),
+    (4, {**LAYOUTS["all_to_all 2"][1], "zero_stage": 2}),
+    (2, LAYOUTS["split_gather 2"][1]),
+    (3, {"tp_size": 3}),
+    (2, zero_2),
+    (4, {"tp_size": 2, "zero_stage": 1}),
+    (2, {**LAYOUTS["ring_attn 2"][1], "zero_stage": 1}),
+    (2, {"tp_size": 2, "make_vocab_size_divisible_by": 1}),
+]
+SAMPLES = 4
+
+
+def one_stage(name: str, given, step: int, path: str):
+    entry = get_model(name)
+    plugin = given() if callable(given) else make_plugin(given)
+    booster, raw = Booster(plugin=plugin), entry.build()
+    model, optimizer, *_ = booster.boost(raw, make_optimizer("adamw", entry.param_groups(raw)))
+    if step > 0:
+        booster.load(Path(path) / f"{step - 1}", model, optimizer)
+    batch = split_batch(entry.make_batch(step, SAMPLES), plugin.dp_rank, plugin.dp_size)
+    booster.backward(entry.loss(model, batch), optimizer)
+    optimizer.step()
+    booster.save(Path(path) / f"{step}", model, optimizer)
+    return joined_over_ranks(model) if isinstance(plugin, HybridParallelPlugin) else None
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_a_run_that_changes_its_layout_at_every_step_is_that_of_one_process(tmp_path, model):
+    found = None
+    for step, (world_size, given) in enumerate(JOURNEY):
+        found = run_ranks(one_stage, world_size, model, given, step, str(tmp_path))[0]
+    entry = get_model(model)
+    serial = train_serial(
+        entry,
+        precision=None,
+        steps=len(JOURNEY),
+        batch_size=SAMPLES,
+        accumulation=1,
+        parts=1,
+        max_norm=float("inf"),
+        optimizer="adamw",
+    )
+    _assert_same_move(found, serial.weights, entry.build().state_dict(), EXACT.update, f"the journey of {model}")
+
+
 @distributed(world_size=2)
 def test_padding_stays_zero_through_training_and_loading(tmp_path):
     entry, booster = get_model("llama"), make_booster({"tp_size": 2})
@@ -151,7 +220,7 @@ def test_padding_stays_zero_through_training_and_loading(tmp_path):
     assert head.shape[0] == 64
     rows = 64 if dist.get_rank() == 0 else ODD_VOCABULARY - 64
     assert not head[rows:].any()
-    booster.save_model(model, tmp_path / "c")
+    booster.save_model(model, tmp_path / "c", shard=True)
     with torch.no_grad():
         head[:rows].add_(1)
     booster.load_model(model, tmp_path / "c")

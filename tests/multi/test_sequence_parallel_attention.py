@@ -10,6 +10,7 @@ from harness import distributed
 
 from booster.comm import count_communication
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.sequence_parallel import ring_attention, ring_blocks
 from booster.plugins.hybrid_parallel.sequence_parallel.attention import sequence_attention
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
 
@@ -111,6 +112,24 @@ def test_values_of_other_features_and_low_precision(world_size, mode):
         _check(ranks, tensors, grad, None, is_causal=True, tolerance=4 * torch.finfo(dtype).eps)
     tensors, grad = _tensors(2, 4, 2, 33, 16, dtype=torch.float64)
     _check(ranks, tensors, grad, None, is_causal=True, tolerance=1e-13)
+
+
+@distributed([2, 3])
+def test_without_a_fused_kernel_rows_go_one_after_the_other(world_size):
+    ranks = SequenceParallelRanks(None, "ring_attn")
+    before = ring_attention._MAX_SCORES, ring_attention.is_for_flash, ring_blocks.is_for_flash
+    try:
+        ring_attention.is_for_flash = ring_blocks.is_for_flash = lambda *_: False
+        for ring_attention._MAX_SCORES in (2**26, 100):
+            for heads, key_heads, length in [(4, 2, 17), (4, 1, 16)]:
+                tensors, grad = _tensors(2, heads, key_heads, length, 8)
+                _check(ranks, tensors, grad, None, tolerance=2e-6)
+                _check(ranks, tensors, grad, None, tolerance=2e-6, is_causal=True)
+                for name in ("padding", "additive", "two dimensions"):
+                    _check(ranks, tensors, grad, _masks(2, heads, length)[name], tolerance=2e-6)
+                _check(ranks, tensors, grad, torch.randn(2, 1, length, length), tolerance=2e-6, needs_mask=True)
+    finally:
+        ring_attention._MAX_SCORES, ring_attention.is_for_flash, ring_blocks.is_for_flash = before
 
 
 @distributed(2)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster.comm import all_reduce_sum
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpoint_layers
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter, TensorAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
@@ -86,6 +87,26 @@ FAMILIES = {
         },
         ["model.decoder.layers"],
     ),
+    "bart": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        {
+            **{"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 32, "dropout": 0.0},
+            **{"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40},
+            **{"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 40},
+            **{"pad_token_id": 0, "decoder_start_token_id": 0},
+        },
+        ["model.encoder.layers", "model.decoder.layers"],
+    ),
+    "falcon": (  # names "sdpa" itself
+        "FalconConfig",
+        "FalconForCausalLM",
+        {
+            **{key: ENCODER[key] for key in ENCODER if key != "intermediate_size"},
+            **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        },
+        ["transformer.h"],
+    ),
     "t5": ("T5Config", "T5ForConditionalGeneration", T5, ["encoder.block", "decoder.block"]),
     "vit": (
         "ViTConfig",
@@ -105,7 +126,7 @@ FAMILIES = {
 
 
 class Attention(nn.Module):
-    def __init__(self, width, num_heads, other_length=None):
+    def __init__(self, width, num_heads):
         super().__init__()
         self.num_heads = num_heads
         self.projections = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
@@ -131,12 +152,11 @@ class Block(nn.Module):
 
     def forward(self, x, memory, table, checkpoints=False):
         x = x * (1 + table)
-        attend = lambda x: self.attention(x, is_causal=True)  # noqa: E731
         normed = self.norms[0](x)
         if checkpoints:
             x = x + checkpoint(self.attention, normed, is_causal=True, use_reentrant=False)
         else:
-            x = x + self.dropout(attend(normed))
+            x = x + self.dropout(self.attention(normed, is_causal=True))
         if self.cross is not None:
             x = x + self.cross(self.norms[1](x), memory)
         return x + self.mlp(self.norms[2](x))
@@ -213,10 +233,22 @@ def _attach(model, stacks, ranks):
         attach_stack(list(model.get_submodule(name)), SequenceAxisSplitter(ranks))
 
 
-@distributed([2, 3])
+@distributed(2, timeout=180)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*FAMILIES])
-def test_transformers_models_have_the_gradients_of_one_process(world_size, name, mode):
+def test_transformers_models_have_the_gradients_of_one_process(name, mode):
+    _check_family(name, mode, 2)
+
+
+@pytest.mark.slow
+@distributed([3, 4], timeout=180)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_more_ranks_have_the_gradients_of_one_process(world_size, name, mode):
+    _check_family(name, mode, world_size)
+
+
+def _check_family(name, mode, world_size):
     ranks = SequenceParallelRanks(None, mode)
     model, stacks = _transformers_model(name)
     reference = copy.deepcopy(model)
@@ -226,7 +258,7 @@ def test_transformers_models_have_the_gradients_of_one_process(world_size, name,
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()
         batch = _batch(name, length, is_padded=is_padded and name != "vit")
-        arguments = {} if name in ("bert", "vit") else {"use_cache": False}
+        arguments = {"use_cache": False} if checkpoints and name not in ("bert", "vit") else {}
         for one in (model, reference):
             one.zero_grad()
         expected = reference(**batch, **arguments).loss
@@ -262,16 +294,19 @@ def test_user_written_models_that_look_at_another_sequence(world_size, mode):
 def test_recomputed_layers_drop_what_they_dropped(mode):
     ranks = SequenceParallelRanks(None, mode)
     gradients = []
-    for checkpoints in (False, True):
+    for checkpoints in ("none", "calls", "layers"):
         torch.manual_seed(0)
         model = UserModel(dropout=0.2)
         _attach(model, ["blocks"], ranks)
-        model.checkpoints_layers = checkpoints
+        model.checkpoints_layers = checkpoints == "calls"
+        if checkpoints == "layers":
+            checkpoint_layers(model, [f"blocks.{index}" for index in range(3)], GradientCheckpointConfig())
         torch.manual_seed(1)
         model(torch.arange(24).view(2, 12), torch.arange(8).view(2, 4)).backward()
         gradients.append((_gradients(model), torch.rand(3)))
-    for name, gradient in gradients[0][0].items():
-        assert torch.equal(gradient, gradients[1][0][name]), name
+    for others, _ in gradients[1:]:
+        for name, gradient in gradients[0][0].items():
+            assert torch.equal(gradient, others[name]), name
     draws = torch.stack([draw for _, draw in gradients])
     both = [torch.empty_like(draws) for _ in range(2)]
     dist.all_gather(both, draws)

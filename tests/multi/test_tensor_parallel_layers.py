@@ -179,8 +179,9 @@ class Attention(nn.Module):
         if self.is_fused:
             cut.column(self.qkv, blocks)
         else:
-            for module, block in zip((self.q, self.k, self.v), blocks, strict=True):
-                cut.column(module, [block])
+            siblings = (self.q, self.k, self.v)
+            for module, block in zip(siblings, blocks, strict=True):
+                cut.column(module, [block], siblings=siblings)
         cut.row(self.o, [self.queries])
         self.sizes = [local_sizes([block], cut.ranks.size)[cut.ranks.rank] for block in blocks]
 
@@ -253,6 +254,72 @@ def test_layers_communicate_once_each_way(world_size):
         cut.ranks.reset()
         calls, sent, _ = counted(lambda model=model, x=x: model(x.detach()).sum().backward())
         assert calls == {"all_reduce": 1}  # nobody asks for the input's gradient
+
+
+class Branches(nn.Module):
+    """Layers that share an input in every way: twice by one layer, beside one that is not split, and of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.whole = nn.Linear(4, 6), Conv1D(6, 4), nn.Linear(4, 4, bias=False)
+        self.down = nn.Linear(6, 4)
+
+    def forward(self, x):
+        inner = self.gate(x).tanh() * self.up(x) + self.gate(x)
+        return self.down(inner) + self.whole(x)
+
+
+def split_branches():
+    model, cut = Branches(), Cut()
+    twin = copy.deepcopy(model)
+    siblings = (model.gate, model.up)
+    cut.column(model.gate, 6, siblings=siblings)
+    cut.column(model.up, 6, siblings=siblings)
+    cut.row(model.down, 6)
+    return model, twin, cut
+
+
+@distributed(WORLDS)
+def test_layers_that_share_an_input_are_like_their_twins(world_size):
+    model, twin, cut = split_branches()
+    assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 4))
+    model, twin, cut = split_branches()
+    for one in (model, twin):
+        one.gate.weight.requires_grad_(False)
+        one.up.bias.requires_grad_(False)
+    x = torch.randn(3, 4)
+    for one in (model, twin):
+        one(x.requires_grad_()).square().sum().backward()
+    for (name, parameter), serial in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (parameter.grad is None) == (serial.grad is None)
+        if serial.grad is not None:
+            assert_close(parameter.grad, cut.expected_gradient(parameter, serial), what=name)
+
+
+@distributed([2, 3])
+def test_backward_may_come_again_or_ask_for_less(world_size):
+    model, twin, cut = split_branches()
+    x = torch.randn(BATCH, SEQUENCE, 4, requires_grad=True)
+    outputs = [one(x).square().sum() for one in (model, twin)]
+    inputs = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in outputs]
+    assert_close(inputs[0], inputs[1], what="input")
+    for _ in range(2):
+        for y in outputs:
+            y.backward(retain_graph=True)
+    assert_same_gradients(cut, model, twin)
+    copied = copy.deepcopy(model)
+    assert copied.gate._split.siblings == (copied.gate, copied.up)
+
+
+@distributed([2, 3])
+def test_layers_can_be_differentiated_twice(world_size):
+    model, twin, cut = split_branches()
+    x = torch.randn(BATCH, SEQUENCE, 4, requires_grad=True)
+    for one in (model, twin):
+        (gradient,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        cut.ranks.reset()
+    assert_same_gradients(cut, model, twin)
 
 
 class ScaledEmbedding(nn.Embedding):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 
@@ -10,6 +11,7 @@ import torch
 
 from booster.config import Config
 from booster.errors import ConfigError
+from booster.plugins import HybridParallelPlugin
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
 from booster.plugins.hybrid_parallel.from_config import arguments_from_config
 from booster.plugins.hybrid_parallel.mesh import AXES, mesh_order, rank_groups
@@ -93,6 +95,8 @@ def test_a_value_that_cannot_be_is_refused(name, value, instead):
 
 def test_every_argument_has_a_default_that_can_be():
     assert {field.name for field in fields(HybridArguments)} == set(DEFAULTS)
+    given = inspect.signature(HybridParallelPlugin).parameters
+    assert {name: given[name].default for name in DEFAULTS} == DEFAULTS
     arguments().check(1)
     assert arguments().remarks() == []
 
@@ -310,6 +314,11 @@ def test_a_configuration_that_cannot_be(config, said):
 def test_a_size_given_beside_the_configuration(name, axis):
     with pytest.raises(ConfigError, match=f"{name}=2 was given beside the configuration, whose '{axis}' says 1: leave"):
         arguments_from_config({}, {name: 2})
+
+
+def test_before_launch():
+    with pytest.raises(ConfigError, match=r"call booster\.launch_from_torch\(\)"):
+        HybridParallelPlugin(tp_size=1)
 
 
 # The mesh.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -44,8 +45,7 @@ def head_attributes(
         per_group = attention.num_query // attention.num_key_value
         for attribute in _present(module, _PER_GROUP, per_group):
             yield AttributeChange(module=name, attribute=attribute, block=query, divisor=key_value)
-        kind: Hashable = type(module)
-        shaping = _names_in_shapes(kind)
+        shaping = _names_in_shapes(*_sources(type(module)))
         for attribute in _present(module, _NUM_FEATURES, query.size):
             if attribute in shaping:
                 yield AttributeChange(module=name, attribute=attribute, block=query, counts="features")
@@ -76,18 +76,21 @@ def _present(module: nn.Module, attributes: tuple[str, ...], number: int) -> lis
     return [name for name in attributes if type(values.get(name)) is int and values[name] == number]
 
 
+def _sources(kind: type[nn.Module]) -> list[str]:
+    """Returns the code of a class and of those that it is derived from, as far as there are files to read it from."""
+    found = []
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        with contextlib.suppress(OSError, TypeError):
+            found.append(textwrap.dedent(inspect.getsource(base)))
+    return found
+
+
 @functools.lru_cache(maxsize=256)
-def _names_in_shapes(kind: Hashable) -> frozenset[str]:
-    """Returns the names of `self` in arguments of view, reshape, split and the like, in all methods of a class."""
+def _names_in_shapes(*sources: str) -> frozenset[str]:
+    """Returns the names of `self` in arguments of view, reshape, split and the like, in all methods of classes."""
     found: set[str] = set()
-    for base in getattr(kind, "__mro__", ()):
-        if base is nn.Module:
-            break
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # written where there is no file to read it from
-            continue
-        for call in ast.walk(tree):
+    for source in sources:
+        for call in ast.walk(ast.parse(source)):
             if isinstance(call, ast.Call) and _called(call) in _SHAPING:
                 found.update(_own_names(call))
     return frozenset(found)

@@ -43,7 +43,7 @@ def check_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
             _check_module(name, style, model.get_submodule(name))
 
 
-def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_users: bool = True) -> None:
+def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_users: bool = False) -> None:
     """Raises for a plan that can't be carried out over so many ranks, or that would compute something else.
 
     Args:

@@ -50,7 +50,7 @@ def choose_plan(
 
 def _draft(model: nn.Module, plan: UserPlan | None, tp_size: int) -> Draft:
     if plan is not None:
-        return user_draft(model, plan, tp_size)
+        return user_draft(model, plan)
     return transformers_draft(model) or table_draft(model) or derived_draft(model, tp_size)
 
 

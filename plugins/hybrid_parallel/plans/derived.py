@@ -16,6 +16,7 @@ from booster.plugins.hybrid_parallel.plans.heads import Attention
 from booster.plugins.hybrid_parallel.plans.patterns import generalized
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange, Style
 from booster.plugins.hybrid_parallel.plans.probing import Probe, Split, module_kind, probe
+from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
 __all__ = ["derived_draft"]
@@ -62,6 +63,7 @@ class _Search:
 
     def __init__(self, model: nn.Module, tp_size: int) -> None:
         self._tp_size = tp_size
+        self._layers = [layer for stack in find_stacks(model) for layer in stack]
         self._shared = _shared_layers(model)
         self._known: dict[tuple[object, ...], tuple[list[Split], list[str]]] = {}
         self.styles: dict[str, Style] = {}
@@ -74,6 +76,10 @@ class _Search:
         held = [key for key, child in module.named_children() if is_linear(child)]
         prefix = f"{name}." if name else ""
         free = [key for key in held if f"{prefix}{key}" not in self._shared]
+        if any(layer.startswith(prefix) for layer in self._layers):
+            self._note(name, free, "it stands beside whole layers, which are not run to look into it")
+            self._note(name, [key for key in held if key not in free], _SHARED)
+            return
         if len(free) < 2:
             self._note(name, free, "no other linear layer beside it takes its output")
             self._note(name, [key for key in held if key not in free], _SHARED)
@@ -142,12 +148,9 @@ def _candidates(module: nn.Module, probed: Probe, columns: list[str], row: str) 
     outputs = {key: feature_sizes(module.get_submodule(key))[1] for key in columns}
     if all(size % inputs == 0 for size in outputs.values()):
         single = {key: (Block(num_units=inputs),) * (size // inputs) for key, size in outputs.items()}
-        if not probed.num_heads:
-            yield Split(columns=single, row=row, row_blocks=(Block(num_units=inputs),))
+        yield Split(columns=single, row=row, row_blocks=(Block(num_units=inputs),))
     for num_query, num_key_value in _head_counts(module, probed, inputs, outputs):
         yield from _candidates_by_heads(module, row, inputs, outputs, num_query, num_key_value)
-    if all(size % inputs == 0 for size in outputs.values()) and probed.num_heads:
-        yield Split(columns=single, row=row, row_blocks=(Block(num_units=inputs),))
 
 
 def _head_counts(module: nn.Module, probed: Probe, inputs: int, outputs: dict[str, int]) -> list[tuple[int, int]]:
@@ -156,7 +159,7 @@ def _head_counts(module: nn.Module, probed: Probe, inputs: int, outputs: dict[st
     seen = sorted(set(probed.num_heads), reverse=True)
     queries = dict.fromkeys([*own, *seen])
     numbers = [number for number in vars(module).values() if type(number) is int and number > 0]
-    pairs = []
+    pairs: list[tuple[int, int]] = []
     for query in queries:
         by_size = [size * query // inputs for size in outputs.values() if size * query >= inputs]
         keys = (query, *seen, *by_size, *numbers)

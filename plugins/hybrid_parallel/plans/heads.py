@@ -14,6 +14,9 @@ from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
 __all__ = ["Attention", "blocks_of", "find_attentions", "owner_of", "role_of"]
 
+# torch's grouped matrix product, which all experts' weights go through at once, takes rows of multiples of 16 bytes.
+_GROUPED_PRODUCT_MULTIPLE = 8
+
 _QUERY = frozenset(("q_proj", "query", "q", "wq", "q_attn", "to_q", "q_b_proj", "query_proj", "q_lin", "linear_q"))
 _KEY = frozenset(("k_proj", "key", "k", "wk", "to_k", "key_proj", "k_lin", "linear_k"))
 _VALUE = frozenset(("v_proj", "value", "v", "wv", "to_v", "value_proj", "v_lin", "linear_v"))
@@ -66,7 +69,7 @@ class Attention:
 def owner_of(name: str) -> str:
     """Returns the name of the module that a module plays its role in: its parent, beyond wrappers (`q_proj.linear`)."""
     parent, _, leaf = name.rpartition(".")
-    if leaf == "linear" and _role_of_leaf(parent.rpartition(".")[2]):
+    if leaf == "linear" and parent.endswith(("_proj", "_lin")):
         return parent.rpartition(".")[0]
     return parent
 
@@ -86,8 +89,9 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, 
     split = ("colwise", "packed_colwise")
     modules: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
-        if style.name in split and role_of(name) and not style.blocks:
-            modules.setdefault(owner_of(name), {})[role_of(name)] = name
+        owner = owner_of(name)
+        if style.name in split and not style.blocks and (role_of(name) or _is_attention(model, owner)):
+            modules.setdefault(owner, {})[role_of(name)] = name
     return {owner: _attention(model, owner, names, styles) for owner, names in modules.items()}
 
 
@@ -119,7 +123,9 @@ def blocks_of(
         return _blocks_by_heads(name, style, size, attention)
     num_blocks = style.num_blocks or (2 if style.name.startswith("packed_") else 1)
     _check_divides(name, size, num_blocks, "blocks")
-    return (Block(num_units=size // num_blocks),) * num_blocks
+    features = size // num_blocks
+    unit = _GROUPED_PRODUCT_MULTIPLE if len(shape) == 3 and features % _GROUPED_PRODUCT_MULTIPLE == 0 else 1
+    return (Block(num_units=features // unit, unit_size=unit),) * num_blocks
 
 
 def _blocks_by_heads(name: str, style: Style, size: int, attention: Attention) -> tuple[Block, ...]:
@@ -153,10 +159,17 @@ def _attention_of(name: str, style: Style, attentions: Mapping[str, Attention]) 
     return inside[0] if len(inside) == 1 else None
 
 
+def _is_attention(model: nn.Module, owner: str) -> bool:
+    """True for an attention whose projections have none of the usual names."""
+    is_named_so = "att" in owner.rpartition(".")[2].lower()
+    return is_named_so and _first_number(model.get_submodule(owner), _NUM_QUERY) is not None
+
+
 def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: Mapping[str, Style]) -> Attention:
     module = model.get_submodule(owner)
     config = getattr(module, "config", None)
-    sizes = {role: feature_sizes(model.get_submodule(name))[1] for role, name in names.items()}
+    layers = {role: model.get_submodule(name) for role, name in names.items() if role}
+    sizes = {role: feature_sizes(layer)[1] for role, layer in layers.items()}
     given = next((styles[name].num_heads for role, name in names.items() if role in ("query", "fused")), None)
     num_query = given or _first_number(module, _NUM_QUERY) or _first_number(config, _NUM_QUERY)
     head_size = _first_number(module, _HEAD_SIZE)
@@ -179,6 +192,8 @@ def _num_key_value(
         return number
     if per_group := _first_number(module, _PER_GROUP):
         return num_query // per_group
+    if head_size and "fused" in sizes and "query" not in sizes:
+        return max(1, (sizes["fused"] // head_size - num_query) // 2)
     if "key" in sizes and "query" in sizes:
         if sizes["key"] == sizes["query"]:
             return num_query

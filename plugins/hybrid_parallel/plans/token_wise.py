@@ -15,8 +15,6 @@ from booster.plugins.hybrid_parallel.plans.probing import Probe, equal, module_k
 
 __all__ = ["check_token_wise"]
 
-_NUM_TOKENS = 4  # of those that a layer is tried with
-
 # Note [Token-wise layers]
 # A split sequence needs that a layer, outside of its regions, treats every token by itself, and that the tokens are the
 # second dimension of what its regions are given. It is run on all tokens, and what its regions are given and give is
@@ -70,21 +68,31 @@ def _compare(probed: Probe, whole: set[str], parts: set[str]) -> str:
     """
     if probed.inputs.ndim < 3:
         return "it takes no tensor of (batch, length, features)"
+    num_tokens = max(1, probed.inputs.shape[1] // 2)
     recorded = _record(probed, whole | parts)
     if set(recorded) != whole | parts:
         return "not all of them are called once, with one tensor, and give one"
     few = copy.deepcopy(probed.module)
     differing: list[str] = []
     for name, (given, output) in recorded.items():
-        _replace(few.get_submodule(name), name, given, output if name in whole else output[:, :_NUM_TOKENS], differing)
+        given_few = given[:, :num_tokens]
+        # A row-parallel layer beside its columns is given what these gave: all tokens.
+        expected = (given_few, given) if whole and name in parts else (given_few,)
+        _replace(
+            few.get_submodule(name), name, expected, output if name in whole else output[:, :num_tokens], differing
+        )
     try:
-        result = run(few, probed.inputs[:, :_NUM_TOKENS], probed.call)
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
+        result = run(few, probed.inputs[:, :num_tokens], probed.call)
+    except Exception as error:  # a user's forward may raise anything
+        return _misfed(differing) or f"{type(error).__name__}: {error}"
     if differing:
-        return f"{differing[0]} is not given tokens as (batch, length, features)"
-    same = equal(result, [one[:, :_NUM_TOKENS] for one in probed.output])
+        return _misfed(differing)
+    same = equal(result, [one[:, :num_tokens] for one in probed.output])
     return "" if same else "its output for some tokens depends on others"
+
+
+def _misfed(names: list[str]) -> str:
+    return f"{names[0]} is not given tokens as (batch, length, features)" if names else ""
 
 
 def _record(probed: Probe, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -105,12 +113,11 @@ def _record(probed: Probe, names: set[str]) -> dict[str, tuple[torch.Tensor, tor
     return {name: calls for name, calls in found.items() if name not in refused}
 
 
-def _replace(module: nn.Module, name: str, given: torch.Tensor, output: torch.Tensor, differing: list[str]) -> None:
+def _replace(
+    module: nn.Module, name: str, expected: Iterable[torch.Tensor], output: torch.Tensor, differing: list[str]
+) -> None:
     def forward(*arguments: object, **_: object) -> torch.Tensor:
-        is_row = module.get_parameter("weight").ndim == 2 if hasattr(module, "weight") else False
-        first = arguments[0]
-        # A row-parallel layer beside its columns is given what these gave: all tokens.
-        expected = (given[:, :_NUM_TOKENS], given) if is_row else (given[:, :_NUM_TOKENS],)
+        first = arguments[0] if arguments else None
         if not isinstance(first, torch.Tensor) or not any(equal(first, one) for one in expected):
             differing.append(name)
         return output

@@ -175,7 +175,8 @@ def _exchange(
     """Returns what came from each rank. Collective, also in backward, which sends gradients back."""
     sizes = list(payload_sizes), list(output_sizes), largest_size
     received: torch.Tensor = _Exchange.apply(payload, ranks, *sizes)
-    return received.split(sizes[1])
+    parts: tuple[torch.Tensor, ...] = received.split(sizes[1])
+    return parts
 
 
 class _Exchange(Function):

@@ -78,7 +78,9 @@ def _require_fitting_heads(query: torch.Tensor, key: torch.Tensor, value: torch.
             f"attention over a shared sequence can't take {shapes}: give (batch, heads, tokens, features)"
         )
     num_heads, num_groups = query.shape[1], key.shape[1]
-    if num_heads != num_groups and not (enable_gqa and num_groups and num_heads % num_groups == 0):
+    # A single key head is for all query heads without being asked for: torch broadcasts it.
+    fits = num_groups in (1, num_heads) or (enable_gqa and num_groups > 0 and num_heads % num_groups == 0)
+    if not fits:
         raise ConfigError(
             f"attention got {shapes}, of which the heads differ: set enable_gqa=True, with a number of query heads that"
             " key heads divide"

@@ -19,6 +19,7 @@ from booster.plugins.hybrid_parallel.sequence_parallel.running import (
     is_in_backward,
     made_current,
     running_layer,
+    subclass_of,
 )
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def attend(
     """
     if query.dim() == 3:
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        heads = (one.unsqueeze(1) for one in (query, key, value))
-        return attend(layer, *heads, mask, dropout_p, is_causal, scale).squeeze(1)
-    ranks = layer.stack.splitter.ranks
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        return attend(layer, query, key, value, mask, dropout_p, is_causal, scale).squeeze(1)
+    ranks = layer.ranks
     local_length = query.shape[-2]
     length = layer.length_of(local_length)
     order = ranks.order_of(length)
@@ -122,13 +123,12 @@ def intercept_parts(layer: nn.Module, stack: Stack) -> None:
     for part in layer.modules():
         if part is not layer and next(part.children(), None) is not None and not isinstance(part, nn.ModuleList):
             part.__dict__[_STACK] = stack
-            part.__class__ = _part_class(type(part))
+            part.__class__ = subclass_of(type(part), "part", _part_members)
             if hasattr(part, "compute_bias"):
-                part.__class__ = _bias_class(type(part))
+                part.__class__ = subclass_of(type(part), "bias", _bias_members)
 
 
-@functools.cache
-def _part_class(base: type[nn.Module]) -> type[nn.Module]:
+def _part_members(base: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         running = running_layer()
@@ -140,12 +140,11 @@ def _part_class(base: type[nn.Module]) -> type[nn.Module]:
         with made_current(RunningLayer(self.__dict__[_STACK], None, ())), AttentionMode():
             return base.forward(self, *args, **kwargs)
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    return {"forward": forward}
 
 
-@functools.cache
-def _bias_class(base: Any) -> type[nn.Module]:
-    """Returns a subclass whose relative position bias is that of the whole sequence, from which attention takes rows.
+def _bias_members(base: Any) -> dict[str, Any]:
+    """Has the relative position bias made for the whole sequence, of which attention takes its rows.
 
     T5 and its relatives make it from the number of queries and keys that they see.
     """
@@ -159,7 +158,7 @@ def _bias_class(base: Any) -> type[nn.Module]:
         bias: torch.Tensor = base.compute_bias(self, query_length, key_length, *args, **kwargs)
         return bias
 
-    return type(base.__name__, (base,), {"compute_bias": compute_bias, "__module__": base.__module__})
+    return {"compute_bias": compute_bias}
 
 
 def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ class TokenOrder:
 
     def take(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """Returns the rank's tokens of a tensor whose dimension `dim` is the whole sequence."""
-        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks(rank)]
+        parts: list[torch.Tensor] = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, parts: list[torch.Tensor], dim: int) -> torch.Tensor:

@@ -38,7 +38,8 @@ def split_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int) -> tor
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
         return order.take(x, dim, ranks.rank)
-    return _SplitTokens.apply(x, ranks, order, dim)
+    local: torch.Tensor = _SplitTokens.apply(x, ranks, order, dim)
+    return local
 
 
 def join_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int, length: int) -> torch.Tensor:
@@ -52,7 +53,10 @@ def join_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int, length:
 
     Collective; backward takes this rank's tokens of the gradient and doesn't communicate.
     """
-    return x if ranks.size == 1 else _JoinTokens.apply(x, ranks, ranks.order_of(length), dim)
+    if ranks.size == 1:
+        return x
+    whole: torch.Tensor = _JoinTokens.apply(x, ranks, ranks.order_of(length), dim)
+    return whole
 
 
 def share_whole(x: torch.Tensor, ranks: SequenceParallelRanks) -> torch.Tensor:
@@ -62,7 +66,8 @@ def share_whole(x: torch.Tensor, ranks: SequenceParallelRanks) -> torch.Tensor:
     """
     if ranks.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _ShareWhole.apply(x, ranks)
+    shared: torch.Tensor = _ShareWhole.apply(x, ranks)
+    return shared
 
 
 def _gather(x: torch.Tensor, ranks: SequenceParallelRanks, order: TokenOrder, dim: int) -> torch.Tensor:

@@ -18,9 +18,16 @@ from torch.autograd.function import once_differentiable
 from booster.comm import all_to_all_single
 from booster.plugins.hybrid_parallel.sequence_parallel.order import TokenOrder
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
-from booster.plugins.hybrid_parallel.sequence_parallel.ring_blocks import Block, block_attention, block_gradients
+from booster.plugins.hybrid_parallel.sequence_parallel.ring_blocks import (
+    Block,
+    block_attention,
+    block_gradients,
+    is_for_flash,
+)
 
 __all__ = ["ring_attention"]
+
+_MAX_SCORES = 2**26  # numbers, of fp32, that are computed at a time without a fused kernel
 
 
 def ring_attention(
@@ -142,7 +149,7 @@ class _RingAttention(Function):
         lse = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
         last = (ring.ranks.rank + 1) % ring.ranks.size
         for source in ring.sources():
-            for part in ring.parts(source, mask):
+            for part in _in_rows(ring.parts(source, mask), query, value, needs_scores=False):
                 _merge(output, lse, query, key, value, part)
             if source != last:
                 key, value = ring.pass_on((key, value), source)
@@ -164,7 +171,7 @@ class _RingAttention(Function):
         grad_mask = torch.zeros(mask.shape, dtype=lse.dtype, device=lse.device) if needs_mask else None
         last = (ring.ranks.rank + 1) % ring.ranks.size
         for source in ring.sources():
-            for part in ring.parts(source, mask):
+            for part in _in_rows(ring.parts(source, mask), query, value, needs_scores=needs_mask):
                 of = part.queries
                 found = block_gradients(
                     query[:, :, of],
@@ -188,6 +195,46 @@ class _RingAttention(Function):
                 grad_key, grad_value = ring.pass_on((grad_key, grad_value), source)
         grads = (one.to(query.dtype) for one in (grad_query, grad_key, grad_value))
         return *grads, None if grad_mask is None else grad_mask.to(mask.dtype), None
+
+
+def _in_rows(
+    parts: Sequence[_Part], query: torch.Tensor, value: torch.Tensor, *, needs_scores: bool
+) -> Iterator[_Part]:
+    """Yields parts of fewer queries, so that scores take little room where no fused kernel goes through them."""
+    for part in parts:
+        if is_for_flash(query, value, part.block) and not needs_scores:
+            yield part
+            continue
+        num_keys = max(part.keys.stop - part.keys.start, 1)
+        step = max(_MAX_SCORES // (query.shape[0] * query.shape[1] * num_keys), 1)
+        for start in range(part.queries.start, part.queries.stop, step):
+            yield from _rows(part, start, min(start + step, part.queries.stop))
+
+
+def _rows(part: _Part, start: int, stop: int) -> Iterator[_Part]:
+    """Yields what queries start .. stop - 1 compute of a part."""
+    first, last = start - part.queries.start, stop - part.queries.start
+    block = replace(part.block, seed=_moved(part.block.seed, start))
+    if block.mask is not None and block.mask.shape[-2] > 1:
+        block = replace(block, mask=block.mask[:, :, first:last])
+    rows = part.mask_rows
+    if rows is not None and rows.start is not None:
+        rows = slice(rows.start + first, rows.start + last)
+    if not block.is_causal:
+        yield replace(part, queries=slice(start, stop), mask_rows=rows, block=block)
+        return
+    if first > 0:
+        before = replace(block, is_causal=False, seed=_moved(block.seed, -1))
+        yield replace(
+            part, queries=slice(start, stop), keys=slice(part.keys.start, part.keys.start + first), block=before
+        )
+    own = slice(part.keys.start + first, part.keys.start + last)
+    yield replace(part, queries=slice(start, stop), keys=own, block=block)
+
+
+def _moved(seed: int, place: int) -> int:
+    """Returns another seed for another place; odd multiples of a constant keep neighbours' random numbers apart."""
+    return (seed + (2 * place + 1) * 0x9E3779B97F4A7C15) % 2**63
 
 
 def _merge(

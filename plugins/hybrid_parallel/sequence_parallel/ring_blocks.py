@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Block", "BlockGradients", "block_attention", "block_gradients"]
+__all__ = ["Block", "BlockGradients", "block_attention", "block_gradients", "is_for_flash"]
 
 # Note [Merging blocks]
 # Softmax over all keys from softmaxes over some of them (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023): each
@@ -58,7 +58,7 @@ def block_attention(
     A query that sees no key has output 0 and lse -inf. No communication.
     """
     key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
-    if _is_for_flash(query, value, block):
+    if is_for_flash(query, value, block):
         added = _added(block.mask, query.dtype)
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, block.is_causal, attn_mask=added, scale=block.scale
@@ -101,7 +101,7 @@ def block_gradients(
     """
     num_groups = key.shape[1]
     key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
-    if not needs_mask and _is_for_flash(query, value, block):
+    if not needs_mask and is_for_flash(query, value, block):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(query.dtype),
             query,
@@ -137,7 +137,7 @@ def block_gradients(
     )
 
 
-def _is_for_flash(query: torch.Tensor, value: torch.Tensor, block: Block) -> bool:
+def is_for_flash(query: torch.Tensor, value: torch.Tensor, block: Block) -> bool:
     """Returns whether the CPU's fused kernel computes this."""
     has_rows = query.numel() > 0 and value.numel() > 0
     return query.device.type == "cpu" and block.dropout == 0.0 and query.shape[-1] == value.shape[-1] and has_rows
@@ -148,9 +148,8 @@ def _scores(query: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tenso
     if block.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-    if block.mask is not None:
-        scores = scores + _added(block.mask, scores.dtype)
-    return scores
+    added = _added(block.mask, scores.dtype)
+    return scores if added is None else scores + added
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -15,9 +15,19 @@ from torch import nn
 from booster.errors import ConfigError
 
 if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
     from booster.plugins.hybrid_parallel.sequence_parallel.stacks import Stack
 
-__all__ = ["SPAN", "RunningLayer", "Span", "is_in_backward", "join_running_layers", "made_current", "running_layer"]
+__all__ = [
+    "SPAN",
+    "RunningLayer",
+    "Span",
+    "is_in_backward",
+    "join_running_layers",
+    "made_current",
+    "running_layer",
+    "subclass_of",
+]
 
 SPAN = "sequence_span"
 """The name of the argument with which a stack's hooks tell a layer's forward about the sequence."""
@@ -56,6 +66,14 @@ class RunningLayer:
         self._wholes = wholes
         self._at_hand = wholes
         self._is_in_part = False
+
+    @property
+    def ranks(self) -> SequenceParallelRanks:
+        """Those that attention communicates with."""
+        ranks = self.stack.splitter.attention_ranks
+        if ranks is None:
+            raise AssertionError("attention was intercepted that sees all tokens")
+        return ranks
 
     def length_of(self, local_length: int) -> int:
         """Returns how long the whole sequence is of which this rank has so many tokens; see `Stack.length_of`."""
@@ -122,6 +140,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
+_subclasses: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
 def running_layer() -> RunningLayer | None:
@@ -158,11 +177,18 @@ def join_running_layers(
     """
     layer.__dict__[_STACK] = stack
     layer.__dict__[_INTERCEPTION] = interception
-    layer.__class__ = _running_class(type(layer))
+    layer.__class__ = subclass_of(type(layer), "running", _running_members)
 
 
-@functools.cache
-def _running_class(base: type[nn.Module]) -> type[nn.Module]:
+def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
+    """Returns a subclass of the same name, with the members that `make(base)` returns; one for each purpose."""
+    if (base, purpose) not in _subclasses:
+        members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
+        _subclasses[base, purpose] = type(base.__name__, (base,), members)
+    return _subclasses[base, purpose]
+
+
+def _running_members(base: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         span: Span | None = kwargs.pop(SPAN, None)
@@ -177,7 +203,7 @@ def _running_class(base: type[nn.Module]) -> type[nn.Module]:
         running.require_attention(base.__name__)
         return output
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    return {"forward": forward}
 
 
 def _wholes(span: Span | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

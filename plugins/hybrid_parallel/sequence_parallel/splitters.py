@@ -18,10 +18,11 @@ __all__ = ["SequenceAxisSplitter", "SequenceSplitter", "TensorAxisSplitter"]
 
 
 class SequenceSplitter(Protocol):
-    """What a stack of layers needs of whoever splits its sequence. All is collective but `takes_part`."""
+    """What a stack of layers needs of whoever splits its sequence."""
 
-    splits_attention: bool
-    """Whether attention sees this rank's tokens only, and has to communicate for the others."""
+    @property
+    def attention_ranks(self) -> SequenceParallelRanks | None:
+        """Those that attention communicates with, as it sees this rank's tokens only; None: it sees all."""
 
     @property
     def streams(self) -> SplitStream:
@@ -56,10 +57,13 @@ class SequenceAxisSplitter:
         ranks: Those that share the sequence.
     """
 
-    splits_attention = True
-
     def __init__(self, ranks: SequenceParallelRanks) -> None:
         self.ranks = ranks
+
+    @property
+    def attention_ranks(self) -> SequenceParallelRanks | None:
+        """Those that attention communicates with."""
+        return self.ranks
 
     @property
     def streams(self) -> SplitStream:
@@ -100,10 +104,13 @@ class TensorAxisSplitter:
         ranks: Those that share the layers' weights.
     """
 
-    splits_attention = False
-
     def __init__(self, ranks: TensorParallelRanks) -> None:
         self.ranks = ranks
+
+    @property
+    def attention_ranks(self) -> SequenceParallelRanks | None:
+        """None: regions gather the tokens, so that attention sees all."""
+        return None
 
     @property
     def streams(self) -> SplitStream:

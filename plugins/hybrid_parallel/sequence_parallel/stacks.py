@@ -123,7 +123,7 @@ class _LayerHooks:
         self._names = names
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        named: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         key = _hidden_key(args, kwargs)
         if self._index == 0:
             hidden, length = self._stack.begin(named[key], is_training=module.training)
@@ -178,10 +178,10 @@ def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Sta
         layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
         if index == len(layers) - 1:
             layer.register_forward_hook(hooks.after, with_kwargs=True)
-        if splitter.splits_attention:
+        if splitter.attention_ranks is not None:
             use_sequence_attention(layer)
             intercept_parts(layer, stack)
-        join_running_layers(layer, stack, AttentionMode if splitter.splits_attention else None)
+        join_running_layers(layer, stack, AttentionMode if splitter.attention_ranks is not None else None)
     return stack
 
 

@@ -47,7 +47,16 @@ def use_sequence_attention(model: nn.Module) -> None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    found = (getattr(module, "config", None) for module in model.modules())
+    """Returns the configurations by which modules look their attention up, as most do.
+
+    The others ask for "sdpa" by name, so that theirs has to stay; or compute by hand, which is refused when they run.
+    """
+    looking_up = [
+        module
+        for module in model.modules()
+        if hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
+    ]
+    found = (getattr(module, "config", None) for module in looking_up)
     return [config for config in found if hasattr(config, "_attn_implementation")]
 
 
@@ -122,8 +131,8 @@ def _rows_of(layer: RunningLayer, mask: torch.Tensor | None, bias: torch.Tensor)
     """Returns a mask with the rows of the bias: all, or this rank's where attention to another sequence made it."""
     if mask is None or mask.shape[-2] in (1, bias.shape[-2]):
         return mask
-    ranks = layer.stack.splitter.ranks
-    return ranks.order_of(mask.shape[-2]).take(mask, mask.dim() - 2, ranks.rank)
+    order = layer.ranks.order_of(mask.shape[-2])
+    return order.take(mask, mask.dim() - 2, layer.ranks.rank)
 
 
 def _biased(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:

@@ -14,8 +14,8 @@ __all__ = ["split_cross_entropy"]
 # Note [Split cross-entropy]
 # The loss of a token is the logarithm of the sum of exp(logit) over all classes, minus the logit of its target. Each
 # rank knows the sum over its own classes, and one of them knows the target's logit. So the ranks exchange the largest
-# logit of every token, which keeps the exponentials in range, and after that both numbers at once: three numbers a
-# token instead of all logits. Backward needs the logits and the logarithm of the sum only, and no communication.
+# logit of every token, which keeps the exponentials in range, and after that the sums, those of all logits too, which
+# label smoothing needs: four numbers a token instead of all logits. Backward needs no communication.
 
 
 def split_cross_entropy(
@@ -76,35 +76,33 @@ class _TokenLosses(torch.autograd.Function):
         num_entries: int,
         smoothing: float,
     ) -> torch.Tensor:
-        wide = _widened(logits)
         local_target = target - first_entry
         is_mine = is_counted & (local_target >= 0) & (local_target < logits.shape[-1])
         column = local_target.masked_fill(~is_mine, 0).unsqueeze(-1)
-        largest = _largest(wide)
+        largest = _largest(logits)
         all_reduce_max(largest, ranks.group)
-        parts = [_exponentials(wide, largest).sum(-1), _picked(wide, column, is_mine)]
-        if smoothing > 0:
-            parts.append(wide.sum(-1))
+        shifted = _widened(logits) - largest.unsqueeze(-1)
+        parts = [_picked(shifted, column, is_mine), shifted.sum(-1), shifted.exp_().sum(-1)]
         sums = torch.stack(parts)
         all_reduce_sum(sums, ranks.group)
-        log_sum = sums[0].log() + largest
-        losses = log_sum - sums[1]
+        of_target, of_all, denominator = sums
+        losses = denominator.log() - of_target
         if smoothing > 0:
-            losses = (1 - smoothing) * losses + smoothing * (log_sum - sums[2] / num_entries)
-        ctx.save_for_backward(logits, log_sum, column, is_mine, is_counted)
+            losses = (1 - smoothing) * losses + smoothing * (denominator.log() - of_all / num_entries)
+        ctx.save_for_backward(logits, largest, denominator, column, is_mine, is_counted)
         ctx.smoothing, ctx.num_entries = smoothing, num_entries
-        return losses.masked_fill(~is_counted, 0)
+        return losses.masked_fill(~is_counted, 0)  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, log_sum, column, is_mine, is_counted = ctx.saved_tensors
-        grad = _exponentials(_widened(logits), log_sum)
+        logits, largest, denominator, column, is_mine, is_counted = ctx.saved_tensors
+        grad = (_widened(logits) - largest.unsqueeze(-1)).exp_().div_(denominator.unsqueeze(-1))
         if logits.shape[-1] > 0:
             grad.scatter_add_(-1, column, (ctx.smoothing - 1) * is_mine.to(grad.dtype).unsqueeze(-1))
         if ctx.smoothing > 0:
             grad -= ctx.smoothing / ctx.num_entries
-        grad *= (grad_losses * is_counted).unsqueeze(-1)
+        grad *= grad_losses.masked_fill(~is_counted, 0).unsqueeze(-1)  # a mean over no tokens is not a number
         return grad.to(logits.dtype), *[None] * 6
 
 
@@ -112,21 +110,18 @@ def _widened(logits: torch.Tensor) -> torch.Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-def _largest(wide: torch.Tensor) -> torch.Tensor:
-    if wide.shape[-1] == 0:
-        return wide.new_full(wide.shape[:-1], -torch.inf)
-    return wide.amax(-1)
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    wide = _widened(logits[..., :0])
+    if logits.shape[-1] == 0:
+        return wide.new_full(logits.shape[:-1], -torch.inf)
+    return logits.amax(-1).to(wide.dtype)
 
 
-def _exponentials(wide: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    return (wide - offset.unsqueeze(-1)).exp_()
-
-
-def _picked(wide: torch.Tensor, column: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """Returns the logit of every token's target; 0 where another rank has it."""
-    if wide.shape[-1] == 0:
-        return wide.new_zeros(wide.shape[:-1])
-    return wide.gather(-1, column).squeeze(-1).masked_fill(~is_mine, 0)
+def _picked(shifted: torch.Tensor, column: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
+    """Returns the value of every token's target; 0 where another rank has it."""
+    if shifted.shape[-1] == 0:
+        return shifted.new_zeros(shifted.shape[:-1])
+    return shifted.gather(-1, column).squeeze(-1).masked_fill(~is_mine, 0)
 
 
 def _require_classes(targets: torch.Tensor, num_entries: int) -> None:

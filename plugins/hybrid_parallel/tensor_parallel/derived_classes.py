@@ -17,7 +17,7 @@ def become(module: nn.Module, kind: type[nn.Module], split: object) -> None:
         kind: Its forward may call `super().forward`, which is the module's own.
         split: Becomes the attribute `_split`, for `kind` to read.
     """
-    module.__class__ = _derived(kind, type(module))
+    module.__class__ = _derived(kind, type(module))  # type: ignore[arg-type]
     module._split = split  # type: ignore[assignment]
 
 

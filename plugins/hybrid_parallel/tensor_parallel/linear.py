@@ -15,6 +15,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.derived_classes import become, class_before
+from booster.plugins.hybrid_parallel.tensor_parallel.overlap import OverlappedInput, can_overlap
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
     gather_features,
@@ -50,19 +51,36 @@ class ColumnSplit:
         sizes: Output features of each rank.
         gathers_output: Whether it returns the features of all ranks.
         is_input_gathered: Whether its input is made for the ranks to compute with already.
+        siblings: The layers that read the same input.
     """
 
     ranks: TensorParallelRanks
     sizes: tuple[int, ...]
     gathers_output: bool
     is_input_gathered: bool
+    siblings: tuple[nn.Module, ...]
 
-    def before(self, x: torch.Tensor, training: bool) -> torch.Tensor:
-        """Returns what the layer's own part is multiplied with."""
+    def enter_region(self, training: bool) -> None:
+        """Begins a region, unless the layer's output or the tokens around it are the same on all ranks, or others."""
         ranks = self.ranks
         if training and not self.gathers_output and not ranks.splits_sequence and ranks.size > 1:
             ranks.streams.enter()
-        return x if self.is_input_gathered else shared_copy_to_ranks(x, ranks)
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the layer's own part is multiplied with."""
+        return x if self.is_input_gathered else shared_copy_to_ranks(x, self.ranks)
+
+    def product(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Returns what a layer that only multiplies and adds makes of its input; see Note [Overlapped backward]."""
+        weight, bias = module.weight, _bias(module)
+        if self.is_input_gathered or not can_overlap(x, weight, self.ranks):  # type: ignore[arg-type]
+            return product(module, self.before(x), bias)
+        overlapped = self.ranks.shared(x, OverlappedInput, self._overlapped)
+        return overlapped.product(weight, bias, is_transposed=is_transposed(module))  # type: ignore[arg-type]
+
+    def _overlapped(self, x: torch.Tensor) -> OverlappedInput:
+        weights = [module.weight for module in self.siblings]
+        return OverlappedInput(x, weights, self.ranks)  # type: ignore[arg-type]
 
     def after(self, y: torch.Tensor) -> torch.Tensor:
         """Returns what the layer returns."""
@@ -141,7 +159,7 @@ def make_column_parallel(
     The layer's forward and backward are collective.
     """
     require_linear(module, "colwise")
-    split = ColumnSplit(ranks, tuple(sizes), gathers_output, is_input_gathered)
+    split = ColumnSplit(ranks, tuple(sizes), gathers_output, is_input_gathered, tuple(siblings))
     _set_features(module, outputs=sizes[ranks.rank])
     become(module, ColumnParallel, split)
 
@@ -187,9 +205,10 @@ class ColumnParallel(nn.Module):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns this rank's output features, or all of them."""
-        x = self._split.before(x, self.training)
-        y = product(self, x, _bias(self)) if is_plain_linear(self) else super().forward(x, *args, **kwargs)
-        return self._split.after(y)
+        split = self._split
+        split.enter_region(self.training)
+        y = split.product(self, x) if is_plain_linear(self) else super().forward(split.before(x), *args, **kwargs)
+        return split.after(y)
 
 
 class RowParallel(nn.Module):

@@ -20,8 +20,8 @@ __all__ = ["SplitStream"]
 # All of this is a function of the default generators' state alone: activation checkpointing, which puts that state
 # back, draws the same masks again; and a model without dropout sees the numbers that one process would see.
 # A forward that is computed again may end within a region, when all that backward needs has been computed, and another
-# one may follow. So whether a region is open is not noted anywhere but in the generator: the first bits of the seed that
-# it was last seeded with, which is part of its state, are those of the region's kind.
+# one may follow. So whether a region is open is not noted anywhere but in the generator: the first bits of the seed
+# it was last given, which is part of its state, are those of the axis.
 
 _NUM_HASH_BITS = 48
 _NUM_MARK_BITS = 15  # together one less than a seed has, which may be signed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from booster.comm import group_rank, group_size
 from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import SplitStream
 
 __all__ = ["TensorParallelRanks"]
+
+_Copy = TypeVar("_Copy")
 
 # Note [Shared inputs]
 # Query, key and value projections read one tensor, whose gradient is the sum over ranks of what each of them adds. One
@@ -40,7 +42,7 @@ class TensorParallelRanks:
         """Tokens of the whole sequence of the stack that runs now, set by who splits it."""
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
-        self._copy: torch.Tensor | None = None
+        self._copy: object = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelRanks:
         return self
@@ -50,14 +52,20 @@ class TensorParallelRanks:
         """Whether hidden states are split along the sequence between the layers."""
         return self.sequence_mode is not None
 
-    def shared(self, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Returns `make(x)`, or what that returned for the last call if it was with the very same tensor."""
+    def shared(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
+        """Returns `make(x)`, or what that returned for the last call if it was with the very same tensor.
+
+        Args:
+            x: What several layers read.
+            kind: What `make` returns.
+            make: Called for the first of them.
+        """
         is_same = self._input is not None and self._input() is x and self._version == x._version
-        if is_same and self._copy is not None:
+        if is_same and isinstance(self._copy, kind):
             return self._copy
-        self._copy = make(x)
-        self._input, self._version = weakref.ref(x), x._version
-        return self._copy
+        copy = make(x)
+        self._copy, self._input, self._version = copy, weakref.ref(x), x._version
+        return copy
 
     def reset(self) -> None:
         """Forgets shared inputs and open regions: at the start and the end of a forward, and after backward."""

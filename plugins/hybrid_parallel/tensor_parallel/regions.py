@@ -48,7 +48,7 @@ def shared_copy_to_ranks(x: torch.Tensor, ranks: TensorParallelRanks) -> torch.T
     """Returns what `copy_to_ranks` returns, the same for layers that read the same tensor: see Note [Shared inputs]."""
     if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return ranks.shared(x, lambda one: copy_to_ranks(one, ranks))
+    return ranks.shared(x, torch.Tensor, lambda one: copy_to_ranks(one, ranks))
 
 
 def sum_over_ranks(x: torch.Tensor, ranks: TensorParallelRanks, *, overwrites: bool = False) -> torch.Tensor:

@@ -32,6 +32,7 @@ class SplitLogits(torch.Tensor):
     _ranks: TensorParallelRanks
     _sizes: tuple[int, ...]
     _whole: torch.Tensor | None
+    _node: object
 
     @staticmethod
     def of(local: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> SplitLogits:
@@ -44,6 +45,7 @@ class SplitLogits(torch.Tensor):
         """
         shown: SplitLogits = _Shown.apply(local, ranks, tuple(sizes))  # type: ignore[no-untyped-call]
         shown._local, shown._ranks, shown._sizes, shown._whole = local, ranks, tuple(sizes), None
+        shown._node = shown.grad_fn
         return shown
 
     @property
@@ -57,21 +59,35 @@ class SplitLogits(torch.Tensor):
         return self._ranks
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Entries of each rank."""
+        return self._sizes
+
+    @property
     def first_entry(self) -> int:
         """Number of this rank's first entry."""
         return sum(self._sizes[: self._ranks.rank])
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether this rank's entries have the graph of the logits; those that an autograd function returns do not."""
+        return self.grad_fn is self._node
+
     def whole(self) -> torch.Tensor:
         """Returns the logits as an ordinary tensor, which is the same on all ranks. Collective at the first call."""
-        if self._whole is None or (torch.is_grad_enabled() and self._local.requires_grad > self._whole.requires_grad):
-            self._whole = gather_features(self._local, self._ranks, self._sizes)
-        return self._whole
+        is_late = self._whole is not None and self._whole.requires_grad < self.requires_grad
+        if self._whole is None or (is_late and torch.is_grad_enabled()):
+            if self.is_connected:
+                self._whole = gather_features(self._local, self._ranks, self._sizes)
+            else:
+                self._whole = _Gathered.apply(self)  # type: ignore[no-untyped-call]
+        return self._whole  # type: ignore[return-value]
 
     def with_local(self, local: torch.Tensor) -> SplitLogits:
         """Returns logits of which this rank has other values, at the same entries."""
         return SplitLogits.of(local, self._ranks, self._sizes)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Returns a text without the numbers, as one rank may print alone. No communication."""
         return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, entries per rank={list(self._sizes)})"
 
@@ -97,7 +113,8 @@ class SplitLogits(torch.Tensor):
         handler = HANDLERS.get(func)
         if handler is not None:
             logits, *others = args or (kwargs.pop("input"),)
-            result = handler(logits, *others, **kwargs) if isinstance(logits, SplitLogits) else NotImplemented
+            is_split = isinstance(logits, SplitLogits) and logits.is_connected
+            result = handler(logits, *others, **kwargs) if is_split else NotImplemented
             if result is not NotImplemented:
                 return result
             args = (logits, *others)
@@ -105,7 +122,7 @@ class SplitLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -146,3 +163,15 @@ class _Shown(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         start = sum(ctx.sizes[: ctx.ranks.rank])
         return grad.narrow(-1, start, ctx.sizes[ctx.ranks.rank]), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """Gathers logits of which only the whole has a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: SplitLogits) -> torch.Tensor:
+        return gather_features(logits.local.detach(), logits.ranks, logits.sizes).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

@@ -1,0 +1,179 @@
+"""Backward of column-parallel layers in which the sum over the ranks goes on while weight gradients are computed.
+
+Note [Overlapped backward]
+The gradient of a layer's input has to be summed over the ranks, that of its weight stays where it is. So the first is
+computed first, its sum is started, and the second is computed meanwhile. Autograd runs what is ready in the opposite
+order of creation, which is put to use: for an input that several layers share, nodes are created in the order
+
+    Wait(x), Deferred(weight of q), Deferred(weight of k), Deferred(weight of v), Communicate(x)
+
+and after them those of the products. Backward comes through the products, which compute gradients of the input only and
+leave to the Deferred nodes what these need; then through Communicate, which starts the sum; then through the Deferred
+nodes; and last through Wait. Any other order gives the same numbers. Where the graph of backward itself is asked for,
+everything is computed at once and by differentiable operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.comm import AllReduce, start_all_reduce
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.regions import sum_over_ranks
+
+__all__ = ["OverlappedInput", "can_overlap"]
+
+
+def can_overlap(x: torch.Tensor, weight: torch.Tensor, ranks: TensorParallelRanks) -> bool:
+    """Returns whether a product can have its backward overlapped: both have gradients, and nobody casts them."""
+    needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    return ranks.size > 1 and needs_both and not is_cast and x.dtype == weight.dtype and x.dim() > 1
+
+
+class OverlappedInput:
+    """An input of column-parallel layers, and what of their weights takes part in its backward.
+
+    Args:
+        x: The same on all ranks.
+        weights: Of the layers that will read it, as far as known; as products take them: (outputs, inputs).
+        ranks: Who sum its gradient.
+    """
+
+    def __init__(self, x: torch.Tensor, weights: Sequence[nn.Parameter], ranks: TensorParallelRanks) -> None:
+        pending = _Pending()
+        waited: torch.Tensor = _Wait.apply(x, pending)  # type: ignore[no-untyped-call]
+        self._weights = {id(weight): _DeferredWeight(weight) for weight in weights if weight.requires_grad}
+        self._x: torch.Tensor = _Communicate.apply(waited, ranks, pending)  # type: ignore[no-untyped-call]
+
+    def product(self, weight: nn.Parameter, bias: torch.Tensor | None, *, is_transposed: bool) -> torch.Tensor:
+        """Returns the product with one of the weights.
+
+        Args:
+            weight: Known or not.
+            bias: What is added to it.
+            is_transposed: The weight is (inputs, outputs).
+        """
+        deferred = self._weights.get(id(weight)) or _DeferredWeight(weight)
+        y: torch.Tensor = _Product.apply(self._x, deferred.view, bias, deferred.stash, is_transposed)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Pending:
+    """The sum that Communicate has started and Wait waits for."""
+
+    def __init__(self) -> None:
+        self.reduction: AllReduce | None = None
+
+
+class _Stash:
+    """What products leave to the node of their weight: pairs of matrices whose product is its gradient."""
+
+    def __init__(self) -> None:
+        self._backward_id = -1
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._zero: torch.Tensor | None = None
+
+    def put(self, left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Keeps a pair, and returns zeros that go through the graph in the place of the gradient."""
+        if self._backward_id != torch._C._current_graph_task_id():
+            self._pairs = []  # of another backward, which did not ask for the weight's gradient
+        self._backward_id = torch._C._current_graph_task_id()
+        self._pairs.append((left, right))
+        if self._zero is None:
+            self._zero = left.new_zeros(())
+        return self._zero.expand(shape)
+
+    def gradient(self, arrived: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient, and lets go of what it is made of.
+
+        Args:
+            arrived: What came through the graph: zeros, or what others than products add.
+        """
+        pairs, self._pairs = self._pairs, []
+        if not pairs or self._backward_id != torch._C._current_graph_task_id():
+            return arrived
+        (left, right), *others = pairs
+        total = left.t() @ right
+        for left, right in others:
+            total.addmm_(left.t(), right)
+        is_zero = self._zero is not None and arrived.data_ptr() == self._zero.data_ptr()
+        return total if is_zero else total.add_(arrived)
+
+
+class _DeferredWeight:
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.stash = _Stash()
+        self.view: torch.Tensor = _Deferred.apply(weight, self.stash)  # type: ignore[no-untyped-call]
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pending: _Pending) -> torch.Tensor:
+        ctx.pending = pending
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        reduction, ctx.pending.reduction = ctx.pending.reduction, None
+        if reduction is not None:
+            reduction.wait()
+        return grad, None
+
+
+class _Communicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, pending: _Pending) -> torch.Tensor:
+        ctx.ranks, ctx.pending = ranks, pending
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if torch.is_grad_enabled():
+            return sum_over_ranks(grad, ctx.ranks), None, None
+        # Products are all that read the input, and nothing else holds the gradients that they make.
+        grad = grad.contiguous()
+        ctx.pending.reduction = start_all_reduce(grad, ctx.ranks.group)
+        return grad, None, None
+
+
+class _Deferred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, stash: _Stash) -> torch.Tensor:
+        ctx.stash = stash
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.stash.gradient(grad), None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stash: _Stash,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stash, ctx.is_transposed, ctx.has_bias = stash, is_transposed, bias is not None
+        return nn.functional.linear(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad @ (weight.t() if ctx.is_transposed else weight)
+        grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        inputs = x.reshape(-1, x.shape[-1])
+        left, right = (inputs, rows) if ctx.is_transposed else (rows, inputs)
+        if torch.is_grad_enabled():
+            return grad_x, left.t() @ right, grad_bias, None, None
+        return grad_x, ctx.stash.put(left, right, weight.shape), grad_bias, None, None

@@ -1,0 +1,197 @@
+"""Plans derived from models that people wrote: what is split was seen to compute the same, the rest stays whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import get_model
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.plans.choose import choose_plan
+from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
+
+HEADS = Block(num_units=4, unit_size=8)
+
+
+def blocks(plan: TensorParallelPlan) -> dict[str, tuple[str, tuple[Block, ...]]]:
+    return {entry.name: (entry.style, entry.blocks) for entry in plan.entries if entry.style != "sequence"}
+
+
+class Fused(nn.Module):
+    """Query, key and value in one projection, taken apart by the number of heads."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.dim = num_heads, width
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        query, key, value = self.project(x).split(self.dim, dim=-1)
+        heads = [one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in (query, key, value)]
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        return self.out(attended.transpose(1, 2).reshape(x.shape[0], x.shape[1], self.dim))
+
+
+class Grouped(nn.Module):
+    """Four query heads, two key-value heads, softmax by hand, no number of heads anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ask, self.find, self.give, self.out = (nn.Linear(32, size) for size in (32, 16, 16, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.ask, self.find, self.give)
+        query, key, value = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in layers)
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+        attended = (query @ key.transpose(-1, -2)).softmax(dim=-1) @ value
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Interleaved(nn.Module):
+    """Query, key and value of each head behind each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (-1, 3, 8)).permute(3, 0, 2, 1, 4)
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """Gate and up in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 2 * 13), nn.Linear(13, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Leaking(nn.Module):
+    """Gives what is between its layers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.up(x).relu()
+        return self.down(hidden), hidden
+
+
+class TwoLeft(nn.Module):
+    """The second number between its layers is taken from the first half, which a part of them lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return self.down(hidden + hidden.roll(1, dims=-1))
+
+
+def test_a_transformer() -> None:
+    for name in ("user_transformer", "user_transformer_with_head_counts"):
+        model = get_model(name).construct()
+        plan = choose_plan(model, tp_size=2)
+        found = blocks(plan)
+        for layer in ("layers.0", "layers.1"):
+            for part in ("query", "key", "value"):
+                assert found[f"{layer}.attention.{part}"] == ("colwise", (HEADS,))
+            assert found[f"{layer}.attention.out"] == ("rowwise", (HEADS,))
+            assert found[f"{layer}.gate"] == found[f"{layer}.up"] == ("colwise", (Block(num_units=54),))
+            assert found[f"{layer}.down"] == ("rowwise", (Block(num_units=54),))
+        assert len(found) == 14
+        assert plan.stacks == (("layers.0", "layers.1"),)
+        assert {(change.module, change.local_value(2, 0)) for change in plan.attributes} == {
+            ("layers.0.attention", 2),
+            ("layers.1.attention", 2),
+        }
+        assert any(note.startswith("head stays whole: its weight is another module's too") for note in plan.notes)
+        assert "derived from the model" in plan.source
+
+
+def test_a_mixer_and_why_its_sequence_cannot_be_split() -> None:
+    model = get_model("user_mixer").construct()
+    found = blocks(choose_plan(model, tp_size=3))
+    assert found["layers.1.places_up"] == ("colwise", (Block(num_units=14),))
+    assert found["layers.1.features.2"] == ("rowwise", (Block(num_units=29),))
+    assert len(found) == 8
+    with pytest.raises(ConfigError, match=r"can't be seen to treat every token by itself .*places_up is not given"):
+        choose_plan(model, tp_size=3, sequence_mode="split_gather")
+
+
+def test_a_transformer_whose_sequence_is_split() -> None:
+    plan = choose_plan(get_model("user_transformer").construct(), tp_size=2, sequence_mode="split_gather")
+    alone = [entry.name for entry in plan.entries if entry.style == "sequence"]
+    assert alone == [f"layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)]
+    assert plan.entry_of("layers.0.up").region == "layers.0.up"
+    assert plan.entry_of("layers.0.attention.key").region == "layers.0.attention"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fused_projections(device: str) -> None:
+    with torch.device(device):
+        plan = choose_plan(Fused(32, 4), tp_size=2)
+        interleaved = choose_plan(Interleaved(), tp_size=2)
+        gated = choose_plan(Gated(), tp_size=2)
+    assert blocks(plan)["project"] == ("packed_colwise", (HEADS,) * 3)
+    values = {change.attribute: change.local_value(2, 1) for change in plan.attributes}
+    assert values == {"num_heads": 2, "dim": 16}
+    assert blocks(interleaved)["qkv"] == ("colwise", (Block(num_units=4, unit_size=24),))
+    assert blocks(gated)["both"] == ("packed_colwise", (Block(num_units=13),) * 2)
+
+
+def test_grouped_queries_share_their_keys() -> None:
+    found = blocks(choose_plan(Grouped(), tp_size=4))
+    key_value = Block(num_units=2, unit_size=8, num_query_units=4, num_groups=2)
+    assert found["ask"] == ("colwise", (Block(num_units=4, unit_size=8, num_groups=2),))
+    assert found["find"] == found["give"] == ("colwise", (key_value,))
+
+
+def test_more_ranks_than_heads() -> None:
+    with pytest.raises(ConfigError, match=r"tp_size=8 divides 4 heads"):
+        choose_plan(nn.ModuleList([Fused(32, 4), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))]), tp_size=8)
+
+
+@pytest.mark.parametrize("kind", [Leaking, TwoLeft])
+def test_what_needs_the_whole_stays_whole(kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"good": Gated(), "bad": kind()})
+    plan = choose_plan(model, tp_size=2)
+    assert set(blocks(plan)) == {"good.both", "good.down"}
+    assert "bad.up stays whole: computed in parts they give something else" in plan.notes
+
+
+def test_what_cannot_be_run_alone_stays_whole() -> None:
+    class Asking(Gated):
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + other)
+
+    plan = choose_plan(nn.ModuleDict({"good": Gated(), "bad": Asking()}), tp_size=2)
+    assert "bad.both stays whole: its forward takes 'other' too, of which nothing is known" in plan.notes
+
+
+def test_weights_that_are_read_without_their_layer_stay_whole() -> None:
+    model = get_model("torch_transformer").construct()
+    with pytest.raises(ConfigError, match=r"encoder\.layers\.\*\.linear1 stays whole"):
+        choose_plan(model, tp_size=2)
+
+
+def test_neither_the_model_nor_random_numbers_are_changed() -> None:
+    model = Fused(32, 4).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    choose_plan(model, tp_size=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+    assert model.num_heads == 4
+    assert model.project.out_features == 96
