@@ -15,6 +15,11 @@ DENSE = [*SHIPPED_PLANS, *OUR_PLANS, *DERIVED_PLANS]
 # Their layers hand a sequence on; the mixer's mix its places.
 SEQUENCES = [model for model in DENSE if model != "user_mixer"]
 
+# Their attention is code of their own, which sequences on an axis of their own can't be exchanged in.
+OWN_ATTENTION = ["bloom", "falcon", "falcon_alibi"]
+# Fused groups of heads can't be divided any further.
+NUM_FUSED_GROUPS = {"falcon_groups": 2}
+
 TP_2 = (2, {"tp_size": 2})
 TP_3 = (3, {"tp_size": 3})
 TP_4 = (4, {"tp_size": 4})
@@ -36,7 +41,19 @@ MODES = {
     **{f"{mode} {size}": on_tensor_axis(mode, size) for mode in ("split_gather", "ring") for size in (2, 4)},
     **{f"{mode} {size}": on_own_axis(mode, size) for mode in ("all_to_all", "ring_attn") for size in (2, 4)},
 }
+ON_OWN_AXIS = [name for name in MODES if name.startswith(("all_to_all", "ring_attn"))]
 LAYOUTS = {"tp 2": TP_2, "tp 4": TP_4, "tp 2 dp 2": TP_2_DP_2, **MODES}
+
+
+def models_under(layout: str) -> list[str]:
+    """Returns the models that can be trained under a layout by name."""
+    models = [*DENSE, *EXPERTS] if layout not in MODES else SEQUENCES
+    tp_size = LAYOUTS[layout][1].get("tp_size", 1)
+    return [
+        model
+        for model in models
+        if tp_size <= NUM_FUSED_GROUPS.get(model, tp_size) and not (layout in ON_OWN_AXIS and model in OWN_ATTENTION)
+    ]
 
 
 def assert_hybrid_equals_serial(model: str, layout: tuple[int, dict[str, Any]], *, zero_stage: int = 0, **settings):

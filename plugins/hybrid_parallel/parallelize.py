@@ -10,6 +10,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.interface import ParameterLayout
+from booster.plugins.hybrid_parallel.argument_splits import split_argument
 from booster.plugins.hybrid_parallel.layouts import COLUMN_STYLES, ROW_STYLES
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import TensorAxisSplitter
@@ -65,6 +66,8 @@ def parallelize(
             exchange.apply(entry)
     for change in plan.attributes:
         setattr(modules[change.module], change.attribute, change.local_value(ranks.size, ranks.rank))
+    for split in plan.arguments:
+        split_argument(modules, split, ranks)
     _sum_gradients(model, plan, ranks, layouts)
     if ranks.splits_sequence:
         _split_sequences(modules, plan, ranks)
@@ -163,11 +166,13 @@ def _sum_gradients(
     layouts: Mapping[str, Sequence[ParameterLayout]],
 ) -> None:
     """Has gradients summed that this rank computes a part of; see Note [Partial gradients]."""
-    partial = {entry.name for entry in plan.entries if entry.style == "replicated_with_grad_allreduce"}
+    # With a single key-value head every rank has a column-parallel layer whole, for query heads of its own.
+    of_features = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
+    partial = {entry.name for entry in plan.entries if entry.style in of_features}
     on_split_tokens = _names_on_split_tokens(plan, ranks)
     for name, parameter in model.named_parameters():
         of_ranks = layouts[name]
-        if not of_ranks[0].is_whole or ranks.size == 1:
+        if not of_ranks[0].is_whole:
             sum_shared_gradient(parameter, of_ranks, ranks.rank, ranks.group)
         elif name.rpartition(".")[0] in partial or name in partial or name.startswith(on_split_tokens):
             sum_whole_gradient(parameter, ranks.group)

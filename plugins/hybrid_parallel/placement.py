@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +17,6 @@ from booster.plugins.hybrid_parallel.cutting import cut_model
 from booster.plugins.hybrid_parallel.layouts import planned_layouts
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.parallelize import parallelize
-from booster.plugins.hybrid_parallel.plans.check import check_plan
 from booster.plugins.hybrid_parallel.plans.choose import choose_plan
 from booster.plugins.hybrid_parallel.plans.explain import explain
 from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
@@ -48,6 +49,7 @@ class ModelSplit:
         self._arguments = arguments
         self._mesh = mesh
         self._device = device
+        self._plans: WeakKeyDictionary[nn.Module, TensorParallelPlan] = WeakKeyDictionary()  # checked, to be applied
         self.tensor_ranks: TensorParallelRanks | None = None
         self.sequence_ranks: SequenceParallelRanks | None = None
         if arguments.tp_size > 1:
@@ -67,16 +69,15 @@ class ModelSplit:
             needs_stacks = self.sequence_ranks is not None or arguments.checkpointing is not None
             stacks = find_stacks(model) if needs_stacks else ()
             return TensorParallelPlan(stacks=stacks, source="tp_size=1: every rank has all layers whole")
-        plan = choose_plan(
+        return choose_plan(
             model, tp_size=arguments.tp_size, plan=arguments.given_plan, sequence_mode=arguments.tensor_axis_mode
         )
-        check_plan(plan, model, arguments.tp_size)
-        return plan
 
     def explain(self, model: nn.Module) -> str:
         """Returns a table of what this rank would hold of a model."""
         rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
-        return explain(self.plan(model), model, self._arguments.tp_size, rank)
+        multiple = self._arguments.make_vocab_size_divisible_by
+        return explain(self.plan(model), model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
 
     def check(self, model: nn.Module) -> None:
         """Raises if this rank alone can tell that the model can't be divided. No communication.
@@ -84,7 +85,7 @@ class ModelSplit:
         Raises:
             ConfigError: It can't.
         """
-        plan = self.plan(model)
+        self._plans[model] = plan = self.plan(model)
         self._layouts(model, plan)
         if self._arguments.checkpointing is not None:
             require_stacks(model, plan.stacks)
@@ -96,13 +97,13 @@ class ModelSplit:
         self._materializer(model).check()
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Divides the model, in place. Collective.
+        """Divides the model, in place; after `check`. Collective.
 
         Raises:
             DesyncError: The ranks have different models.
             ConfigError: A module can't be treated as planned.
         """
-        plan = self.plan(model)
+        plan = self._plans.pop(model)
         require_same_on_all_ranks("the plan", [repr(entry) for entry in plan.entries])
         layouts = self._layouts(model, plan)
         tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from harness import preload
+from harness import RanksFailed, preload
 from hybrid_cases import (
     DENSE,
     EXPERTS,
     LAYOUTS,
     MODES,
-    SEQUENCES,
+    OWN_ATTENTION,
     TP_2,
     TP_2_DP_2,
     TP_3,
     TP_4,
     assert_hybrid_equals_serial,
+    models_under,
     on_own_axis,
     on_tensor_axis,
 )
@@ -138,12 +139,18 @@ def test_a_plan_of_the_user_is_followed(plan):
     assert_hybrid_equals_serial("user_transformer", TP_2, arguments={"plan": plan}, steps=STEPS)
 
 
-GRID = [
-    (model, layout, zero_stage)
-    for layout in LAYOUTS
-    for model in (SEQUENCES if layout in MODES else [*DENSE, *EXPERTS])
-    for zero_stage in (0, 1, 2)
-]
+@pytest.mark.parametrize("model", OWN_ATTENTION)
+def test_attention_that_cannot_be_exchanged_is_refused(model):
+    with pytest.raises(RanksFailed, match=r"ConfigError: .*F\.scaled_dot_product_attention"):
+        assert_hybrid_equals_serial(model, MODES["all_to_all 2"], steps=1)
+
+
+def test_more_ranks_than_fused_groups_are_refused():
+    with pytest.raises(RanksFailed, match=r"ConfigError: .*query_key_value.*tp_size of at most 2"):
+        assert_hybrid_equals_serial("falcon_groups", TP_4, steps=1)
+
+
+GRID = [(model, layout, stage) for layout in LAYOUTS for model in models_under(layout) for stage in (0, 1, 2)]
 
 
 @pytest.mark.slow
@@ -160,9 +167,7 @@ def test_whole_grid_equals_serial(model, layout, zero_stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", SEQUENCES)
+@pytest.mark.parametrize(("model", "layout", "zero_stage"), GRID)
 def test_whole_grid_with_checkpointed_layers_equals_serial(model, layout, zero_stage):
     assert_hybrid_equals_serial(
         model,
@@ -175,9 +180,7 @@ def test_whole_grid_with_checkpointed_layers_equals_serial(model, layout, zero_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", SEQUENCES)
+@pytest.mark.parametrize(("model", "layout", "zero_stage"), GRID)
 def test_whole_grid_in_low_precision_equals_serial(model, layout, zero_stage, precision):
     assert_hybrid_equals_serial(
         model, LAYOUTS[layout], zero_stage=zero_stage, precision=precision, max_norm=0.5, accumulation=2

@@ -76,13 +76,12 @@ class _Search:
         held = [key for key, child in module.named_children() if is_linear(child)]
         prefix = f"{name}." if name else ""
         free = [key for key in held if f"{prefix}{key}" not in self._shared]
+        self._note(name, [key for key in held if key not in free], _SHARED)
         if any(layer.startswith(prefix) for layer in self._layers):
             self._note(name, free, "it stands beside whole layers, which are not run to look into it")
-            self._note(name, [key for key in held if key not in free], _SHARED)
             return
         if len(free) < 2:
             self._note(name, free, "no other linear layer beside it takes its output")
-            self._note(name, [key for key in held if key not in free], _SHARED)
             return
         kind = module_kind(module, tuple(free))
         if kind not in self._known:
@@ -93,7 +92,6 @@ class _Search:
         found = {key for split in splits for key in (*split.columns, split.row)}
         reason = "; ".join(reasons) or "no other linear layer takes its output in parts"
         self._note(name, [key for key in free if key not in found], reason)
-        self._note(name, [key for key in held if key not in free], _SHARED)
 
     def _add(self, prefix: str, split: Split) -> None:
         for key, blocks in split.columns.items():

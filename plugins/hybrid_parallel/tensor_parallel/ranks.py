@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from booster.comm import group_rank, group_size
 from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import SplitStream
+from booster.plugins.hybrid_parallel.tensor_parallel.region_products import RegionProducts
 
 __all__ = ["TensorParallelRanks"]
 
@@ -40,6 +41,7 @@ class TensorParallelRanks:
         self.streams = SplitStream(self.rank, "tensor")
         self.sequence_length: int | None = None
         """Tokens of the whole sequence of the stack that runs now, set by who splits it."""
+        self.products = RegionProducts()
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
         self._copy: object = None
@@ -70,4 +72,5 @@ class TensorParallelRanks:
     def reset(self) -> None:
         """Forgets shared inputs and open regions: at the start and the end of a forward, and after backward."""
         self._input, self._copy = None, None
+        self.products.clear()
         self.streams.reset()

@@ -11,7 +11,7 @@ differentiated again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -24,12 +24,16 @@ __all__ = [
     "copy_to_ranks",
     "gather_features",
     "gather_sequence",
+    "gathered",
     "join_sequence",
     "scatter_sequence_sum",
     "sequence_length",
     "shared_copy_to_ranks",
+    "sizes_of_all",
+    "sizes_of_own",
     "split_features",
     "split_sequence",
+    "start_summed_part",
     "sum_over_ranks",
 ]
 
@@ -105,7 +109,7 @@ def gather_sequence(
 
     Collective, also in backward.
     """
-    sizes = _sizes_of_own(x.shape[dim], ranks, length)
+    sizes = sizes_of_own(x.shape[dim], ranks, length)
     return x if ranks.size == 1 else _GatherToCompute.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -123,13 +127,13 @@ def scatter_sequence_sum(
 
     Collective, also in backward.
     """
-    sizes = _sizes_of_all(x.shape[dim], ranks, length)
+    sizes = sizes_of_all(x.shape[dim], ranks, length)
     return x if ranks.size == 1 else _ScatterSum.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def split_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1) -> torch.Tensor:
     """Returns this rank's tokens of a tensor that all ranks hold. Backward: `join_sequence`. Collective in backward."""
-    return _own_part(x, ranks, dim, _sizes_of_all(x.shape[dim], ranks, None))
+    return _own_part(x, ranks, dim, sizes_of_all(x.shape[dim], ranks, None))
 
 
 def join_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, length: int | None = None) -> torch.Tensor:
@@ -143,7 +147,7 @@ def join_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, len
 
     Collective.
     """
-    return _joined(x, ranks, dim, _sizes_of_own(x.shape[dim], ranks, length))
+    return _joined(x, ranks, dim, sizes_of_own(x.shape[dim], ranks, length))
 
 
 def _joined(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -158,7 +162,7 @@ def _own_part(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequ
     return _Cut.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _sizes_of_own(own: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
+def sizes_of_own(own: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
     """Returns how much each rank holds along a dimension of which this rank has `own`."""
     length = ranks.sequence_length if length is None else length
     if length is None:
@@ -172,7 +176,7 @@ def _sizes_of_own(own: int, ranks: TensorParallelRanks, length: int | None) -> l
     return [own // mine * one for one in lengths]
 
 
-def _sizes_of_all(whole: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
+def sizes_of_all(whole: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
     """Returns how much each rank gets along a dimension that all hold whole."""
     length = whole if length is None else length
     if length and whole % length:
@@ -212,7 +216,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        return _gathered(x, ranks, dim, sizes)
+        return gathered(x, ranks, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -235,7 +239,7 @@ class _GatherToCompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        return _gathered(x, ranks, dim, sizes)
+        return gathered(x, ranks, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -246,14 +250,14 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        return _summed_part(x, ranks, dim, sizes)
+        return start_summed_part(x, ranks, dim, sizes)()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _GatherToCompute.apply(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None  # type: ignore[no-untyped-call]
 
 
-def _gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     """Joins the ranks' parts; shorter ones travel with a gap behind them, as pieces are of one length."""
     if x.shape[dim] != sizes[ranks.rank]:
         raise AssertionError(f"rank {ranks.rank} has {x.shape[dim]} along dimension {dim}, not one of {list(sizes)}")
@@ -269,7 +273,14 @@ def _gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequ
     return torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)], dim)
 
 
-def _summed_part(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def start_summed_part(
+    x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]
+) -> Callable[[], torch.Tensor]:
+    """Starts the sum of the ranks' tensors, of which each keeps its own part; nobody may touch `x` until the end.
+
+    Returns:
+        A function that waits, and returns this rank's part.
+    """
     if x.shape[dim] != sum(sizes):
         raise AssertionError(f"{x.shape[dim]} along dimension {dim} are not the {list(sizes)} of the ranks")
     own = sizes[ranks.rank]
@@ -281,8 +292,13 @@ def _summed_part(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: S
         for piece, size, stop in zip(pieces, sizes, accumulate(sizes), strict=True):
             piece.narrow(dim, 0, size).copy_(x.narrow(dim, stop - size, size))
             piece.narrow(dim, size, piece.shape[dim] - size).zero_()
-    start_reduce_scatter(pieces.view(-1), ranks.group).finish(output.view(-1), accumulate=False)
-    return output if own == output.shape[dim] else output.narrow(dim, 0, own).clone()
+    reduction = start_reduce_scatter(pieces.view(-1), ranks.group)
+
+    def finish() -> torch.Tensor:
+        reduction.finish(output.view(-1), accumulate=False)
+        return output if own == output.shape[dim] else output.narrow(dim, 0, own).clone()
+
+    return finish
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:

@@ -1,0 +1,49 @@
+"""Arguments that hold something for every head: each rank's modules are given what belongs to its own heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.plugins.hybrid_parallel.plans.plan import ArgumentSplit
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import units_of_rank
+
+__all__ = ["split_argument"]
+
+
+def split_argument(modules: Mapping[str, nn.Module], split: ArgumentSplit, ranks: TensorParallelRanks) -> None:
+    """Has a module's forward given this rank's heads of an argument, as of Bloom's position biases. No communication.
+
+    Args:
+        modules: Of the model, by name.
+        split: Which argument of which module.
+        ranks: The tensor-parallel ranks.
+    """
+    held = units_of_rank(split.block, ranks.size, ranks.rank)
+    entry = _OwnUnits(split.argument, split.dim, split.block.num_units, slice(held.start, held.stop))
+    modules[split.module].register_forward_pre_hook(entry, with_kwargs=True)
+
+
+class _OwnUnits:
+    """Takes a range of units out of a dimension in which they are the fastest: (batch and units, ...)."""
+
+    def __init__(self, argument: str, dim: int, num_units: int, own: slice) -> None:
+        self._argument = argument
+        self._dim = dim
+        self._num_units = num_units
+        self._own = own
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        value = kwargs.get(self._argument)
+        if not isinstance(value, torch.Tensor) or value.shape[self._dim] == 1:
+            return args, kwargs
+        if value.shape[self._dim] % self._num_units:
+            return args, kwargs  # a mask that is the same for all heads
+        units = value.unflatten(self._dim, (-1, self._num_units))
+        length = self._own.stop - self._own.start
+        own = units.narrow(self._dim + 1, self._own.start, length).flatten(self._dim, self._dim + 1)
+        return args, {**kwargs, self._argument: own}
