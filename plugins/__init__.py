@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from booster.plugins.torch_ddp import TorchDDPPlugin
     from booster.plugins.torch_fsdp import TorchFSDPPlugin
 
-__all__ = ["BUILT_IN", "GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = [
+    "BUILT_IN",
+    "GeminiPlugin",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]
 
 # The name for Booster(plugin="..."), the module, the class.
 BUILT_IN: dict[str, tuple[str, str]] = {

@@ -221,7 +221,7 @@ class OptimizerState:
         return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
 
     def _layout(self, parameter: nn.Parameter) -> ParameterLayout:
-        """Returns what this rank's model has of the logical parameter that one of `param_groups` is, or is a copy of."""
+        """Returns what this rank's model has of the parameter that one of `param_groups` is, or is a copy of."""
         return layout_of(self.optimizer.working_parameter(parameter), parameter.shape)
 
     def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:

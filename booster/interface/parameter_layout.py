@@ -132,7 +132,7 @@ class ParameterLayout:
         return found
 
     def holds_first(self, span: tuple[int, int] | None = None) -> bool:
-        """Returns whether a stretch of this rank's tensor (None: all) has the logical one's first element, and counts it.
+        """Returns whether a stretch of this rank's tensor (None: all) counts the logical one's first element.
 
         Of an empty logical tensor one of the ranks says so, if it counts what they hold.
         """

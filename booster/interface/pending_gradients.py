@@ -32,7 +32,7 @@ __all__ = ["PendingGradients", "ReducedGradients", "WindowCounts"]
 #   sum of g_r and 1/W' of the sum of items, and the sum of all R is divided evenly, so that what follows adds to the
 #   same two sums, and an item weighs alike before and after the load.
 # A rank without shards shares with nobody: it is a group of one, and adds its part of the R to its own gradient.
-# Ranks that share a model's layers hold between them the same g_r, each a part: they count as one rank, the *data rank*.
+# Ranks that share a model's layers hold between them the same g_r, each a part: they count as one, the *data rank*.
 # Where W' = W every rank takes its own g_r, and where the groups are the same too its own part of R, bit for bit. Raw
 # gradients carry the loss scale they were made with: under another one they are multiplied by the quotient.
 

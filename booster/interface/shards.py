@@ -173,8 +173,9 @@ class ShardAware(Protocol):
       `shards.sum_over_ranks(squares, lengths=2)` once, and scales every shard by the ratio of the two roots.
     - LARS (You et al., 2017, section 5) does the same with weights and gradients before it applies momentum.
     - Adafactor (Shazeer and Stern, 2018, Algorithm 4) sums the squared gradient of a matrix by rows and by columns:
-      an element of a shard lies at `divmod(shard.positions()[index], columns)`, and `lengths={name: rows + columns}` comes from
-      `shards.shapes`. Its clipping by the root mean square of the update takes a second call with `lengths=1`.
+      an element of a shard lies at `divmod(shard.positions()[index], columns)`, and
+      `lengths={name: rows + columns}` comes from `shards.shapes`. Its clipping by the root mean square of the update
+      takes a second call with `lengths=1`.
 
     What `step()` has to keep to:
 

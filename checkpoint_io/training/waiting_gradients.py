@@ -19,9 +19,9 @@ from booster.interface import OptimizerWrapper, PendingGradients, ReducedGradien
 
 __all__ = ["GradientsLoad", "gradients_component"]
 
-# Note [Names of stored gradients]: `rank<r>.<parameter>` is data rank r's own gradient; `reduced<r>.<parameter>` the sum
-# of what the ranks that share shards, of which r is the first, had reduced already. What either means for the step, and
-# for other ranks than those that saved: see Note [Gradients of other ranks].
+# Note [Names of stored gradients]: `rank<r>.<parameter>` is data rank r's own gradient; `reduced<r>.<parameter>` the
+# sum of what the ranks that share shards, of which r is the first, had reduced already. What either means for the step,
+# and for other ranks than those that saved: see Note [Gradients of other ranks].
 _NAME = re.compile(r"(rank|reduced)(\d+)\.(.+)", re.DOTALL)
 
 

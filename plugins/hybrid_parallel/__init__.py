@@ -1,5 +1,9 @@
 """Tensor, sequence and data parallelism with ZeRO, from plans."""
 
+from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
+from booster.plugins.hybrid_parallel.plans.plan import Style
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import SplitLogits
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
-__all__ = ["HybridParallelPlugin"]
+__all__ = ["Block", "GradientCheckpointConfig", "HybridParallelPlugin", "SplitLogits", "Style"]

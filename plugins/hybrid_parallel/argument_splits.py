@@ -39,11 +39,12 @@ class _OwnUnits:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         value = kwargs.get(self._argument)
-        if not isinstance(value, torch.Tensor) or value.shape[self._dim] == 1:
+        if not isinstance(value, torch.Tensor):
             return args, kwargs
-        if value.shape[self._dim] % self._num_units:
+        # Where batch and heads are one dimension of three, four have them apart.
+        dim = 1 if self._dim == 0 and value.dim() == 4 else self._dim
+        if value.shape[dim] % self._num_units:
             return args, kwargs  # a mask that is the same for all heads
-        units = value.unflatten(self._dim, (-1, self._num_units))
-        length = self._own.stop - self._own.start
-        own = units.narrow(self._dim + 1, self._own.start, length).flatten(self._dim, self._dim + 1)
+        units = value.unflatten(dim, (-1, self._num_units))
+        own = units.narrow(dim + 1, self._own.start, self._own.stop - self._own.start).flatten(dim, dim + 1)
         return args, {**kwargs, self._argument: own}

@@ -36,7 +36,9 @@ def planned_layouts(
     """
     split: dict[int, tuple[str, list[ParameterLayout]]] = {}
     for name, parameter, entry, own_name in _planned_parameters(model, plan):
-        layouts = [_layout(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple) for rank in range(num_ranks)]
+        layouts = [
+            _layout(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple) for rank in range(num_ranks)
+        ]
         other = split.setdefault(id(parameter), (name, layouts))
         if other[1] != layouts:
             raise ConfigError(

@@ -29,6 +29,7 @@ class HybridModel(ZeroModel):
         module: The user's model, cut and parallelized.
         tensor_ranks: The ranks that share its layers; None: each has them whole.
         sequence_ranks: The ranks that share its sequences by an axis of their own; None: there is none.
+        data_group: The ranks that get different data, and hold the same parts.
         replica_group: The ranks that get the same batch.
         is_primary: True on one of the ranks that hold the same parts.
         broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
@@ -40,11 +41,12 @@ class HybridModel(ZeroModel):
         *,
         tensor_ranks: TensorParallelRanks | None,
         sequence_ranks: SequenceParallelRanks | None,
+        data_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup,
         is_primary: bool,
         broadcasts_buffers: bool,
     ) -> None:
-        super().__init__(module, None, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
+        super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._ranks = [ranks for ranks in (tensor_ranks, sequence_ranks) if ranks is not None]
         self._replica_group = replica_group
         self._may_draw_differently = bool(self._ranks)

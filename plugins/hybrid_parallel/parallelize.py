@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from booster.errors import ConfigError
@@ -29,7 +28,7 @@ from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
 from booster.plugins.hybrid_parallel.tensor_parallel.gradients import sum_shared_gradient, sum_whole_gradient
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import gather_sequence
+from booster.plugins.hybrid_parallel.tensor_parallel.region_input import RegionInput
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
 
 __all__ = ["parallelize"]
@@ -182,21 +181,9 @@ def _split_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan,
     """Splits the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
     for stack in plan.stacks:
         attach_stack([modules[name] for name in stack], TensorAxisSplitter(ranks))
-    for region in dict.fromkeys(entry.region for entry in plan.entries if entry.style in COLUMN_STYLES):
-        if region:
-            modules[region].register_forward_pre_hook(_RegionEntry(ranks), with_kwargs=True)
-
-
-class _RegionEntry:
-    """Gathers the tokens of all ranks where a parallel region begins."""
-
-    def __init__(self, ranks: TensorParallelRanks) -> None:
-        self._ranks = ranks
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (self._gathered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._gathered(kwargs["hidden_states"])}
-
-    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        return gather_sequence(hidden, self._ranks, dim=1 if hidden.dim() > 2 else 0)
+    layers: dict[str, list[nn.Module]] = {}
+    for entry in plan.entries:
+        if entry.style in COLUMN_STYLES and entry.region:
+            layers.setdefault(entry.region, []).append(modules[entry.name])
+    for region, readers in layers.items():
+        RegionInput(ranks, readers).attach(modules[region])

@@ -119,13 +119,17 @@ class ModelSplit:
                 parallel_output=self._arguments.parallel_output,
             )
             log_on_master(f"HybridParallelPlugin: {plan.source}")
-        modules = dict(model.named_modules())
         if self.sequence_ranks is not None:
-            use_sequence_attention(model)
-        for stack in plan.stacks if self.sequence_ranks is not None else ():
-            attach_stack([modules[name] for name in stack], SequenceAxisSplitter(self.sequence_ranks))
-        for stack in plan.stacks if self._arguments.checkpointing is not None else ():
-            checkpoint_layers(model, stack, self._arguments.checkpointing)
+            self._split_sequences(model, plan, self.sequence_ranks)
+        if self._arguments.checkpointing is not None:
+            for stack in plan.stacks:
+                checkpoint_layers(model, stack, self._arguments.checkpointing)
+
+    def _split_sequences(self, model: nn.Module, plan: TensorParallelPlan, ranks: SequenceParallelRanks) -> None:
+        use_sequence_attention(model)
+        modules = dict(model.named_modules())
+        for stack in plan.stacks:
+            attach_stack([modules[name] for name in stack], SequenceAxisSplitter(ranks))
 
     def _layouts(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ParameterLayout]]:
         return planned_layouts(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)

@@ -51,8 +51,9 @@ class HybridParallelPlugin(Plugin):
     Models stay as they are: their layers compute with parts, under the same names.
 
     Memory per rank of N parameters with Adam in fp32, of which the planned ones are divided by tp: 16N/tp, with ZeRO 1
-    8N/tp + 8N/(tp*dp*sp), with ZeRO 2 4N/tp + 12N/(tp*dp*sp). Sent per rank and layer of column and row parallel pairs:
-    one all-reduce of the hidden states forward and one backward for attention, and for the MLP.
+    8N/tp + 8N/(tp*dp*sp), with ZeRO 2 4N/tp + 12N/(tp*dp*sp); in fp16 and bf16 as `LowLevelZeroPlugin`, without ZeRO
+    18N/tp. Sent per rank and layer of column and row parallel pairs: one all-reduce of the hidden states forward and
+    one backward for attention, and for the MLP.
 
     Args:
         tp_size: Ranks that share each layer.
@@ -306,9 +307,10 @@ class HybridParallelPlugin(Plugin):
             model,
             tensor_ranks=self._split.tensor_ranks,
             sequence_ranks=self._split.sequence_ranks,
+            data_group=self._mesh.group("dp", "sp"),
             replica_group=self._mesh.group("sp", "tp"),
             is_primary=self._mesh.rank("dp", "sp") == 0,
-            broadcasts_buffers=arguments.broadcast_buffers and group_size() > 1,
+            broadcasts_buffers=arguments.broadcast_buffers and self._mesh.size("dp", "sp") > 1,
         )
         wrapped = None
         if optimizer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ __all__ = ["SEQUENCE_MODES", "HybridArguments"]
 # tokens (Jacobs et al., "DeepSpeed Ulysses", 2023), or by passing keys and values round (Liu et al., "Ring Attention
 # with Blockwise Transformers", 2023).
 _ON_TENSOR_AXIS = ("split_gather", "ring")
-_ON_OWN_AXIS = ("all_to_all", "ring_attn")
+_ON_OWN_AXIS: tuple[Literal["all_to_all", "ring_attn"], ...] = ("all_to_all", "ring_attn")
 SEQUENCE_MODES = _ON_TENSOR_AXIS + _ON_OWN_AXIS
 
 _PIPELINE_STYLES = ("1f1b", "interleaved", "zbv")
@@ -93,9 +93,10 @@ class HybridArguments:
         return self.sequence_mode if self.sequence_mode in _ON_TENSOR_AXIS else None
 
     @property
-    def own_axis_mode(self) -> str | None:
+    def own_axis_mode(self) -> Literal["all_to_all", "ring_attn"] | None:
         """The sequence mode if it is one on the sp axis."""
-        return self.sequence_mode if self.sequence_mode in _ON_OWN_AXIS else None
+        own: dict[str | None, Literal["all_to_all", "ring_attn"]] = {one: one for one in _ON_OWN_AXIS}
+        return own.get(self.sequence_mode)
 
     @property
     def given_plan(self) -> Mapping[str, Any] | None:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from booster.comm import group_size, require_same_on_all_ranks
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import BufferPool
+from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.torch_fsdp.coordination import Coordinator
 from booster.plugins.torch_fsdp.formats import UnitFormats
-from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.outputs import SafeOutputs
 from booster.plugins.torch_fsdp.own_format import OwnFormat, modules_with_forward

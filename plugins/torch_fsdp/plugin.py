@@ -35,9 +35,9 @@ from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
+from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.plugins.torch_fsdp.assembly import Assembly
-from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.torch_fsdp.optimizer import FSDPOptimizer, OptimizerSettings
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
 from booster.plugins.torch_fsdp.settings import FSDPArguments

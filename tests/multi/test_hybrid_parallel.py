@@ -139,6 +139,26 @@ def test_a_plan_of_the_user_is_followed(plan):
     assert_hybrid_equals_serial("user_transformer", TP_2, arguments={"plan": plan}, steps=STEPS)
 
 
+# Fused projections, a gate per head, one layer called three times, two heads on a model, experts that are skipped.
+@pytest.mark.parametrize("model", ["tied_lm", "convit", "albert_pretraining", "gpt2_double_heads", "routed_experts"])
+def test_models_of_other_plugins_are_shared_too(model):
+    assert_hybrid_equals_serial(model, TP_2, steps=STEPS)
+
+
+@pytest.mark.parametrize("model", ["torch_transformer", "mlp_odd", "lstm", "convnet_batchnorm"])
+def test_models_that_nothing_can_be_cut_of_are_refused(model):
+    with pytest.raises(RanksFailed, match=r"ConfigError: no tensor-parallel plan is known .* stays whole: "):
+        assert_hybrid_equals_serial(model, TP_2, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [("user_mixer", "treat every token by itself"), ("mixtral", "needs the whole sequence")]
+)
+def test_layers_that_need_the_whole_sequence_are_refused(model, reason):
+    with pytest.raises(RanksFailed, match=f"ConfigError: .*{reason}"):
+        assert_hybrid_equals_serial(model, MODES["split_gather 2"], steps=1)
+
+
 @pytest.mark.parametrize("model", OWN_ATTENTION)
 def test_attention_that_cannot_be_exchanged_is_refused(model):
     with pytest.raises(RanksFailed, match=r"ConfigError: .*F\.scaled_dot_product_attention"):

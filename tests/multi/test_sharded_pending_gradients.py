@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -364,12 +364,12 @@ def test_a_tensor_that_is_no_gradient_is_refused(tmp_path, monkeypatch):
     wrapped = make(Place(1, is_sharded=False), 1)
     put_gradients(wrapped, Place(1, is_sharded=False))
     wrapped.restore_window(GradientWindow(num_backwards=1), 0)
-    real = waiting_gradients.rank_component
+    real = waiting_gradients.Component
 
-    def renamed(kind, tensors, rank, **options):
-        return real(kind, tensors, "dom", **options)
+    def renamed(*, slices, **options):
+        return real(slices=[replace(one, name=one.name.replace("rank0", "rankdom")) for one in slices], **options)
 
-    monkeypatch.setattr(waiting_gradients, "rank_component", renamed)
+    monkeypatch.setattr(waiting_gradients, "Component", renamed)
     save_state(wrapped, tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"'rankdom\.own' among its gradients, which is none"):
         load_state(wrapped, tmp_path / "a")

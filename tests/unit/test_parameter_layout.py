@@ -27,13 +27,17 @@ def query_key_value(num_heads: int, num_groups: int, head_size: int) -> list[Blo
 CASES = {
     "rows": lambda ranks, rank: split_layout((7, 3), 0, [Block(num_units=7)], ranks, rank),
     "columns": lambda ranks, rank: split_layout((3, 7), 1, [Block(num_units=7)], ranks, rank),
-    "middle": lambda ranks, rank: split_layout((2, 6, 3), -2, [Block(num_units=3)] * 2, ranks, rank)
-    if ranks < 4
-    else split_layout((2, 8, 3), 1, [Block(num_units=4)] * 2, ranks, rank),
+    "middle": lambda ranks, rank: (
+        split_layout((2, 6, 3), -2, [Block(num_units=3)] * 2, ranks, rank)
+        if ranks < 4
+        else split_layout((2, 8, 3), 1, [Block(num_units=4)] * 2, ranks, rank)
+    ),
     "heads": lambda ranks, rank: split_layout((24, 5), 0, query_key_value(4, 4, 2), ranks, rank),
-    "two groups": lambda ranks, rank: split_layout((8 * 2 + 8, 5), 0, query_key_value(8, 2, 2), ranks, rank)
-    if ranks != 3
-    else split_layout((6 * 2 + 8, 5), 0, query_key_value(6, 2, 2), ranks, rank),
+    "two groups": lambda ranks, rank: (
+        split_layout((8 * 2 + 8, 5), 0, query_key_value(8, 2, 2), ranks, rank)
+        if ranks != 3
+        else split_layout((6 * 2 + 8, 5), 0, query_key_value(6, 2, 2), ranks, rank)
+    ),
     "one group, by columns": lambda ranks, rank: split_layout((5, 12), 1, query_key_value(4, 1, 2), ranks, rank),
     "vocabulary": lambda ranks, rank: vocabulary_layout((13, 3), 8, ranks, rank),
     "vocabulary of few": lambda ranks, rank: vocabulary_layout((3,), 8, ranks, rank),
@@ -158,8 +162,7 @@ def test_key_value_heads_go_with_their_query_heads():
 )
 def test_what_can_not_be_divided_is_refused(blocks, ranks, told):
     with pytest.raises(ConfigError, match=told):
-        for rank, block in itertools.product(range(ranks), blocks):
-            units_of_rank(block, ranks, rank)
+        [units_of_rank(block, ranks, rank) for rank, block in itertools.product(range(ranks), blocks)]
 
 
 def test_blocks_have_to_add_up():

@@ -124,16 +124,6 @@ class RunningLayer:
             )
         return fits_whole
 
-    def require_attention(self, layer: str) -> None:
-        """Raises ConfigError if no attention of the layer was intercepted, so that its tokens saw this rank's only."""
-        if self.num_attentions == 0:
-            raise ConfigError(
-                f"{layer} ran without F.scaled_dot_product_attention or transformers' attention interface, so that"
-                " sequence parallelism can't know how it mixes tokens: use one of them"
-                " (nn.MultiheadAttention does with need_weights=False), or split the sequence over the tensor-parallel"
-                ' ranks (sequence_parallelism_mode="split_gather")'
-            )
-
 
 class _Current(threading.local):
     layer: RunningLayer | None = None
@@ -199,11 +189,27 @@ def _running_members(base: type[nn.Module]) -> dict[str, Any]:
             return base.forward(self, *args, **kwargs)
         running = RunningLayer(stack, span.length if span else None, _wholes(span, args, kwargs))
         with made_current(running), interception():
-            output = base.forward(self, *args, **kwargs)
-        running.require_attention(base.__name__)
+            try:
+                output = base.forward(self, *args, **kwargs)
+            except RuntimeError as error:  # as of shapes that don't fit, of matrix products in attention's place
+                if running.num_attentions == 0:
+                    raise _no_attention(base.__name__) from error
+                raise
+        if running.num_attentions == 0:
+            raise _no_attention(base.__name__)
         return output
 
     return {"forward": forward}
+
+
+def _no_attention(layer: str) -> ConfigError:
+    """Returns what to say of a layer none of whose attention was intercepted, so that tokens saw this rank's only."""
+    return ConfigError(
+        f"{layer} ran without F.scaled_dot_product_attention or transformers' attention interface, so that"
+        " sequence parallelism can't know how it mixes tokens: use one of them"
+        " (nn.MultiheadAttention does with need_weights=False), or split the sequence over the tensor-parallel"
+        ' ranks (sequence_parallelism_mode="split_gather")'
+    )
 
 
 def _wholes(span: Span | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:

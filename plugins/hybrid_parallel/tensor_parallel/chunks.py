@@ -21,9 +21,21 @@ import torch
 from booster.comm import AllGather, start_all_gather, start_reduce_scatter
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 
-__all__ = ["Chunks", "Span"]
+__all__ = ["Chunks", "Span", "runs_in_chunks"]
 
 _NUM_CHUNKS = 4
+
+
+def runs_in_chunks(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> bool:
+    """Returns whether products of tokens are computed in chunks; the same on all ranks.
+
+    Args:
+        x: Tokens, this rank's or all, with features last.
+        ranks: Who have the tokens.
+        dim: Along which the tokens lie.
+        sizes: How many each rank has.
+    """
+    return ranks.sequence_mode == "ring" and ranks.size > 1 and dim == x.dim() - 2 and max(sizes) > 0
 
 
 class Span(NamedTuple):
@@ -75,34 +87,36 @@ class Chunks:
                 yield span, pieces
             ahead = following
 
-    def start_sum(self, make: Callable[[Span], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def start_sum(
+        self, make: Callable[[Span], torch.Tensor], like: torch.Tensor, num_features: int
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Starts the sum over the ranks of what is computed chunk by chunk, of which each rank gets its own tokens.
 
         Args:
             make: Returns the pieces of a chunk, which nobody else needs. While it runs, those before are under way.
+            like: What the sum is like, but for the numbers of tokens and features.
+            num_features: Of the sum.
 
         Returns:
-            A function that waits, and returns the sum (sequences, tokens, features).
+            Room for the sum, and a function that waits until it is there.
 
         Collective.
         """
-        made: list[torch.Tensor] = []
-        started = []
+        total = like.new_empty((*like.shape[:-2], self.num_own, num_features))
+        under_way = []
         for span in self._spans:
-            made.append(make(span))
-            started.append(start_reduce_scatter(made[-1].view(-1), self._ranks.group))
+            pieces = make(span)
+            under_way.append((span, pieces[self._ranks.rank], start_reduce_scatter(pieces.view(-1), self._ranks.group)))
 
-        def finish() -> torch.Tensor:
-            _, num_sequences, _, num_features = made[0].shape
-            output = made[0].new_empty((num_sequences, self.num_own, num_features))
-            for span, reduction in zip(self._spans, started, strict=True):
-                piece = made.pop(0)[self._ranks.rank]
+        def finish() -> None:
+            tokens = _three_dimensional(total)
+            for span, piece, reduction in under_way:
                 reduction.finish(piece.view(-1), accumulate=False)
-                place = output.narrow(1, *self._place(span, self._ranks.rank))
-                place.copy_(piece.narrow(1, 0, place.shape[1]))
-            return output
+                start, length = self._place(span, self._ranks.rank)
+                tokens.narrow(1, start, length).copy_(piece.narrow(1, 0, length))
+            under_way.clear()
 
-        return finish
+        return total, finish
 
     def put(self, pieces: torch.Tensor, span: Span, whole: torch.Tensor) -> None:
         """Writes the pieces of a chunk to their places among the tokens of all ranks.

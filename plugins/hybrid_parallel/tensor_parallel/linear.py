@@ -14,16 +14,19 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.chunks import runs_in_chunks
 from booster.plugins.hybrid_parallel.tensor_parallel.derived_classes import become, class_before
-from booster.plugins.hybrid_parallel.tensor_parallel.overlap import OverlappedInput, can_overlap
+from booster.plugins.hybrid_parallel.tensor_parallel.overlap import OverlappedInput, can_overlap, cast_between
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
     gather_features,
-    scatter_sequence_sum,
+    scatter_sum,
     shared_copy_to_ranks,
+    sizes_of_all,
     split_features,
     sum_over_ranks,
 )
+from booster.plugins.hybrid_parallel.tensor_parallel.ring_row import scattered_product
 
 __all__ = [
     "is_linear",
@@ -72,6 +75,9 @@ class ColumnSplit:
 
     def product(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Returns what a layer that only multiplies and adds makes of its input; see Note [Overlapped backward]."""
+        ready = self.ranks.products.take(module, x)
+        if ready is not None:
+            return ready
         weight, bias = module.weight, _bias(module)
         if self.is_input_gathered or not can_overlap(x, weight, self.ranks):  # type: ignore[arg-type]
             return product(module, self.before(x), bias)
@@ -120,13 +126,27 @@ class RowSplit:
         """
         if not self.reduces:
             return y if bias is None or self.ranks.rank > 0 else y + bias.to(y.dtype)
-        y = self._scattered(y) if self.scatters else sum_over_ranks(y, self.ranks, overwrites=True)
+        if not self.scatters:
+            y = sum_over_ranks(y, self.ranks, overwrites=True)
+        elif self.ranks.size > 1:
+            y = scatter_sum(y, self.ranks, *self._scattering(y))
         return y if bias is None else y.add_(bias.to(y.dtype))
 
-    def _scattered(self, y: torch.Tensor) -> torch.Tensor:
-        if y.dim() > 2:
-            return scatter_sequence_sum(y, self.ranks, self.sequence_dim)
-        return scatter_sequence_sum(y, self.ranks, 0, self.ranks.sequence_length)
+    def chunked(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns what the layer returns, from its input; None: that is not computed in chunks."""
+        weight, bias = module.weight, _bias(module)
+        if not (self.reduces and self.scatters) or cast_between(x, weight):  # type: ignore[arg-type]
+            return None
+        dim, sizes = self._scattering(x)
+        if not runs_in_chunks(x, self.ranks, dim, sizes):
+            return None
+        y = scattered_product(x, weight, self.ranks, sizes, is_transposed=is_transposed(module))  # type: ignore[arg-type]
+        return y if bias is None else y.add_(bias.to(y.dtype))
+
+    def _scattering(self, x: torch.Tensor) -> tuple[int, list[int]]:
+        """Returns along which dimension a tensor's tokens lie, and how many of them each rank gets."""
+        dim, length = (self.sequence_dim, None) if x.dim() > 2 else (0, self.ranks.sequence_length)
+        return dim, sizes_of_all(x.shape[dim], self.ranks, length)
 
     def leave_region(self) -> None:
         """Ends the region that the column-parallel layers before have begun."""
@@ -218,10 +238,14 @@ class RowParallel(nn.Module):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the sum over the ranks, or what this rank adds to it."""
-        x = self._split.before(x)
-        y = product(self, x, None) if is_plain_linear(self) else self._without_bias(x, *args, **kwargs)
-        self._split.leave_region()
-        return self._split.after(y, _bias(self))
+        split = self._split
+        x = split.before(x)
+        is_plain = is_plain_linear(self)
+        if is_plain and (chunked := split.chunked(self, x)) is not None:
+            return chunked  # no region to leave, as its streams are the stack's
+        y = product(self, x, None) if is_plain else self._without_bias(x, *args, **kwargs)
+        split.leave_region()
+        return split.after(y, _bias(self))
 
     def _without_bias(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         bias, self._parameters["bias"] = self._parameters.get("bias"), None

@@ -15,24 +15,28 @@ everything is computed at once and by differentiable operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from booster.comm import AllReduce, start_all_reduce
+from booster.comm import start_all_reduce
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import sum_over_ranks
 
-__all__ = ["OverlappedInput", "can_overlap"]
+__all__ = ["DeferredWeight", "OverlappedInput", "Pending", "Stash", "awaited", "can_overlap", "cast_between"]
 
 
 def can_overlap(x: torch.Tensor, weight: torch.Tensor, ranks: TensorParallelRanks) -> bool:
     """Returns whether a product can have its backward overlapped: both have gradients, and nobody casts them."""
     needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-    is_cast = torch.is_autocast_enabled(x.device.type)
-    return ranks.size > 1 and needs_both and not is_cast and x.dtype == weight.dtype and x.dim() > 1
+    return ranks.size > 1 and needs_both and not cast_between(x, weight) and x.dim() > 1
+
+
+def cast_between(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Returns whether a product of both needs one of them in another format, or autocast may choose one."""
+    return torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
 
 
 class OverlappedInput:
@@ -45,9 +49,9 @@ class OverlappedInput:
     """
 
     def __init__(self, x: torch.Tensor, weights: Sequence[nn.Parameter], ranks: TensorParallelRanks) -> None:
-        pending = _Pending()
-        waited: torch.Tensor = _Wait.apply(x, pending)  # type: ignore[no-untyped-call]
-        self._weights = {id(weight): _DeferredWeight(weight) for weight in weights if weight.requires_grad}
+        pending = Pending()
+        waited = awaited(x, pending)
+        self._weights = {id(weight): DeferredWeight(weight) for weight in weights if weight.requires_grad}
         self._x: torch.Tensor = _Communicate.apply(waited, ranks, pending)  # type: ignore[no-untyped-call]
 
     def product(self, weight: nn.Parameter, bias: torch.Tensor | None, *, is_transposed: bool) -> torch.Tensor:
@@ -58,19 +62,29 @@ class OverlappedInput:
             bias: What is added to it.
             is_transposed: The weight is (inputs, outputs).
         """
-        deferred = self._weights.get(id(weight)) or _DeferredWeight(weight)
+        deferred = self._weights.get(id(weight)) or DeferredWeight(weight)
         y: torch.Tensor = _Product.apply(self._x, deferred.view, bias, deferred.stash, is_transposed)  # type: ignore[no-untyped-call]
         return y
 
 
-class _Pending:
-    """The sum that Communicate has started and Wait waits for."""
+class Pending:
+    """What Communicate has started and Wait finishes: the gradient is there after that.
+
+    Attributes:
+        finish: None: nothing is under way.
+    """
 
     def __init__(self) -> None:
-        self.reduction: AllReduce | None = None
+        self.finish: Callable[[], object] | None = None
 
 
-class _Stash:
+def awaited(x: torch.Tensor, pending: Pending) -> torch.Tensor:
+    """Returns a tensor in whose backward is finished what is pending."""
+    y: torch.Tensor = _Wait.apply(x, pending)  # type: ignore[no-untyped-call]
+    return y
+
+
+class Stash:
     """What products leave to the node of their weight: pairs of matrices whose product is its gradient."""
 
     def __init__(self) -> None:
@@ -105,29 +119,39 @@ class _Stash:
         return total if is_zero else total.add_(arrived)
 
 
-class _DeferredWeight:
+class DeferredWeight:
+    """A weight whose gradient is computed after what was created later has started.
+
+    Args:
+        weight: It has a gradient.
+
+    Attributes:
+        stash: Where products leave what the gradient is made of.
+        view: What products read in the weight's place.
+    """
+
     def __init__(self, weight: nn.Parameter) -> None:
-        self.stash = _Stash()
+        self.stash = Stash()
         self.view: torch.Tensor = _Deferred.apply(weight, self.stash)  # type: ignore[no-untyped-call]
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, pending: _Pending) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, pending: Pending) -> torch.Tensor:
         ctx.pending = pending
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        reduction, ctx.pending.reduction = ctx.pending.reduction, None
-        if reduction is not None:
-            reduction.wait()
+        finish, ctx.pending.finish = ctx.pending.finish, None
+        if finish is not None:
+            finish()
         return grad, None
 
 
 class _Communicate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, pending: _Pending) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, pending: Pending) -> torch.Tensor:
         ctx.ranks, ctx.pending = ranks, pending
         return x.view_as(x)
 
@@ -137,13 +161,13 @@ class _Communicate(torch.autograd.Function):
             return sum_over_ranks(grad, ctx.ranks), None, None
         # Products are all that read the input, and nothing else holds the gradients that they make.
         grad = grad.contiguous()
-        ctx.pending.reduction = start_all_reduce(grad, ctx.ranks.group)
+        ctx.pending.finish = start_all_reduce(grad, ctx.ranks.group).wait
         return grad, None, None
 
 
 class _Deferred(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, stash: _Stash) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, stash: Stash) -> torch.Tensor:
         ctx.stash = stash
         return weight.view_as(weight)
 
@@ -159,7 +183,7 @@ class _Product(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        stash: _Stash,
+        stash: Stash,
         is_transposed: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ __all__ = ["RegionProducts"]
 # would not find the product: that shows in how tensors are saved, or in that there is no graph.
 
 
+_Product = Callable[[], torch.Tensor]
+
+
 @dataclass(slots=True)
 class _Waiting:
     """Products of one tensor; it is kept, as another one may have its identity after its end."""
@@ -25,7 +28,7 @@ class _Waiting:
     x: torch.Tensor
     version: int
     saving: tuple[bool, Any]
-    products: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+    products: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None, _Product]]
 
 
 class RegionProducts:
@@ -34,8 +37,13 @@ class RegionProducts:
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
 
-    def keep(self, x: torch.Tensor, products: Mapping[nn.Module, torch.Tensor]) -> None:
-        """Keeps what linear layers make of a tensor, until they take it or the tensor is forgotten."""
+    def keep(self, x: torch.Tensor, products: Mapping[nn.Module, _Product]) -> None:
+        """Keeps what linear layers make of a tensor, until they take it or the tensor is forgotten.
+
+        Args:
+            x: What they will be called with.
+            products: By layer, functions of which the one that a layer takes is called once.
+        """
         by_layer = {layer: (layer.weight, layer.bias, product) for layer, product in products.items()}
         self._waiting[id(x)] = _Waiting(x, _version(x), _saving(), by_layer)  # type: ignore[arg-type]
 
@@ -45,7 +53,9 @@ class RegionProducts:
         if waiting is None or waiting.version != _version(x) or waiting.saving != _saving():
             return None
         weight, bias, product = waiting.products.pop(layer, (None, None, None))
-        return product if layer.weight is weight and layer.bias is bias else None
+        if product is None or layer.weight is not weight or layer.bias is not bias:
+            return None
+        return product()
 
     def forget(self, x: object) -> None:
         """Lets go of what waits of a tensor."""

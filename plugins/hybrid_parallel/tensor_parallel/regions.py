@@ -23,10 +23,12 @@ from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallel
 __all__ = [
     "copy_to_ranks",
     "gather_features",
+    "gather_parts",
     "gather_sequence",
     "gathered",
     "join_sequence",
     "scatter_sequence_sum",
+    "scatter_sum",
     "sequence_length",
     "shared_copy_to_ranks",
     "sizes_of_all",
@@ -110,7 +112,7 @@ def gather_sequence(
     Collective, also in backward.
     """
     sizes = sizes_of_own(x.shape[dim], ranks, length)
-    return x if ranks.size == 1 else _GatherToCompute.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return x if ranks.size == 1 else gather_parts(x, ranks, dim, sizes)
 
 
 def scatter_sequence_sum(
@@ -128,7 +130,7 @@ def scatter_sequence_sum(
     Collective, also in backward.
     """
     sizes = sizes_of_all(x.shape[dim], ranks, length)
-    return x if ranks.size == 1 else _ScatterSum.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return x if ranks.size == 1 else scatter_sum(x, ranks, dim, sizes)
 
 
 def split_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1) -> torch.Tensor:
@@ -148,6 +150,16 @@ def join_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, len
     Collective.
     """
     return _joined(x, ranks, dim, sizes_of_own(x.shape[dim], ranks, length))
+
+
+def gather_parts(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Does what `gather_sequence` does, with what each rank holds of the dimension given. Collective both ways."""
+    return _GatherToCompute.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def scatter_sum(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Does what `scatter_sequence_sum` does, with what each rank gets of the dimension given. Collective both ways."""
+    return _ScatterSum.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _joined(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -243,18 +255,20 @@ class _GatherToCompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _ScatterSum.apply(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None  # type: ignore[no-untyped-call]
+        return scatter_sum(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        return start_summed_part(x, ranks, dim, sizes)()
+        part, finish = start_summed_part(x, ranks, dim, sizes)
+        finish()
+        return part
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _GatherToCompute.apply(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None  # type: ignore[no-untyped-call]
+        return gather_parts(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
 
 
 def gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -275,30 +289,32 @@ def gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Seque
 
 def start_summed_part(
     x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]
-) -> Callable[[], torch.Tensor]:
+) -> tuple[torch.Tensor, Callable[[], None]]:
     """Starts the sum of the ranks' tensors, of which each keeps its own part; nobody may touch `x` until the end.
 
     Returns:
-        A function that waits, and returns this rank's part.
+        Room for this rank's part, and a function that waits until it is there.
     """
     if x.shape[dim] != sum(sizes):
         raise AssertionError(f"{x.shape[dim]} along dimension {dim} are not the {list(sizes)} of the ranks")
     own = sizes[ranks.rank]
-    output = x.new_empty(_resized(x, dim, max(sizes)))
+    part = x.new_empty(_resized(x, dim, own))
+    piece = part if own == max(sizes) else x.new_empty(_resized(x, dim, max(sizes)))
     if _lies_outermost(x, dim, sizes) and x.is_contiguous():
         pieces = x.detach()
     else:
-        pieces = x.new_empty((len(sizes), *output.shape))
-        for piece, size, stop in zip(pieces, sizes, accumulate(sizes), strict=True):
-            piece.narrow(dim, 0, size).copy_(x.narrow(dim, stop - size, size))
-            piece.narrow(dim, size, piece.shape[dim] - size).zero_()
+        pieces = x.new_empty((len(sizes), *piece.shape))
+        for target, size, stop in zip(pieces, sizes, accumulate(sizes), strict=True):
+            target.narrow(dim, 0, size).copy_(x.narrow(dim, stop - size, size))
+            target.narrow(dim, size, target.shape[dim] - size).zero_()
     reduction = start_reduce_scatter(pieces.view(-1), ranks.group)
 
-    def finish() -> torch.Tensor:
-        reduction.finish(output.view(-1), accumulate=False)
-        return output if own == output.shape[dim] else output.narrow(dim, 0, own).clone()
+    def finish() -> None:
+        reduction.finish(piece.view(-1), accumulate=False)
+        if piece is not part:
+            part.copy_(piece.narrow(dim, 0, own))
 
-    return finish
+    return part, finish
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:

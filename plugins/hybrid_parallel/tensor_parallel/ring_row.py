@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,39 +10,25 @@ from torch import nn
 
 from booster.plugins.hybrid_parallel.tensor_parallel.chunks import Chunks, Span
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import gather_sequence, sizes_of_all
+from booster.plugins.hybrid_parallel.tensor_parallel.regions import gather_parts
 
-__all__ = ["can_use_chunks", "scattered_product"]
-
-
-def can_use_chunks(x: torch.Tensor, weight: torch.Tensor, ranks: TensorParallelRanks, dim: int) -> bool:
-    """Returns whether products of a tensor are computed in chunks.
-
-    Args:
-        x: Tokens, this rank's or all, with features last.
-        weight: What it is multiplied with.
-        ranks: Who have the tokens.
-        dim: Along which the tokens lie.
-    """
-    is_cast = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
-    return ranks.sequence_mode == "ring" and ranks.size > 1 and dim == x.dim() - 2 and x.shape[dim] > 0 and not is_cast
+__all__ = ["scattered_product", "weight_gradient"]
 
 
 def scattered_product(
-    x: torch.Tensor, weight: torch.Tensor, ranks: TensorParallelRanks, length: int | None, *, is_transposed: bool
+    x: torch.Tensor, weight: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int], *, is_transposed: bool
 ) -> torch.Tensor:
-    """Returns this rank's tokens of the sum over the ranks of `x @ weight.t()`, what `scatter_sequence_sum` makes of it.
+    """Returns this rank's tokens of the sum over the ranks of `x @ weight.t()`, as `scatter_sum` makes them of that.
 
     Args:
         x: Tokens along the last dimension but one, the same number on all ranks; features last.
         weight: (outputs, inputs).
         ranks: Who sums.
-        length: As `scatter_sequence_sum` has it.
+        sizes: How many tokens each rank gets; not none altogether.
         is_transposed: The weight is (inputs, outputs).
 
     Collective, also in backward.
     """
-    sizes = sizes_of_all(x.shape[-2], ranks, length)
     y: torch.Tensor = _ScatteredProduct.apply(x, weight, ranks, tuple(sizes), is_transposed)  # type: ignore[no-untyped-call]
     return y
 
@@ -65,8 +52,9 @@ class _ScatteredProduct(torch.autograd.Function):
         def product(span: Span) -> torch.Tensor:
             return nn.functional.linear(chunks.take(x, span), matrix)
 
-        y = chunks.start_sum(product)()
-        return y.view(*x.shape[:-2], *y.shape[-2:])
+        y, finish = chunks.start_sum(product, x, matrix.shape[0])
+        finish()
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -74,7 +62,7 @@ class _ScatteredProduct(torch.autograd.Function):
         if weight is not None and ctx.is_transposed:
             weight = weight.t()
         if torch.is_grad_enabled():
-            whole = gather_sequence(grad, ctx.ranks, grad.dim() - 2, sum(ctx.sizes))
+            whole = gather_parts(grad, ctx.ranks, grad.dim() - 2, ctx.sizes)
             grad_x = None if weight is None else whole @ weight
         else:
             whole, grad_x = _gathered_product(grad, weight, Chunks(ctx.ranks, ctx.sizes))
@@ -90,13 +78,13 @@ def _gathered_product(
     grad_x = None if weight is None else grad.new_empty((*shape, weight.shape[-1]))
     for span, pieces in chunks.gathered(grad):
         chunks.put(pieces, span, whole)
-        if grad_x is not None:
+        if weight is not None and grad_x is not None:
             chunks.put(pieces @ weight, span, grad_x)
     return whole, grad_x
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
     """Returns the gradient of a linear layer's weight, from that of its output, for all tokens at once."""
-    rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
     left, right = (inputs, rows) if is_transposed else (rows, inputs)
     return left.t() @ right
