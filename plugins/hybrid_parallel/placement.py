@@ -39,13 +39,17 @@ class ModelSplit:
         arguments: Of the plugin, checked.
         mesh: Of the ranks.
         device: Where the model goes.
+        verbose: Log what is done with every model; else with those whose plan was derived.
 
     Attributes:
         tensor_ranks: The ranks that share the layers; None: each has them whole.
         sequence_ranks: The ranks that share the sequences by an axis of their own; None: there is none.
     """
 
-    def __init__(self, arguments: HybridArguments, mesh: HybridMesh, device: torch.device) -> None:
+    def __init__(
+        self, arguments: HybridArguments, mesh: HybridMesh, device: torch.device, *, verbose: bool = False
+    ) -> None:
+        self._verbose = verbose
         self._arguments = arguments
         self._mesh = mesh
         self._device = device
@@ -75,9 +79,12 @@ class ModelSplit:
 
     def explain(self, model: nn.Module) -> str:
         """Returns a table of what this rank would hold of a model."""
+        return self._table(model, self.plan(model))
+
+    def _table(self, model: nn.Module, plan: TensorParallelPlan) -> str:
         rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
         multiple = self._arguments.make_vocab_size_divisible_by
-        return explain(self.plan(model), model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
+        return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
 
     def check(self, model: nn.Module) -> None:
         """Raises if this rank alone can tell that the model can't be divided. No communication.
@@ -105,6 +112,8 @@ class ModelSplit:
         """
         plan = self._plans.pop(model)
         require_same_on_all_ranks("the plan", [repr(entry) for entry in plan.entries])
+        if plan.is_derived or self._verbose:
+            log_on_master(f"HybridParallelPlugin divides {type(model).__name__} so:\n{self._table(model, plan)}")
         layouts = self._layouts(model, plan)
         tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
         own = {name: of_ranks[tensor_rank] for name, of_ranks in layouts.items()}
@@ -118,7 +127,6 @@ class ModelSplit:
                 vocabulary_multiple=self._arguments.make_vocab_size_divisible_by,
                 parallel_output=self._arguments.parallel_output,
             )
-            log_on_master(f"HybridParallelPlugin: {plan.source}")
         if self.sequence_ranks is not None:
             self._split_sequences(model, plan, self.sequence_ranks)
         if self._arguments.checkpointing is not None:

@@ -205,10 +205,9 @@ class HybridParallelPlugin(Plugin):
             report=log_on_master if verbose else report_first_skip(),
         )
         raise_on_all_ranks(error_of(self._check_arguments))
-        self._verbose = verbose
         self._device = current_device()
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **arguments.axis_sizes(group_size()))
-        self._split = ModelSplit(arguments, self._mesh, self._device)
+        self._split = ModelSplit(arguments, self._mesh, self._device, verbose=verbose)
         for line in arguments.remarks():
             log_on_master(line)
         if cpu_offload and self._device.type == "cpu":

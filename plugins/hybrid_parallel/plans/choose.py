@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from booster.errors import ConfigError
@@ -45,7 +47,7 @@ def choose_plan(
     if draft.is_derived and sequence_mode in TENSOR_AXIS_MODES:
         check_token_wise(completed, model)
     check_plan(completed, model, tp_size, is_users=draft.is_users)
-    return completed
+    return replace(completed, is_derived=draft.is_derived)
 
 
 def _draft(model: nn.Module, plan: UserPlan | None, tp_size: int) -> Draft:

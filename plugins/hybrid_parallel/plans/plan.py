@@ -135,6 +135,7 @@ class TensorParallelPlan:
         stacks: Per stack of layers that run one after the other, the layers' names in order.
         source: Where the plan comes from, as a sentence.
         notes: What stays replicated and why, and what else the user should know.
+        is_derived: It was read off the module graph, so that the user should look at it.
     """
 
     entries: tuple[PlannedEntry, ...] = ()
@@ -143,6 +144,7 @@ class TensorParallelPlan:
     stacks: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
+    is_derived: bool = False
 
     def entry_of(self, name: str) -> PlannedEntry | None:
         """Returns what is done with the module or the bare parameter of this name."""
