@@ -24,6 +24,7 @@ from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
+from booster.plugins.hybrid_parallel.sequence_parallel.token_mixing import check_attention_alone_mixes_tokens
 from booster.plugins.hybrid_parallel.sequence_parallel.transformers_attention import use_sequence_attention
 from booster.plugins.hybrid_parallel.settings import HybridArguments
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
@@ -101,6 +102,8 @@ class ModelSplit:
                 f"sequence_parallelism_mode={self._arguments.sequence_mode!r} splits sequences within stacks of layers,"
                 f" and {type(model).__name__} has none: leave it out, or hold the layers in an nn.ModuleList"
             )
+        if self.sequence_ranks is not None:
+            check_attention_alone_mixes_tokens(model, plan.stacks)
         self._materializer(model).check()
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:

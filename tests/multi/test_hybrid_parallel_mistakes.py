@@ -176,6 +176,37 @@ def test_a_stack_is_needed_to_compute_layers_again():
         boosted(gradient_checkpoint_config=True)
 
 
+class ConvolvedLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(6), nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Convolved(nn.Module):
+    """Layers that combine neighbouring tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(ConvolvedLayer() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@distributed(world_size=2)
+def test_layers_that_combine_tokens_beside_attention_are_no_stack_to_split():
+    plugin = HybridParallelPlugin(
+        precision="fp32", enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all", sp_size=2
+    )
+    with pytest.raises(ConfigError, match=r"layers\.0\.mix is a Conv1d, which combines tokens"):
+        Booster(plugin=plugin).boost(Convolved())
+
+
 @distributed(world_size=2)
 def test_explain_changes_nothing_and_needs_no_other_rank():
     model = pair()
