@@ -240,7 +240,7 @@ class Booster(CheckpointMethods):
 
         Collective: every rank must call it, with tensors of the same shapes.
         """
-        return gather_for_metrics(data)
+        return gather_for_metrics(data, self.plugin.data_group)
 
     @property
     def device(self) -> torch.device:

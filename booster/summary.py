@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
+from booster.interface import ModelWrapper, OptimizerWrapper, Plugin, layout_of
+from booster.interface.parameter_layout import is_cut
 
 __all__ = ["summarize"]
 
@@ -19,9 +21,17 @@ def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper |
     precision = "fp32" if model.precision is None else model.precision.describe()
     lines = [
         f"plugin: {type(plugin).__name__}   ranks: {axes}   device: {plugin.device}   mixed precision: {precision}",
-        f"model: {type(model.unwrap()).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        f"model: {type(model.unwrap()).__name__}, {_count(model)}",
     ]
     return "\n".join(lines + (_table([_HEAD, *_rows(plugin, model, optimizer)]) if optimizer is not None else []))
+
+
+def _count(model: ModelWrapper) -> str:
+    """Returns how many parameters the user's model has, and how many this rank where that are fewer."""
+    parameters = list(model.parameters())
+    whole = sum(math.prod(layout_of(parameter).logical_shape) for parameter in parameters)
+    here = sum(parameter.numel() for parameter in parameters)
+    return f"{whole:,} parameters" + (f", {here:,} on this rank" if any(map(is_cut, parameters)) else "")
 
 
 def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterable[tuple[str, ...]]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -81,6 +82,11 @@ class Plugin(ABC):
     @abstractmethod
     def dp_rank(self) -> int:
         """Which part of the data this rank reads."""
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks, this one among them, that read the `dp_size` parts of the data, each one part; None: the world."""
+        return None
 
     def axis_sizes(self) -> dict[str, int]:
         """Returns the number of ranks along each axis of the device mesh, by the axis's name."""

@@ -9,14 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import broadcast
+from booster.comm import broadcast, require_same_on_all_ranks
+from booster.errors import ConfigError
 from booster.interface import ModelWrapper, layout_of, set_layout
+from booster.kernels.checksum import crc32
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.random_state import capture_random_state, restore_random_state
+from booster.tensor_tree import map_tensors
 
 __all__ = ["HybridModel"]
+
+_COMPARED_BATCHES = 3  # forwards in training, at whose beginning ranks make sure that they got the same
 
 
 class HybridModel(ZeroModel):
@@ -49,13 +54,17 @@ class HybridModel(ZeroModel):
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._ranks = [ranks for ranks in (tensor_ranks, sequence_ranks) if ranks is not None]
         self._replica_group = replica_group
+        if tensor_ranks is not None and hasattr(module, "save_pretrained"):
+            module.save_pretrained = _refuse_to_save_parts  # type: ignore[assignment]
+        self._num_compared = 0
         self._may_draw_differently = bool(self._ranks)
         self.register_load_hook(self._expect_other_random_states)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's forward; arguments and result are those of the user's model. Collective."""
         self.reset_ranks()
-        if self._may_draw_differently and self.training:
+        if self._ranks and self.training:
+            self._require_same_batch(args, kwargs)
             self._draw_alike()
         try:
             return super().forward(*args, **kwargs)
@@ -67,6 +76,29 @@ class HybridModel(ZeroModel):
         for ranks in self._ranks:
             ranks.reset()
 
+    def _require_same_batch(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Raises if ranks that share layers or sequences got different batches; asked of the first forwards only.
+
+        Raises:
+            DesyncError: They did.
+        """
+        if self._num_compared >= _COMPARED_BATCHES:
+            return
+        self._num_compared += 1
+        facts: list[str] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            facts.append(f"{tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(content)}")
+            return tensor
+
+        map_tensors(note, (args, kwargs))
+        what = (
+            "the model's arguments, of which ranks that share layers or sequences must get the same (read the data by"
+            " plugin.dp_rank of plugin.dp_size parts, as the loaders of boost() and plugin.prepare_dataloader() do),"
+        )
+        require_same_on_all_ranks(what, facts, self._replica_group)
+
     def _expect_other_random_states(self) -> None:
         self._may_draw_differently = bool(self._ranks)
 
@@ -76,6 +108,8 @@ class HybridModel(ZeroModel):
         At the first forward in training, and at the first after a load, which may have derived the ranks' random states
         from those of another number of ranks.
         """
+        if not self._may_draw_differently:
+            return
         state = capture_random_state(next(self.module.parameters()).device)
         broadcast(list(state.values()), self._replica_group)
         restore_random_state(state, next(self.module.parameters()).device)
@@ -94,6 +128,13 @@ class HybridModel(ZeroModel):
         for name, parameter in self.module.named_parameters():
             set_layout(theirs[name], layout_of(parameter))
         return copied
+
+
+def _refuse_to_save_parts(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "save_pretrained() of a model of which every rank holds a part would write this rank's part: write"
+        " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() opens"
+    )
 
 
 def _own_part(parameter: nn.Parameter | None, value: Any) -> Any:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -207,6 +208,7 @@ class HybridParallelPlugin(Plugin):
         raise_on_all_ranks(error_of(self._check_arguments))
         self._device = current_device()
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **arguments.axis_sizes(group_size()))
+        self._mesh.group("dp")  # made by all ranks here, as whoever asks later may be some of them
         self._split = ModelSplit(arguments, self._mesh, self._device, verbose=verbose)
         for line in arguments.remarks():
             log_on_master(line)
@@ -254,6 +256,10 @@ class HybridParallelPlugin(Plugin):
     @property
     def dp_rank(self) -> int:
         return self._mesh.rank("dp")
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        return self._mesh.group("dp")
 
     def axis_sizes(self) -> dict[str, int]:
         return self._mesh.axis_sizes()
