@@ -20,7 +20,17 @@ __all__ = ["head_attributes"]
 _NUM_QUERY = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
 _NUM_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
-_NUM_FEATURES = ("all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "d_model", "dim", "width")
+_NUM_FEATURES = (
+    "all_head_size",
+    "inner_dim",
+    "split_size",
+    "embed_dim",
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "dim",
+    "width",
+)
 _SHAPING = frozenset(("view", "reshape", "split", "unflatten", "expand", "chunk", "new_zeros", "zeros"))
 
 

@@ -18,14 +18,16 @@ from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, Style, Tens
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks, stack_layer_of
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
 
-__all__ = ["check_plan", "check_styles"]
+__all__ = ["CLOSING_STYLES", "OPEN_STYLES", "check_plan", "check_styles", "entries_near"]
 
 _ON_EMBEDDINGS = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
 _ON_PARAMETERS = frozenset(
     {"colwise", "packed_colwise", "rowwise", "packed_rowwise", "replicated", "replicated_with_grad_allreduce"}
 )
-_OPEN = frozenset({"colwise", "packed_colwise"})
-_CLOSING = frozenset({"rowwise", "packed_rowwise"})
+OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
+"""Their output stays split."""
+CLOSING_STYLES = frozenset({"rowwise", "packed_rowwise"})
+"""Their input is split already, and their output is summed."""
 
 
 def check_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
@@ -117,10 +119,10 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
     """Raises for a layer whose output stays split, but no layer takes it, and the other way round."""
     stacks = plan.stacks or find_stacks(model)
     layers = [entry for entry in plan.entries if not entry.is_parameter]
-    columns = [entry for entry in layers if entry.style in _OPEN]
-    rows = [entry for entry in layers if entry.style in _CLOSING]
+    columns = [entry for entry in layers if entry.style in OPEN_STYLES]
+    rows = [entry for entry in layers if entry.style in CLOSING_STYLES]
     for entry in columns:
-        near = _near(entry, rows, stacks)
+        near = entries_near(entry, rows, stacks)
         if not near:
             raise ConfigError(
                 f"the plan has {entry.style!r} for {entry.name!r}, but no rowwise layer in"
@@ -130,7 +132,7 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
         if not any(_fits(entry, row) for row in near):
             _refuse_sizes(entry, near, model)
     for entry in rows:
-        if not _near(entry, columns, stacks):
+        if not entries_near(entry, columns, stacks):
             raise ConfigError(
                 f"the plan has {entry.style!r} for {entry.name!r}, but no colwise layer in"
                 f" {_scope(entry, stacks) or 'the model'!r} splits its input: give the layers before it 'colwise', or"
@@ -138,7 +140,7 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
             )
 
 
-def _near(
+def entries_near(
     entry: PlannedEntry, others: Iterable[PlannedEntry], stacks: tuple[tuple[str, ...], ...]
 ) -> list[PlannedEntry]:
     """Returns the others in the same layer of a stack, of which those in the same or a neighboring module if any."""

@@ -18,6 +18,7 @@ from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.plans.tables import table_draft
 from booster.plugins.hybrid_parallel.plans.token_wise import check_token_wise
 from booster.plugins.hybrid_parallel.plans.user import user_draft
+from booster.plugins.hybrid_parallel.plans.users_proof import prove_users_plan
 
 __all__ = ["choose_plan"]
 
@@ -32,14 +33,17 @@ def choose_plan(
 
     Args:
         model: The user's, maybe without memory. It is not changed.
-        tp_size: Number of tensor-parallel ranks; 1: only the stacks of layers are found.
+        tp_size: Number of tensor-parallel ranks; 1: only the stacks of layers are found, and that a user's plan
+            is of this model.
         plan: The user's plan; None: there is none.
         sequence_mode: How the sequence is split; None: not at all.
 
     Raises:
         ConfigError: No plan can be found, or it can't be carried out.
     """
-    if tp_size == 1 and plan is None:
+    if tp_size == 1:
+        if plan is not None:
+            user_draft(model, plan)  # for its mistakes, which shall not wait for more ranks
         return TensorParallelPlan(stacks=find_stacks(model), source="no tensor parallelism")
     _check_is_whole(model)
     draft = _draft(model, plan, tp_size)
@@ -47,7 +51,8 @@ def choose_plan(
     if draft.is_derived and sequence_mode in TENSOR_AXIS_MODES:
         check_token_wise(completed, model)
     check_plan(completed, model, tp_size, is_users=draft.is_users)
-    return replace(completed, is_derived=draft.is_derived)
+    unproven = prove_users_plan(completed, model, tp_size) if draft.is_users else ()
+    return replace(completed, is_derived=draft.is_derived, notes=(*completed.notes, *unproven))
 
 
 def _draft(model: nn.Module, plan: UserPlan | None, tp_size: int) -> Draft:

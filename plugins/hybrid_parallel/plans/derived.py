@@ -15,7 +15,7 @@ from booster.plugins.hybrid_parallel.plans.features import feature_sizes, is_lin
 from booster.plugins.hybrid_parallel.plans.heads import Attention
 from booster.plugins.hybrid_parallel.plans.patterns import generalized
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange, Style
-from booster.plugins.hybrid_parallel.plans.probing import Probe, Split, module_kind, probe
+from booster.plugins.hybrid_parallel.plans.probing import SIZES_OF_THE_WHOLE, Probe, Split, module_kind, probe
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
@@ -125,7 +125,10 @@ def _find_splits(module: nn.Module, held: list[str], tp_size: int) -> tuple[list
                 start = index + 1
                 break
     if found or len(order) > 1:
-        return found, [] if found else ["computed in parts they give something else"]
+        differs = f"it raises when it is run in parts; {SIZES_OF_THE_WHOLE}"
+        if not probed.has_raised_for_sizes:
+            differs = "computed in parts they give something else"
+        return found, [] if found else [differs]
     return found, ["the module uses their weights without calling them, or calls them more than once"]
 
 

@@ -35,8 +35,27 @@ __all__ = ["ArgumentSplit", "AttributeChange", "PlannedEntry", "Style", "TensorP
 class Style:
     """How a module is split, for plans that users write; a string is the short form of one with a name only.
 
+    The names:
+
+    - `"colwise"`: linear layer split by output features; its output stays split, for a rowwise layer.
+    - `"colwise_gather_output"`: the same, with its output gathered, whole on every rank.
+    - `"packed_colwise"`: colwise with several blocks behind each other (query, key and value; gate and up). As a
+      string, `"packed_colwise:3"` says how many.
+    - `"rowwise"`: linear layer split by input features, which a colwise layer has split; its output is summed.
+    - `"rowwise_split_input"`: the same, with a whole input that it cuts itself.
+    - `"packed_rowwise"`: rowwise with several blocks in its input.
+    - `"vocab"`: embedding split by rows, its output summed.
+    - `"vocab_head"`: the linear layer that gives logits, split by rows; it shares the split of a tied embedding.
+    - `"embedding_colwise"`: embedding split by features; its output stays split.
+    - `"embedding_colwise_gather_output"`: the same, with its output gathered.
+    - `"replicated_with_grad_allreduce"`: whole on every rank, used on split features; its gradient is summed.
+    - `"sequence"`: whole on every rank; its gradient is summed in modes that split the sequence.
+    - `"replicated"`: whole on every rank, whatever patterns for more modules say.
+    - `"moe_tp_experts"`, `"moe_identity_expert"`, `"mla_kv_a_proj"`, `"all_reduce"`, `"local_params"`: as in
+      transformers, for its experts and latent attention.
+
     Attributes:
-        name: See Note [Plans].
+        name: One of the above.
         blocks: What the dimension that is split consists of, in order; (): one block of single features, or of the
             heads that the model's configuration names.
         num_heads: Heads of the only block, instead of `blocks`; each stays on one rank.

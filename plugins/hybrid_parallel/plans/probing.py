@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,24 @@ from booster.plugins.hybrid_parallel.plans.features import feature_sizes, is_lin
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout
 
-__all__ = ["Probe", "Split", "equal", "module_kind", "probe", "run"]
+__all__ = [
+    "SIZES_OF_THE_WHOLE",
+    "Probe",
+    "Split",
+    "cut_layer",
+    "doubled",
+    "equal",
+    "module_kind",
+    "probe",
+    "run",
+    "samples",
+]
+
+SIZES_OF_THE_WHOLE = (
+    "where its code computes sizes from the whole width, such as C // self.n_head, or writes the whole width into a"
+    " view or a split, use -1 or a head_dim attribute instead, as in view(B, T, -1, self.head_dim), and chunk for split"
+)
+"""What to change in a forward that takes tensors apart by sizes that a rank's part doesn't have."""
 
 _BATCH, _LENGTH = 3, 6  # of the samples that a module is tried with
 _TOLERANCE = 1e-9  # of the largest number, in double precision
@@ -31,6 +48,7 @@ _MANY_UNITS = 32  # up to which a split is tried with a unit per rank
 # features, and nothing else uses them. Whatever the code looks like: views, attention, activations, gates. This is done
 # for two, three, five and the wanted number of ranks, and for as many ranks as heads: heads that are in one piece by
 # luck at one number of ranks are torn apart at another.
+# A user's plan is proven in the same way (users_proof.py), for the number of ranks that it is used with.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +78,7 @@ class Probe:
         output: The tensors that it gave.
         calls: Per linear layer that was called just once, in the order of the calls, its input and its output.
         num_heads: What attention functions in it were given as heads.
+        has_raised_for_sizes: A proof failed as the module's code took tensors apart by sizes that a part doesn't have.
     """
 
     def __init__(self, module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], tp_size: int) -> None:
@@ -81,6 +100,7 @@ class Probe:
             for handle in handles:
                 handle.remove()
         self.num_heads = sizes.num_heads
+        self.has_raised_for_sizes = False
         for name in repeated:
             self.calls.pop(name, None)
 
@@ -95,7 +115,7 @@ class Probe:
     def _proves_rank(self, split: Split, num_ranks: int, rank: int) -> bool:
         module = copy.deepcopy(self.module)
         for name, blocks in split.columns.items():
-            _cut(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
+            cut_layer(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
         for change in split.attributes:
             value = change.local_value(num_ranks, rank)
             setattr(module.get_submodule(change.module), change.attribute, value)
@@ -106,8 +126,10 @@ class Probe:
         row.forward = lambda given: (seen.append(given), output)[1]  # type: ignore[func-returns-value]
         try:
             result = run(module, self.inputs, self.call)
-        except Exception:
-            return False  # the module's code asks for sizes that a rank's part doesn't have
+        except Exception as error:  # the module's code asks for sizes that a rank's part doesn't have
+            said = str(error)
+            self.has_raised_for_sizes |= "is invalid for input of size" in said or "values to unpack" in said
+            return False
         return len(seen) == 1 and equal(seen[0], layout.cut(whole)) and equal(result, self.output)
 
     def _recorder(self, name: str, repeated: set[str]) -> object:
@@ -130,22 +152,33 @@ def probe(module: nn.Module, tp_size: int = 2) -> Probe | str:
     Returns:
         What was recorded, or why it could not be run.
     """
-    call = _arguments(module)
-    if isinstance(call, str):
-        return call
-    copied = _double(module)
-    sizes = {feature_sizes(one)[0]: None for one in copied.modules() if is_linear(one)}
-    generator = torch.Generator().manual_seed(1)
+    given = samples(module)
+    if isinstance(given, str):
+        return given
+    call, tried = given
+    copied = doubled(module)
     reason = ""
+    for inputs in tried:
+        try:
+            return Probe(copied, inputs, call, tp_size)
+        except Exception as error:  # a user's forward may raise anything
+            reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"it can't be run alone on a tensor of (batch, length, features) ({reason})"
+
+
+def samples(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
+    """Returns what to try running a module on: other arguments by name, and inputs; or why it can't be run."""
+    call = _arguments(module)
+    return call if isinstance(call, str) else (call, _inputs(module))
+
+
+def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
+    sizes = {feature_sizes(one)[0]: None for one in module.modules() if is_linear(one)}
+    generator = torch.Generator().manual_seed(1)
     for size in sizes:
         lengths = dict.fromkeys((_LENGTH, *sizes))  # layers that mix tokens know how many there are
         for shape in (*((_BATCH, length, size) for length in lengths), (_BATCH, size)):
-            inputs = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
-            try:
-                return Probe(copied, inputs, call, tp_size)
-            except Exception as error:  # a user's forward may raise anything
-                reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return f"it can't be run alone on a tensor of (batch, length, features) ({reason})"
+            yield torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
 
 
 class _AttentionSizes(torch.overrides.TorchFunctionMode):
@@ -179,7 +212,7 @@ def _arguments(module: nn.Module) -> dict[str, object] | str:
     return call if parameters else "its forward takes no input"
 
 
-def _double(module: nn.Module) -> nn.Module:
+def doubled(module: nn.Module) -> nn.Module:
     """Returns a copy for inference, in double precision and with random weights."""
     memo = {id(one): one.new_empty(one.shape, dtype=_wide(one.dtype), device="cpu") for one in _tensors(module)}
     generator = torch.Generator().manual_seed(0)
@@ -207,12 +240,12 @@ def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return tensor.normal_(generator=generator) * scale if tensor.is_floating_point() else tensor.fill_(1)
 
 
-def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object]) -> list[torch.Tensor]:
-    """Returns the tensors that a module gives, without gradients and with the same random numbers every time."""
+def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], *, seed: int = 2) -> list[torch.Tensor]:
+    """Returns the tensors that a module gives, without gradients and with the same random numbers per seed."""
     # Only if need be: torch's encoder layers take another way, without calling their layers, unless a mode is active.
     device = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), device:
-        torch.manual_seed(2)
+        torch.manual_seed(seed)
         output = module(inputs.clone(), **call)
     parts = output if isinstance(output, (tuple, list)) else [output]
     if not all(part is None or isinstance(part, torch.Tensor) for part in parts):
@@ -229,7 +262,7 @@ def _is_possible(split: Split, num_ranks: int) -> bool:
     return True
 
 
-def _cut(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
+def cut_layer(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
     dim = split_dim(layer, style)
     for name, parameter in layer.named_parameters(recurse=False):
         along = dim if name == "weight" else 0
@@ -239,14 +272,20 @@ def _cut(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int
     setattr(layer, "nf" if hasattr(layer, "nf") else "out_features", size)
 
 
-def equal(ours: torch.Tensor | Sequence[torch.Tensor], theirs: torch.Tensor | Sequence[torch.Tensor]) -> bool:
-    """Returns whether tensors are the same up to rounding in double precision."""
+def equal(
+    ours: torch.Tensor | Sequence[torch.Tensor],
+    theirs: torch.Tensor | Sequence[torch.Tensor],
+    tolerance: float = _TOLERANCE,
+) -> bool:
+    """Returns whether tensors are the same up to rounding, in double precision unless a tolerance is given."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if ours.shape != theirs.shape:
             return False
-        limit = _TOLERANCE * max(1.0, float(theirs.abs().max())) if theirs.numel() else 0.0
+        limit = tolerance * max(1.0, float(theirs.abs().max())) if theirs.numel() else 0.0
         return ours.numel() == 0 or float((ours - theirs).abs().max()) <= limit
-    return len(ours) == len(theirs) and all(equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        equal(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 def module_kind(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:

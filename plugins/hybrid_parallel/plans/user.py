@@ -9,6 +9,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.plans.draft import Draft, read_style
+from booster.plugins.hybrid_parallel.plans.features import is_linear
 from booster.plugins.hybrid_parallel.plans.patterns import generalized, match_names
 from booster.plugins.hybrid_parallel.plans.plan import Style
 
@@ -23,7 +24,8 @@ def user_draft(model: nn.Module, plan: object) -> Draft:
         plan: Patterns of names of modules or of bare parameters, and a style for each.
 
     Raises:
-        ConfigError: It is no such mapping, is empty, has an unknown style, or a pattern that matches nothing.
+        ConfigError: It is no such mapping, is empty, has an unknown style, a pattern that matches nothing, or one that
+            names the weight of a layer.
     """
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(
@@ -39,7 +41,19 @@ def user_draft(model: nn.Module, plan: object) -> Draft:
     found, unmatched = match_names(styles, names, str(getattr(model, "base_model_prefix", "")))
     if unmatched:
         _refuse_unmatched(unmatched[0], names)
+    _refuse_weights(model, found)
     return Draft(styles=found, source="the plan given by the user", is_users=True)
+
+
+def _refuse_weights(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    for name in styles:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf in module._parameters and (is_linear(module) or isinstance(module, nn.Embedding)):
+            raise ConfigError(
+                f"the plan has {styles[name].name!r} for {name!r}, the {leaf} of a {type(module).__name__}: a layer is"
+                f" split as a whole, with its communication. Name the module, {generalized(owner)!r}"
+            )
 
 
 def _refuse_unmatched(pattern: str, names: list[str]) -> None:
