@@ -71,6 +71,8 @@ class ModelSplit:
         """
         arguments = self._arguments
         if self.tensor_ranks is None:
+            if arguments.given_plan is not None:
+                choose_plan(model, tp_size=1, plan=arguments.given_plan)  # a mistake in it is one at any size
             needs_stacks = self.sequence_ranks is not None or arguments.checkpointing is not None
             stacks = find_stacks(model) if needs_stacks else ()
             return TensorParallelPlan(stacks=stacks, source="tp_size=1: every rank has all layers whole")

@@ -208,6 +208,13 @@ def test_layers_that_combine_tokens_beside_attention_are_no_stack_to_split():
 
 
 @distributed(world_size=2)
+def test_a_plan_is_checked_on_one_rank_too():
+    plugin = HybridParallelPlugin(tp_size=1, precision="fp32", plan={"nonsense.*": "colwise"})
+    with pytest.raises(ConfigError, match=r"nonsense\.\*"):
+        Booster(plugin=plugin).boost(pair())
+
+
+@distributed(world_size=2)
 def test_explain_changes_nothing_and_needs_no_other_rank():
     model = pair()
     plugin = HybridParallelPlugin(tp_size=2, precision="fp32", plan=PLAN)
