@@ -106,9 +106,13 @@ def test_ticket_lets_go_of_its_tensor_when_it_is_done(backend, plain_file):
 def test_wait_can_be_interrupted(backend, plain_file):
     queue = DiskQueue()
     ticket = queue.read(plain_file, torch.ones(1), 0)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        ticket.wait()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     backend.requests[0].code = errno.EIO
     assert error_of(ticket).errno == errno.EIO
 
