@@ -15,6 +15,7 @@ from zoo import TRANSFORMERS_MODULES, get_model
 
 from booster import Booster
 from booster.comm import count_communication
+from booster.plugins.hybrid_parallel.model import _COMPARED_BATCHES
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)
@@ -49,9 +50,10 @@ def tokens() -> torch.Tensor:
 
 
 def counted(model, compute_loss, booster, optimizer):
-    """Returns what a forward and what a backward communicates, once the groups have met."""
-    booster.backward(compute_loss(model), optimizer)
-    optimizer.zero_grad()
+    """Returns what a forward and what a backward communicates, once the groups have met and compared their batches."""
+    for _ in range(_COMPARED_BATCHES):
+        booster.backward(compute_loss(model), optimizer)
+        optimizer.zero_grad()
     with count_communication() as forward:
         loss = compute_loss(model)
     with count_communication() as backward:
