@@ -8,13 +8,12 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.interface import ParameterLayout
+from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import split_layout, vocabulary_layout
 
-__all__ = ["COLUMN_STYLES", "ROW_STYLES", "planned_layouts"]
+__all__ = ["planned_layouts"]
 
-COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
-ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
 _VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
 _FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
 _SPLIT_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLES

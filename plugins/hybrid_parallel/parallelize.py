@@ -10,7 +10,7 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.interface import ParameterLayout
 from booster.plugins.hybrid_parallel.argument_splits import split_argument
-from booster.plugins.hybrid_parallel.layouts import COLUMN_STYLES, ROW_STYLES
+from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import TensorAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack

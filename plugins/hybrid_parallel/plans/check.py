@@ -7,15 +7,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.features import (
-    COLUMN_STYLES,
-    ROW_STYLES,
-    feature_sizes,
-    is_linear,
-    is_transposed,
-)
+from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES, feature_sizes
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, Style, TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks, stack_layer_of
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear, is_transposed
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
 
 __all__ = ["CLOSING_STYLES", "OPEN_STYLES", "check_plan", "check_styles", "entries_near"]

@@ -10,7 +10,7 @@ from torch import nn
 from booster.plugins.hybrid_parallel.plans.attributes import head_attributes
 from booster.plugins.hybrid_parallel.plans.check import check_styles
 from booster.plugins.hybrid_parallel.plans.draft import Draft
-from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES, is_linear, split_dim
+from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES, split_dim
 from booster.plugins.hybrid_parallel.plans.heads import blocks_of, find_attentions
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, Style, TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.regions import (
@@ -21,6 +21,7 @@ from booster.plugins.hybrid_parallel.plans.regions import (
 )
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.plans.ties import resolve_ties
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
 __all__ = ["complete"]
 

@@ -11,12 +11,13 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.plans.attributes import head_attributes
 from booster.plugins.hybrid_parallel.plans.draft import Draft
-from booster.plugins.hybrid_parallel.plans.features import feature_sizes, is_linear
+from booster.plugins.hybrid_parallel.plans.features import feature_sizes
 from booster.plugins.hybrid_parallel.plans.heads import Attention
 from booster.plugins.hybrid_parallel.plans.patterns import generalized
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange, Style
 from booster.plugins.hybrid_parallel.plans.probing import SIZES_OF_THE_WHOLE, Probe, Split, module_kind, probe
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
 __all__ = ["derived_draft"]

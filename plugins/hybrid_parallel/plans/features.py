@@ -1,23 +1,15 @@
-"""Which modules are linear layers or embeddings, and which dimension of their weights a style splits."""
+"""How many features a linear layer has, and which dimension of its weight a style splits."""
 
 from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["COLUMN_STYLES", "ROW_STYLES", "feature_sizes", "is_linear", "is_transposed", "split_dim"]
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_transposed
+
+__all__ = ["COLUMN_STYLES", "ROW_STYLES", "feature_sizes", "split_dim"]
 
 COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
 ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Returns whether a module is transformers' Conv1D: a linear layer with a weight of (inputs, outputs)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Returns whether a module is a linear layer."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def feature_sizes(module: nn.Module) -> tuple[int, int]:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.features import feature_sizes, is_linear, split_dim
+from booster.plugins.hybrid_parallel.plans.features import feature_sizes, split_dim
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout
 
 __all__ = [

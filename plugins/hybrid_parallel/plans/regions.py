@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES, feature_sizes, is_linear
+from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES, feature_sizes
 from booster.plugins.hybrid_parallel.plans.heads import owner_of, role_of
 from booster.plugins.hybrid_parallel.plans.plan import Style
 from booster.plugins.hybrid_parallel.plans.stacks import stack_layer_of
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
 __all__ = ["TENSOR_AXIS_MODES", "find_siblings", "modules_on_split_sequence", "region_of"]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.features import is_linear
 from booster.plugins.hybrid_parallel.plans.plan import Style
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
 __all__ = ["resolve_ties"]
 

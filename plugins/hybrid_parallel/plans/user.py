@@ -9,9 +9,9 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.plans.draft import Draft, read_style
-from booster.plugins.hybrid_parallel.plans.features import is_linear
 from booster.plugins.hybrid_parallel.plans.patterns import generalized, match_names
 from booster.plugins.hybrid_parallel.plans.plan import Style
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
 __all__ = ["user_draft"]
 

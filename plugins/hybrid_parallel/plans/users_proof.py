@@ -12,12 +12,13 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.plans.check import CLOSING_STYLES, OPEN_STYLES, entries_near
-from booster.plugins.hybrid_parallel.plans.features import feature_sizes, is_linear
+from booster.plugins.hybrid_parallel.plans.features import feature_sizes
 from booster.plugins.hybrid_parallel.plans.patterns import generalized
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange, PlannedEntry, TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.probing import SIZES_OF_THE_WHOLE, cut_layer, doubled, equal, run, samples
 from booster.plugins.hybrid_parallel.plans.probing import module_kind as kind_of
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import split_layout
 
 __all__ = ["prove_users_plan"]
