@@ -197,27 +197,44 @@ class Booster(CheckpointMethods):
         optimizer: OptimizerWrapper | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        num_items: float | None = None,
     ) -> dict[str, Any]:
         """Runs forward and backward for the next batch of an iterator, under any plugin.
 
+        Pipeline stages work on its micro-batches, parts with as many samples (or one more or less); the gradient is
+        that of the whole batch. Under other plugins the batch is one part.
+
         Args:
             data_iter: Gives this rank's batches: a mapping of the model's keyword arguments, a sequence of its
-                positional ones, or its only one.
+                positional ones, or its only one. All stages of a pipeline need the same ones.
             model: The boosted model.
-            criterion: Called with (outputs, batch); returns the loss.
+            criterion: Called with (outputs, batch) of each micro-batch on the last stage; returns the loss. Losses are
+                averaged with the micro-batches' numbers of samples as weights.
             optimizer: The boosted optimizer; None: forward only.
             return_loss: Put the detached loss into the result.
-            return_outputs: Put the outputs into the result.
+            return_outputs: Put the detached outputs, joined along dimension 0, into the result, on the last stage.
+            num_items: How many tokens or samples the losses of this rank's batch *sum* over: they are added up, and
+                the step's gradient is divided by the global count as in `backward`, which is exact also where
+                micro-batches have different numbers of tokens. None: a mean.
 
         Returns:
-            {"loss": tensor or None, "outputs": outputs or None}.
+            {"loss": tensor or None, "outputs": outputs or None}. The loss is there on all stages, unless the plugin was
+            given broadcast_loss=False; outputs are there on the last one, elsewhere they are None.
 
-        Collective.
+        Collective: every rank must call it.
+
+        Raises:
+            StopIteration: The iterator has ended, with a pipeline on all ranks.
+            DesyncError: Stages have different batches, or only some ranks have one.
+            RankFailedError: Another stage has failed; the message says where.
         """
         model = require_boosted_model(model, "execute_pipeline")
         if optimizer is not None:
             optimizer = require_boosted_optimizer(optimizer, "execute_pipeline")
-        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+        return self.plugin.execute_pipeline(
+            data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
+        )
 
     # Looking.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from oracles.joined_slices import copied_slices, join_slices
 from oracles.serial_training import Fp32Sums, Record, make_optimizer, train_serial
-from zoo import get_model, split_batch
+from zoo import WholeBatches, ZooEntry, get_model, split_batch
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,13 @@ NEEDS_CAST_BUFFERS = ("convnet_batchnorm", "convit")
 
 @dataclass(frozen=True)
 class Case:
-    """One training job. `synchronize` is how micro-batches are accumulated: "always", "no_sync" or "accumulate"."""
+    """One training job.
+
+    Attributes:
+        synchronize: How the batches of a step are accumulated: "always", "no_sync" or "accumulate".
+        num_layers: Of the model; None: as few as it has in the zoo.
+        counts_items: Losses are sums over samples, and `num_items` says of how many. Of pipelines.
+    """
 
     plugin: str
     model: str
@@ -92,6 +98,18 @@ class Case:
     optimizer: str = "adamw"
     plugin_arguments: dict[str, Any] = field(default_factory=dict)
     uses_shared_memory: bool = True
+    num_layers: int | None = None
+    counts_items: bool = False
+
+    @property
+    def entry(self) -> ZooEntry:
+        """The model of the zoo."""
+        return get_model(self.model, self.num_layers)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether the model is divided into stages, which run micro-batches of a batch."""
+        return self.plugin_arguments.get("pp_size", 1) > 1
 
     @property
     def num_data_parts(self) -> int:
@@ -102,7 +120,8 @@ class Case:
         # Ranks that share attention have an axis of their own only in these modes.
         has_own_axis = arguments.get("sequence_parallelism_mode") in ("all_to_all", "ring_attn")
         num_sequence_ranks = arguments["sp_size"] if has_own_axis else 1
-        return self.world_size // (arguments.get("tp_size", 1) * num_sequence_ranks)
+        num_stages = arguments.get("pp_size", 1)
+        return self.world_size // (arguments.get("tp_size", 1) * num_sequence_ranks * num_stages)
 
     @property
     def splits_computation(self) -> bool:
@@ -118,7 +137,7 @@ def assert_parallel_equals_serial(plugin: str, model: str, **settings) -> None:
     """
     case = Case(plugin=plugin, model=model, **settings)
     ranks = run_ranks(train_parallel, case.world_size, asdict(case), timeout=120)
-    initial = get_model(model).build()
+    initial = case.entry.build()
     if case.plugin == "hybrid_parallel":
         whole = join_slices([record.slices for record in ranks], ranks[0].tied_names, what=str(case))
         ranks = [replace(record, weights=whole) for record in ranks]
@@ -142,11 +161,11 @@ def _comparisons(case: Case) -> list[tuple[bool, Tolerance]]:
         return [(False, EXACT)]
     precision = _reference_precision(case)
     kind = KIND.get(precision, precision)
-    mixes = get_model(case.model).mixes_samples
+    mixes = case.entry.mixes_samples
     # The statistics are of the whole batch; or every rank's part of a sum over features is rounded by itself.
     if mixes or case.splits_computation:
         return [(False, AT_ONCE[kind])]
-    if precision.startswith("fsdp_") and get_model(case.model).blocks_share_tensors:
+    if precision.startswith("fsdp_") and case.entry.blocks_share_tensors:
         # FSDP2's hooks at the borders of units change in which order autograd adds up such a tensor's gradients, in low
         # precision. tests/multi/test_torch_fsdp_numbers.py compares with FSDP2 itself, bit for bit.
         return [(False, AT_ONCE[kind])]
@@ -181,7 +200,7 @@ def train_reference(case: Case, in_parts: bool) -> Record:
     """Trains in this process, on the batches that all ranks together see."""
     with _one_thread():
         return train_serial(
-            get_model(case.model),
+            case.entry,
             precision=_reference_precision(case),
             steps=case.steps,
             batch_size=case.samples_per_rank * case.num_data_parts,
@@ -249,9 +268,9 @@ def _make_own_optimizer(name: str, groups: list) -> torch.optim.Optimizer:
 
 
 def _train(case: Case) -> Record:
-    entry = get_model(case.model)
+    entry = case.entry
     booster = make_booster(case, entry)
-    raw = entry.build()
+    raw = WholeBatches(entry).build() if case.is_pipelined else entry.build()
     model, optimizer, *_ = booster.boost(raw, _make_own_optimizer(case.optimizer, entry.param_groups(raw)))
     record = Record()
     size, rank = booster.plugin.dp_size, booster.plugin.dp_rank
@@ -279,17 +298,32 @@ def _micro_step(booster, case: Case, entry, model, optimizer, batch, index: int)
     is_last = index == case.accumulation - 1
     if case.synchronize == "accumulate":
         with booster.accumulate(model, optimizer, case.accumulation):
-            loss = entry.loss(model, batch)
-            booster.backward(loss, optimizer)
+            loss = _backward(booster, case, entry, model, optimizer, batch, 1)
             booster.clip_grad_norm_(optimizer, case.max_norm)
             optimizer.step()
             optimizer.zero_grad()
-        return float(loss.detach())
+        return loss
     skip = case.synchronize == "no_sync" and not is_last
     with booster.no_sync(model, optimizer) if skip else nullcontext():
+        return _backward(booster, case, entry, model, optimizer, batch, case.accumulation)
+
+
+def _backward(booster, case: Case, entry, model, optimizer, batch, divisor: int) -> float:
+    """Adds the gradient of a part of the batch's loss; returns the loss."""
+    if not case.is_pipelined:
         loss = entry.loss(model, batch)
-        booster.backward(loss / case.accumulation, optimizer)
-    return float(loss.detach())
+        booster.backward(loss / divisor, optimizer)
+        return float(loss.detach())
+    whole = WholeBatches(entry)
+    fed = whole.feed(batch)
+    num_items = whole.num_samples(fed) if case.counts_items else None
+
+    def weighted(outputs, inputs):
+        loss = whole.criterion(outputs, inputs)
+        return loss / divisor if num_items is None else loss * whole.num_samples(inputs)
+
+    found = float(booster.execute_pipeline(iter([fed]), model, weighted, optimizer, num_items=num_items)["loss"])
+    return found * divisor if num_items is None else found / num_items
 
 
 def make_booster(case: Case, entry):

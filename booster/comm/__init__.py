@@ -19,6 +19,7 @@ from booster.comm.counter import CommunicationCount, count_communication
 from booster.comm.exchange import gather_distinct
 from booster.comm.faults import Fault, InjectedFault, inject_faults
 from booster.comm.flat_collectives import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
+from booster.comm.links import IncomingLink, OutgoingLink, TensorSpec
 from booster.comm.point_to_point import (
     TensorReceive,
     TensorSend,
@@ -33,6 +34,7 @@ from booster.comm.point_to_point import (
 from booster.comm.shared_memory import transport, use_shared_memory
 from booster.comm.started_reductions import AllReduce, start_all_reduce
 from booster.comm.store_barrier import ErrorBarrier
+from booster.comm.waiting import hang_up, note_failure
 
 __all__ = [
     "AllGather",
@@ -40,10 +42,13 @@ __all__ = [
     "CommunicationCount",
     "ErrorBarrier",
     "Fault",
+    "IncomingLink",
     "InjectedFault",
+    "OutgoingLink",
     "ReduceScatter",
     "TensorReceive",
     "TensorSend",
+    "TensorSpec",
     "all_gather_equal",
     "all_reduce_max",
     "all_reduce_numbers",
@@ -57,9 +62,11 @@ __all__ = [
     "global_rank_of",
     "group_rank",
     "group_size",
+    "hang_up",
     "inject_faults",
     "is_initialized",
     "new_cpu_group",
+    "note_failure",
     "raise_on_all_ranks",
     "receive",
     "receive_tensor",

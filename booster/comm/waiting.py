@@ -19,7 +19,7 @@ from booster.comm.shared_memory import abort_shared_memory
 from booster.errors import RankFailedError
 from booster.kernels.shared_memory import SharedMemoryError
 
-__all__ = ["REPORT_SECONDS", "Place", "failures_named"]
+__all__ = ["REPORT_SECONDS", "Place", "failures_named", "hang_up", "note_failure"]
 
 # Note [Missing ranks]
 # A connection that breaks doesn't tell whose fault it was: one rank waits in vain for another, gives up, and thereby
@@ -32,6 +32,9 @@ __all__ = ["REPORT_SECONDS", "Place", "failures_named"]
 # Where shared memory has shown that a rank's process has ended there is nothing to wait for: that one is missing.
 # The keys belong to the group and stay: gloo never mends a group, and what is called on it later fails the same way.
 # Nobody waits inside of the store: see Note [Error barrier].
+# A rank that fails for a reason of its own can spare the others the wait: `note_failure` writes the reason, `hang_up`
+# writes that it has left the groups, and closes its connections. Notes belong to the world and outlive a failure that
+# the program survives, so a note alone does not end an inquiry; that a rank has left the group does.
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL a barrier of torch's own goes ahead of each collective, over connections that stay
 # open: there a rank that waits in it may count as missing.
 
@@ -41,6 +44,9 @@ _NEVER_SENT = 2**24 - 1  # a tag
 _AT_ONCE = timedelta(milliseconds=1)
 _MAX_TEXT = 300
 _MAX_LISTED = 10  # ranks in a message
+_MAX_NOTES = 3  # in a message
+_NOTES_KEY = "notes"
+_LEFT_KEY = "left"
 
 # What gloo, nccl, torch's debug mode and our shared memory write when a rank is lost or late. Other errors are about
 # the call itself.
@@ -103,8 +109,7 @@ class _Inquiry:
     """Finds out who is missing; see Note [Missing ranks]."""
 
     def __init__(self, place: Place, group: dist.ProcessGroup) -> None:
-        # torch's stubs give its values as str; they are bytes.
-        self._store: Any = PrefixStore(f"booster.failure/{group.group_name}", _get_default_store())
+        self._store = _group_store(group)
         self._place, self._rank, self._group = place, dist.get_rank(), group
         pair = None if place.peer is None else sorted((self._rank, place.peer))
         self._ranks = dist.get_process_group_ranks(group) if pair is None else pair
@@ -117,9 +122,15 @@ class _Inquiry:
             ended: World ranks of which it is known; none: time has to show.
         """
         self._store.set(_report_key(self._rank), json.dumps(asdict(self._place)))
-        _hang_up(self._group)
+        _close_connections(self._group)
         if not ended:
             self._wait_for_reports()
+        return "".join(f"{note}; " for note in _noted_failures()) + self._verdict(ended)
+
+    def _verdict(self, ended: Sequence[int]) -> str:
+        left = _entries(self._store, _LEFT_KEY)
+        if left:
+            return f"{_listed(sorted(set(left)))} left the group after a failure: see the log there"
         self._store.compare_set(self._verdict_key, "", json.dumps(list(ended) or self._silent()))
         missing: list[int] = json.loads(self._store.get(self._verdict_key))
         if self._rank in missing:
@@ -135,7 +146,7 @@ class _Inquiry:
         keys = [_report_key(rank) for rank in self._ranks]
         deadline = time.monotonic() + REPORT_SECONDS
         while time.monotonic() < deadline:
-            if self._store.check(keys) or self._store.check([self._verdict_key]):
+            if self._store.check(keys) or any(self._store.check([key]) for key in (self._verdict_key, _LEFT_KEY)):
                 return
             time.sleep(_PAUSE_SECONDS)
 
@@ -151,8 +162,37 @@ class _Inquiry:
         return listed + _and_more(present)
 
 
-def _hang_up(group: dist.ProcessGroup) -> None:
-    """Ends what this rank shares with the others, and closes its connections of a gloo group.
+def note_failure(text: str) -> None:
+    """Tells the other ranks why this one failed: their errors about lost ranks will say so.
+
+    To be called before `hang_up`, for a failure of this rank's own, not for a `RankFailedError`. No communication: it
+    writes into the store of the world. Where that is gone, or there is no world, nothing happens.
+    """
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # the process that serves the store has ended
+            _append(_notes_store(), _NOTES_KEY, [dist.get_rank(), " ".join(text.split())[:_MAX_TEXT]])
+
+
+def hang_up(groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Ends what this rank shares in these groups, for good: who waits for it there, or will, fails at once.
+
+    With gloo and through shared memory; ranks that wait by NCCL find it by its own timeout. Returns at once; nothing
+    raises where the connections or the store are gone already. No other thread may start an operation there meanwhile.
+
+    Args:
+        groups: None: the world. Those that this rank is not in are left out.
+    """
+    chosen = [group or _get_default_group() for group in groups]
+    mine = [group for group in chosen if dist.get_rank(group) >= 0]
+    for group in mine:
+        with suppress(RuntimeError):  # the process that serves the store has ended
+            _append(_group_store(group), _LEFT_KEY, dist.get_rank())
+    for group in mine:
+        _close_connections(group)
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """Ends this rank's shared memory, and closes its connections of a gloo group.
 
     Gloo closes them itself where a message does not come in time.
     """
@@ -165,6 +205,30 @@ def _hang_up(group: dist.ProcessGroup) -> None:
                 work = dist.irecv(torch.empty(1), src=other, group=group, tag=_NEVER_SENT)
                 if work is not None:
                     work.wait(_AT_ONCE)
+
+
+def _noted_failures() -> list[str]:
+    """Returns what ranks of the world have noted, the first failure first, as others may follow from it."""
+    notes = _entries(_notes_store(), _NOTES_KEY)[:_MAX_NOTES]
+    return [f"rank {rank} had failed: {text}" for rank, text in notes]
+
+
+# torch's stubs give a store's values as str; they are bytes.
+def _group_store(group: dist.ProcessGroup) -> Any:
+    return PrefixStore(f"booster.failure/{group.group_name}", _get_default_store())
+
+
+def _notes_store() -> Any:
+    return PrefixStore("booster.failures", _get_default_store())
+
+
+def _append(store: Any, key: str, entry: object) -> None:
+    store.append(key, json.dumps(entry) + "\n")
+
+
+def _entries(store: Any, key: str) -> list[Any]:
+    """Returns what was appended, in this order."""
+    return [json.loads(line) for line in store.get(key).splitlines()] if store.check([key]) else []
 
 
 def _report_key(rank: int) -> str:

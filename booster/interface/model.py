@@ -133,9 +133,20 @@ class ModelWrapper(nn.Module):
             part
             for names in self._tied(state)
             for part in layout_of(parameters.get(names[0], state[names[0]])).slices(
-                names[0], state[names[0]], primary=self._is_primary, shared=names[0] in parameters
+                self.logical_name(names[0]),
+                state[names[0]],
+                primary=self.writes(names[0]),
+                shared=names[0] in parameters,
             )
         ]
+
+    def logical_name(self, name: str) -> str:
+        """Returns the name that a tensor of what is here has in the whole model, where that has it first."""
+        return name
+
+    def writes(self, name: str) -> bool:
+        """Returns whether this rank writes a tensor for all that hold the same of its layout."""
+        return self._is_primary
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         """Returns for every slice's name the further names that the same memory has in the model."""

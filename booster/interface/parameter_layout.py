@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -62,6 +62,10 @@ class ParameterLayout:
         box = tuple((0, size) for size in shape)
         piece = LayoutPiece(local=box, logical=box, is_primary=is_primary)
         return cls(logical_shape=tuple(shape), local_shape=tuple(shape), pieces=(piece,))
+
+    def uncounted(self) -> ParameterLayout:
+        """Returns the same layout of a rank whose elements others write and count, all of them."""
+        return replace(self, pieces=tuple(replace(piece, is_primary=False) for piece in self.pieces))
 
     @property
     def is_whole(self) -> bool:

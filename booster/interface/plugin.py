@@ -133,6 +133,8 @@ class Plugin(ABC):
         optimizer: OptimizerWrapper | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        num_items: float | None = None,
     ) -> dict[str, Any]:
         """Runs forward and backward for the next batch; here as one stage. See `Booster.execute_pipeline`."""
         batch = next(data_iter)
@@ -140,7 +142,7 @@ class Plugin(ABC):
             outputs = _call_with_batch(model, batch)
             loss = criterion(outputs, batch)
         if optimizer is not None:
-            optimizer.backward(loss)
+            optimizer.backward(loss, num_items=num_items)
         return {"loss": loss.detach() if return_loss else None, "outputs": outputs if return_outputs else None}
 
     @abstractmethod

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import ParameterLayout, layout_of, set_layout
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import show_stand_ins, take_tensors
 from booster.plugins.sharding.deep_copies import copy_with_tensors
 from booster.plugins.sharding.materializing import Materializer
 
@@ -22,7 +22,9 @@ def cut_model(
     optimizer: Optimizer | None,
     layouts: Mapping[str, ParameterLayout],
     materializer: Materializer,
-) -> None:
+    *,
+    absent: Collection[int] = (),
+) -> dict[str, nn.Parameter]:
     """Gives every parameter its values where it has none, and keeps this rank's part of it.
 
     Parameters that have values are cut in place; what is lazy or on the meta device is filled module by module, so
@@ -33,20 +35,50 @@ def cut_model(
         optimizer: The user's optimizer; states of steps that it has made are cut, too.
         layouts: What this rank holds of every parameter, by name, tied ones once.
         materializer: Of the model.
+        absent: The `id`s of modules that this rank holds nothing of; their tensors are taken away.
+
+    Returns:
+        The model's parameters by name, tied ones once; those of absent modules alone are on the meta device, and are
+        in the optimizer's param groups no more.
     """
     materializer.place_real()
     if optimizer is not None and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # puts every state where its parameter lies now
-    pending = dict(layouts)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept = {id(one) for module in model.modules() if id(module) not in absent for one in _own(module)}
+    held = {names[key] for key in kept}
     before = dict(model.named_parameters())
-    for prefix, module in model.named_modules():
+    after: dict[str, nn.Parameter] = {}
+    taken: dict[int, nn.Parameter] = {}
+    gone: list[nn.Parameter] = []  # an id is nobody else's as long as its object lives
+    for module in model.modules():
+        own = [names[id(one)] for one in _own(module)]
         materializer.fill([module])
-        for own_name, parameter in module.named_parameters(recurse=False):
-            layout = pending.pop(f"{prefix}.{own_name}" if prefix else own_name, None)
-            if layout is not None:
-                _cut(parameter, layout, optimizer)
+        found = dict(zip(own, _own(module), strict=True))
+        for name, parameter in found.items():
+            names[id(parameter)] = name
+            if name in held and name not in after:
+                _cut(parameter, layouts[name], optimizer)
+                after[name] = parameter
+        if id(module) in absent:
+            show_stand_ins(module, taken)
+            for name, parameter in found.items():
+                if name not in held:
+                    after.setdefault(name, taken[id(parameter)])
+                    parameter.data, parameter.grad = parameter.data.new_empty(0), None  # whoever else refers to it
+                    gone.append(parameter)
+    # Not before: what a module's ancestors do to their descendants, they do to all of them.
+    for module in model.modules():
+        if id(module) in absent:
+            take_tensors(module)
+    after = {name: after[name] for name in before}
     if optimizer is not None:
-        _follow_replaced(optimizer, before, dict(model.named_parameters()))
+        _follow(optimizer, before, after, held)
+    return after
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
 
 
 def _cut(parameter: nn.Parameter, layout: ParameterLayout, optimizer: Optimizer | None) -> None:
@@ -63,13 +95,20 @@ def _cut_state(tensor: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
     return layout.cut(tensor) if tensor.shape == layout.logical_shape else tensor.detach().clone()
 
 
-def _follow_replaced(
-    optimizer: Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
+def _follow(
+    optimizer: Optimizer,
+    before: Mapping[str, nn.Parameter],
+    after: Mapping[str, nn.Parameter],
+    held: Collection[str],
 ) -> None:
-    """Points an optimizer at parameters that took the place of others, which were on the meta device."""
-    new: dict[int, Any] = {id(before[name]): after[name] for name in before if before[name] is not after[name]}
+    """Points an optimizer at parameters that took the place of others, and lets go of what this rank does not hold."""
+    names = {id(parameter): name for name, parameter in before.items()}
     for group in optimizer.param_groups:
-        group["params"][:] = [new.get(id(one), one) for one in group["params"]]
-    for old in [one for one in optimizer.state if id(one) in new]:
-        optimizer.state[new[id(old)]] = optimizer.state.pop(old)
-    assert all(layout_of(one).local_shape == tuple(one.shape) for one in after.values())
+        group["params"][:] = [after[names[id(one)]] for one in group["params"] if names[id(one)] in held]
+    for old in [one for one in optimizer.state if id(one) in names]:
+        name = names[id(old)]
+        if name not in held:
+            del optimizer.state[old]
+        elif after[name] is not old:
+            optimizer.state[after[name]] = optimizer.state.pop(old)
+    assert all(layout_of(after[name]).local_shape == tuple(after[name].shape) for name in held)

@@ -12,20 +12,24 @@ __all__ = ["arguments_from_config"]
 
 _MODE = "1d"
 _LATER_MODES = ("2d", "2.5d", "3d", "sequence")
-_EXAMPLE = "dict(pipeline=2, tensor=dict(size=4, mode='1d'))"
+_EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
 _AXES = ("data", "pipeline", "tensor")
 _ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size"}
+_OF_PIPELINE = (
+    *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage", "broadcast_loss"),
+    *("enable_metadata_cache", "split", "execution_sequence"),
+)
 
 
 def arguments_from_config(config: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the keyword arguments of the plugin that a configuration stands for.
 
     An axis is a number of ranks or a dict with `size`; one that is left out has 1 rank. `tensor` has a `mode`, too:
-    "1d" (Shoeybi et al., "Megatron-LM", 2019) is the one there is. `data` is worked out, and checked where it is given.
-    No communication.
+    "1d" (Shoeybi et al., "Megatron-LM", 2019) is the one there is. `pipeline` may hold the plugin's other arguments of
+    stages, under their names. `data` is worked out, and checked where it is given. No communication.
 
     Args:
-        config: As in `dict(pipeline=2, tensor=dict(size=4, mode="1d"))`.
+        config: As in `dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode="1d"))`.
         more: Further keyword arguments of the plugin, which are returned as well.
 
     Raises:
@@ -36,7 +40,7 @@ def arguments_from_config(config: Mapping[str, Any], more: Mapping[str, Any] | N
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
     _check_data(sizes)
     arguments = {argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items()}
-    return _joined(arguments, more or {})
+    return _joined(arguments, _of_pipeline(config.get("pipeline", 1)), more or {})
 
 
 def _check_names(config: Any) -> None:
@@ -74,16 +78,22 @@ def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
     # Modes that come later have further keys: what is said of the mode is said first.
     if axis == "tensor" and given.get("mode") != _MODE:
         return
-    known = ("size", "mode") if axis == "tensor" else ("size",)
+    known = ("size", *{"tensor": ("mode",), "pipeline": _OF_PIPELINE}.get(axis, ()))
     for key in given:
         if key not in known:
             raise ConfigError(
                 f"{axis}={dict(given)!r} has {key!r}, which means nothing there: write {axis}={_example(axis)}"
+                + (f" (its keys are {', '.join(known)})" if axis == "pipeline" else "")
             )
 
 
 def _example(axis: str) -> str:
-    return "dict(size=4, mode='1d')" if axis == "tensor" else "dict(size=2)"
+    examples = {"tensor": "dict(size=4, mode='1d')", "pipeline": "dict(size=2, num_microbatches=4)"}
+    return examples.get(axis, "dict(size=2)")
+
+
+def _of_pipeline(given: Any) -> dict[str, Any]:
+    return {name: given[name] for name in _OF_PIPELINE if name in given} if isinstance(given, Mapping) else {}
 
 
 def _check_mode(given: Any, size: int) -> None:
@@ -121,11 +131,17 @@ def _check_data(sizes: Mapping[str, int]) -> None:
         )
 
 
-def _joined(arguments: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def _joined(arguments: dict[str, Any], of_pipeline: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     for name, argument in _ARGUMENTS.items():
         if argument in more:
             raise ConfigError(
                 f"{argument}={more[argument]!r} was given beside the configuration, whose {name!r} says"
                 f" {arguments[argument]}: leave {argument} out"
             )
-    return arguments | dict(more)
+    for name, value in of_pipeline.items():
+        if name in more:
+            raise ConfigError(
+                f"{name}={more[name]!r} was given beside the configuration, whose 'pipeline' says {value!r}: leave one"
+                " of them out"
+            )
+    return arguments | of_pipeline | dict(more)

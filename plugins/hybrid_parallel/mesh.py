@@ -119,6 +119,23 @@ class HybridMesh:
             self._cpu_groups[key] = new_cpu_group(self.group(*axes))
         return self._cpu_groups[key]
 
+    def subgroups(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """Returns a new group of the ranks at some places along an axis; None where this rank is at none of them.
+
+        Collective over the world.
+        """
+        found: dist.ProcessGroup | None = None
+        for line in rank_groups(self._sizes, (axis,)):
+            ranks = [line[place] for place in places]
+            group = dist.new_group(ranks)
+            if group_rank() in ranks:
+                found = group
+        return found
+
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """Returns all groups that were made of this mesh, and the world."""
+        return [None, *self._groups.values(), *self._cpu_groups.values()]
+
     def _key(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the axes that tell a group apart: those with ranks, or any one of the others where none has any."""
         key = tuple(axis for axis in self._sizes if axis in axes and self._sizes[axis] > 1)

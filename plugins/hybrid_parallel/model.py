@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,18 @@ from booster.comm import broadcast, require_same_on_all_ranks
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, layout_of, set_layout
 from booster.kernels.checksum import crc32
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import Piece
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import Boundary, run_piece
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.low_level_zero.model import ZeroModel
+from booster.plugins.sharding.buffers import broadcast_joined
 from booster.random_state import capture_random_state, restore_random_state
 from booster.tensor_tree import map_tensors
+
+if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRun
 
 __all__ = ["HybridModel"]
 
@@ -38,7 +45,14 @@ class HybridModel(ZeroModel):
         replica_group: The ranks that get the same batch.
         is_primary: True on one of the ranks that hold the same parts.
         broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+        carved: What the pipeline stage has of the model; None: there is one stage.
+        stage: This rank's.
+
+    Attributes:
+        last_pipeline_run: What this rank did for the last batch of `Booster.execute_pipeline`.
     """
+
+    last_pipeline_run: PipelineRun | None
 
     def __init__(
         self,
@@ -50,18 +64,35 @@ class HybridModel(ZeroModel):
         replica_group: dist.ProcessGroup,
         is_primary: bool,
         broadcasts_buffers: bool,
+        carved: CarvedModel | None = None,
+        stage: int = 0,
     ) -> None:
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._ranks = [ranks for ranks in (tensor_ranks, sequence_ranks) if ranks is not None]
         self._replica_group = replica_group
         if tensor_ranks is not None and hasattr(module, "save_pretrained"):
             module.save_pretrained = _refuse_to_save_parts  # type: ignore[assignment]
+        self._carved = carved
+        self._stage = stage
+        self.last_pipeline_run = None
+        if carved is not None and hasattr(module, "save_pretrained"):
+            module.save_pretrained = _refuse_to_save_parts  # type: ignore[assignment]
         self._num_compared = 0
         self._may_draw_differently = bool(self._ranks)
         self.register_load_hook(self._expect_other_random_states)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's forward; arguments and result are those of the user's model. Collective."""
+        """Runs the user's forward; arguments and result are those of the user's model. Collective.
+
+        Raises:
+            ConfigError: The rank is a pipeline stage, which has some of the layers only.
+        """
+        if self._carved is not None:
+            raise ConfigError(
+                "the boosted model was called directly, but with pp_size > 1 each rank holds some of its layers only:"
+                " write booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages; without"
+                " an optimizer it evaluates, and return_outputs=True gives the outputs"
+            )
         self.reset_ranks()
         if self._ranks and self.training:
             self._require_same_batch(args, kwargs)
@@ -70,6 +101,59 @@ class HybridModel(ZeroModel):
             return super().forward(*args, **kwargs)
         finally:
             self.reset_ranks()
+
+    # As a pipeline stage.
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces of the model that this pipeline stage runs, chunk by chunk."""
+        assert self._carved is not None
+        return self._carved.pieces
+
+    def begin_batch(self) -> None:
+        """Does what comes before the forwards of a batch's micro-batches. Collective."""
+        self.wait_for_weights()
+        if self.training:
+            if self._broadcasts_buffers:
+                broadcast_joined(list(self.module.buffers()), self._group)
+            if self._ranks:
+                self._draw_alike()
+
+    def run_piece(self, piece: Piece, received: Boundary | None, batch: Any) -> tuple[Boundary | None, Any]:
+        """Returns what goes to the next piece, or the model's outputs where the piece is the last; see `run_piece`."""
+        assert self._carved is not None
+        self.reset_ranks()
+        try:
+            if self.precision is None:
+                return run_piece(self.module, self._carved.context, piece, received, batch)
+            (batch,), _ = self.precision.convert_inputs((batch,), {})
+            with self.precision.forward_context(self._device_type):
+                boundary, outputs = run_piece(self.module, self._carved.context, piece, received, batch)
+            return boundary, self.precision.convert_outputs(outputs)
+        finally:
+            self.reset_ranks()
+
+    def require_independent(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises if tensors depend on what this stage has stand-ins for; see `StandIns.require_independent`."""
+        assert self._carved is not None
+        self._carved.stand_ins.require_independent(tensors)
+
+    # Names.
+
+    def logical_name(self, name: str) -> str:
+        return name if self._carved is None else self._carved.logical_names.get(name, name)
+
+    def writes(self, name: str) -> bool:
+        if self._carved is None:
+            return super().writes(name)
+        stages = self._carved.division.stages_of(name.rpartition(".")[0])
+        return super().writes(name) and (name in self._carved.logical_names or min(stages) == self._stage)
+
+    def tied_names(self) -> dict[str, tuple[str, ...]]:
+        if self._carved is None:
+            return super().tied_names()
+        self.wait_for_weights()
+        return {name: others for name, others in self._carved.tied.items() if name in self._carved.held}
 
     def reset_ranks(self) -> None:
         """Forgets what an operation that is over has left open."""
@@ -118,8 +202,23 @@ class HybridModel(ZeroModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's parts, or whole tensors of which it takes its parts; fp32 masters follow."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
+        if self._carved is not None:
+            state_dict = self._of_stage(state_dict)
         own = {name: _own_part(named.get(name), value) for name, value in state_dict.items()}
         return super().load_state_dict(own, strict, assign)
+
+    def _of_stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what this stage takes of the whole model's state; what no stage has stays, to be complained of."""
+        assert self._carved is not None
+        carved = self._carved
+        elsewhere = set(carved.parameters) | {name for names in carved.tied.values() for name in names}
+        elsewhere |= {name for name in state_dict if self._stage not in carved.division.stages_of(name.rpartition(".")[0])}
+        here = self.module.state_dict(keep_vars=True)
+        found = {name: value for name, value in state_dict.items() if name in here or name not in elsewhere}
+        for name, logical in carved.logical_names.items():
+            if name not in found and logical in state_dict:
+                found[name] = state_dict[logical]
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Returns a copy of the model alone, which holds the same parts of it; it has no optimizer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,11 +13,20 @@ from booster.comm import require_same_on_all_ranks
 from booster.errors import ConfigError
 from booster.interface import ParameterLayout
 from booster.mixed_precision.fp16_naive import log_on_master
-from booster.plugins.hybrid_parallel.activation_checkpointing import checkpoint_layers, require_stacks
+from booster.plugins.hybrid_parallel.activation_checkpointing import (
+    GradientCheckpointConfig,
+    checkpoint_layers,
+    require_stacks,
+)
 from booster.plugins.hybrid_parallel.cutting import cut_model
 from booster.plugins.hybrid_parallel.layouts import planned_layouts
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.parallelize import parallelize
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import divide_units
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel, carve, connect
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.choosing import choose_stage_plan
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients, defer_weight_gradients
 from booster.plugins.hybrid_parallel.plans.choose import choose_plan
 from booster.plugins.hybrid_parallel.plans.explain import explain
 from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
@@ -45,6 +55,7 @@ class ModelSplit:
     Attributes:
         tensor_ranks: The ranks that share the layers; None: each has them whole.
         sequence_ranks: The ranks that share the sequences by an axis of their own; None: there is none.
+        weight_gradients: Where gradients of weights wait that the schedule computes later; None: it has none.
     """
 
     def __init__(
@@ -54,7 +65,12 @@ class ModelSplit:
         self._arguments = arguments
         self._mesh = mesh
         self._device = device
+        self._divisions: WeakKeyDictionary[nn.Module, StageDivision] = WeakKeyDictionary()  # likewise
+        self._carved: WeakKeyDictionary[nn.Module, CarvedModel] = WeakKeyDictionary()
         self._plans: WeakKeyDictionary[nn.Module, TensorParallelPlan] = WeakKeyDictionary()  # checked, to be applied
+        pipeline = arguments.pipeline
+        defers = pipeline is not None and pipeline.schedule.defers_weights
+        self.weight_gradients = WeightGradients() if defers else None
         self.tensor_ranks: TensorParallelRanks | None = None
         self.sequence_ranks: SequenceParallelRanks | None = None
         if arguments.tp_size > 1:
@@ -89,6 +105,23 @@ class ModelSplit:
         multiple = self._arguments.make_vocab_size_divisible_by
         return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
 
+    def carved(self, model: nn.Module) -> CarvedModel | None:
+        """Returns what this stage has of a model that was divided; None: there is one stage."""
+        return self._carved.get(model)
+
+    def division(self, model: nn.Module) -> StageDivision | None:
+        """Returns which stage has which layers of a model; None: there is one stage. No communication.
+
+        Raises:
+            ConfigError: The model can't be divided so.
+        """
+        pipeline = self._arguments.pipeline
+        if pipeline is None:
+            return None
+        plan = choose_stage_plan(model, split=pipeline.split, execution_sequence=pipeline.execution_sequence)
+        bounds = divide_units(model, plan, pipeline.num_positions, pipeline.num_layers_per_stage)
+        return StageDivision(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
+
     def check(self, model: nn.Module) -> None:
         """Raises if this rank alone can tell that the model can't be divided. No communication.
 
@@ -107,6 +140,9 @@ class ModelSplit:
         if self.sequence_ranks is not None:
             check_attention_alone_mixes_tokens(model, plan.stacks)
         self._materializer(model).check()
+        division = self.division(model)
+        if division is not None:
+            self._divisions[model] = division
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Divides the model, in place; after `check`. Collective.
@@ -122,7 +158,46 @@ class ModelSplit:
         layouts = self._layouts(model, plan)
         tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
         own = {name: of_ranks[tensor_rank] for name, of_ranks in layouts.items()}
-        cut_model(model, optimizer, own, self._materializer(model))
+        division = self._divisions.pop(model, None)
+        if division is None:
+            cut_model(model, optimizer, own, self._materializer(model))
+            self._parallelize(model, plan, layouts)
+            return
+        carved = carve(model, optimizer, own, self._materializer(model), division, self._stage, self._device)
+        self._carved[model] = carved
+        local = {name: layouts[logical] for name, logical in carved.logical_names.items()}
+        self._parallelize(model, self._plan_of_stage(model, plan, division), local)
+        if self.weight_gradients is not None:
+            defer_weight_gradients(model, self.weight_gradients)
+        connect(model, carved, self._stage)
+
+    @property
+    def _stage(self) -> int:
+        return self._mesh.rank("pp")
+
+    def _plan_of_stage(self, model: nn.Module, plan: TensorParallelPlan, division: StageDivision) -> TensorParallelPlan:
+        """Returns the part of a plan that is about modules of this stage; stacks end with its pieces."""
+        stages = division.module_stages(model)
+        held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
+
+        def is_held(name: str, is_parameter: bool = False) -> bool:
+            return (name.rpartition(".")[0] if is_parameter else name) in held
+
+        return replace(
+            plan,
+            entries=tuple(
+                replace(entry, siblings=tuple(name for name in entry.siblings if is_held(name)))
+                for entry in plan.entries
+                if is_held(entry.name, entry.is_parameter)
+            ),
+            attributes=tuple(change for change in plan.attributes if is_held(change.module)),
+            arguments=tuple(split for split in plan.arguments if is_held(split.module)),
+            stacks=tuple(tuple(part) for stack in plan.stacks for part in division.units_of(self._stage, stack)),
+        )
+
+    def _parallelize(
+        self, model: nn.Module, plan: TensorParallelPlan, layouts: dict[str, list[ParameterLayout]]
+    ) -> None:
         if self.tensor_ranks is not None:
             parallelize(
                 model,
@@ -135,8 +210,15 @@ class ModelSplit:
         if self.sequence_ranks is not None:
             self._split_sequences(model, plan, self.sequence_ranks)
         if self._arguments.checkpointing is not None:
+            self._checkpoint_layers(model, plan, self._arguments.checkpointing)
+
+    def _checkpoint_layers(self, model: nn.Module, plan: TensorParallelPlan, config: GradientCheckpointConfig) -> None:
+        if self._arguments.pipeline is None:
             for stack in plan.stacks:
-                checkpoint_layers(model, stack, self._arguments.checkpointing)
+                checkpoint_layers(model, stack, config)
+            return
+        layers = [name for part in plan.stacks for name in part]
+        checkpoint_layers(model, layers, config, stage=self._stage)
 
     def _split_sequences(self, model: nn.Module, plan: TensorParallelPlan, ranks: SequenceParallelRanks) -> None:
         use_sequence_attention(model)

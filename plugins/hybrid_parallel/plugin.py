@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,19 @@ from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
 from booster.plugins.hybrid_parallel.from_config import arguments_from_config
-from booster.plugins.hybrid_parallel.mesh import HybridMesh
+from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
 from booster.plugins.hybrid_parallel.model import HybridModel
+from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
+from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement
+from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import cast_absent_tensors
+from booster.plugins.hybrid_parallel.pipeline_parallel.transport import Ends, Transport
 from booster.plugins.hybrid_parallel.placement import ModelSplit
 from booster.plugins.hybrid_parallel.plans.plan import UserPlan
 from booster.plugins.hybrid_parallel.settings import HybridArguments
-from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.low_level_zero.settings import ZeroSettings
 from booster.plugins.low_level_zero.weights import Sharding
 from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
@@ -43,12 +51,13 @@ __all__ = ["HybridParallelPlugin"]
 
 
 class HybridParallelPlugin(Plugin):
-    """Tensor and sequence parallelism from plans, together with data parallelism or ZeRO.
+    """Tensor, sequence and pipeline parallelism, together with data parallelism or ZeRO.
 
     The ranks form a mesh of (dp, pp, sp, tp). The ranks of a tp group hold parts of the same layers (Shoeybi et al.,
-    "Megatron-LM", 2019); those of an sp group other tokens of the same batch; dp has what is left, and reads different
-    data. Which layer is split how comes from `plan`, from the model's own plan as transformers models have them, from
-    tables for those that lack one, or is derived from the module graph, in this order; `explain(model)` shows it.
+    "Megatron-LM", 2019); those of an sp group other tokens of the same batch; those of a pp group, the stages, other
+    layers, through which micro-batches go one after the other; dp has what is left, and reads different data. Which
+    layer is split how comes from `plan`, from the model's own plan as transformers models have them, from tables for
+    those that lack one, or is derived from the module graph, in this order; `explain(model)` shows it.
     Models stay as they are: their layers compute with parts, under the same names.
 
     Memory per rank of N parameters with Adam in fp32, of which the planned ones are divided by tp: 16N/tp, with ZeRO 1
@@ -56,14 +65,19 @@ class HybridParallelPlugin(Plugin):
     18N/tp. Sent per rank and layer of column and row parallel pairs: one all-reduce of the hidden states forward and
     one backward for attention, and for the MLP.
 
+    With pp stages N is what a stage holds, about N/pp. It sends, per micro-batch and boundary between pieces of the
+    model, the hidden states forward and their gradients backward. Of m micro-batches, "1f1b" keeps the activations of
+    at most pp, "gpipe" of all m; both leave (pp-1)/(m+pp-1) of the time idle, "interleaved" a num_model_chunks-th of
+    that for as many times the messages; "zbv" fills it with gradients of weights, in the memory of "1f1b".
+
     Args:
         tp_size: Ranks that share each layer.
-        pp_size: Pipeline stages, which come in a later version.
+        pp_size: Pipeline stages, among which the model's layers are divided; train with `booster.execute_pipeline`.
         sp_size: Ranks that share each sequence in the modes "all_to_all" and "ring_attn".
         precision: "fp16" (with loss scaling), "bf16" or "fp32": format of weights, gradients and computation; fp32
             leaves the weights as they are.
         zero_stage: 0: every rank of a dp group updates the same weights. 1: optimizer states are divided among them, 2:
-            gradients too, as by `LowLevelZeroPlugin`.
+            gradients too, as by `LowLevelZeroPlugin`, but not with pipeline stages.
         enable_sequence_parallelism: Divide the tokens of a sequence over ranks.
         sequence_parallelism_mode: "split_gather": over the tp ranks, between the layers' parallel regions (Korthikanti
             et al., 2022); "ring": the same, in chunks that travel while others are computed; "all_to_all": over sp
@@ -98,12 +112,22 @@ class HybridParallelPlugin(Plugin):
         master_weights: Keep fp32 masters of fp16 and bf16 weights.
         cast_inputs: Cast floating inputs of the model to its format.
         gradient_checkpoint_config: Which share of the layers is computed again in backward instead of being kept.
-        num_microbatches: Of pipeline stages.
-        microbatch_size: Of pipeline stages.
-        pp_style: Of pipeline stages.
-        num_model_chunks: Of pipeline stages.
+        num_microbatches: Into how many parts, worked on by several stages at a time, a rank's batch is divided.
+        microbatch_size: Examples of such a part, instead of their number.
+        pp_style: Schedule of the stages' work: "1f1b" (Narayanan et al., "PipeDream", 2019); "interleaved" (Narayanan
+            et al., 2021); "zbv" (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024); "gpipe" (Huang et
+            al., 2019); the name of one that was registered with `register_schedule`, or an object of one.
+        num_model_chunks: Pieces of the model that each stage holds: 2 or more with "interleaved", 2 with "zbv", else 1.
         verbose: Log the plan, skipped steps and changes of the loss scale on rank 0.
         sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
+        num_layers_per_stage: Layers of each stage, instead of a division by costs; with num_model_chunks above 1 of
+            each piece, in the order in which the model runs them.
+        broadcast_loss: All stages are given the loss; False: only the one that computes it has it.
+        enable_metadata_cache: Shapes of what stages send are sent once for each shape of a micro-batch; False: with
+            every message, for models whose layers give shapes that depend on the data.
+        split: Names of the modules with which the pieces after the first begin, such as ["layers.4"] for two stages.
+        execution_sequence: Names of modules and functions that run one after the other instead of the model's forward,
+            each with what the one before gave; stages divide it.
 
     Raises:
         ConfigError: Before `launch`, or arguments that can't be, alone or together.
@@ -148,11 +172,16 @@ class HybridParallelPlugin(Plugin):
         gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
-        pp_style: str = "1f1b",
+        pp_style: str | PipelineSchedule = "1f1b",
         num_model_chunks: int = 1,
         verbose: bool = False,
         *,
         sync_batch_norm: bool = True,
+        num_layers_per_stage: Sequence[int] | None = None,
+        broadcast_loss: bool = True,
+        enable_metadata_cache: bool = True,
+        split: Sequence[str] | None = None,
+        execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
     ) -> None:
         if not is_initialized():
             raise ConfigError(
@@ -192,6 +221,11 @@ class HybridParallelPlugin(Plugin):
             microbatch_size=microbatch_size,
             pp_style=pp_style,
             num_model_chunks=num_model_chunks,
+            num_layers_per_stage=num_layers_per_stage,
+            broadcast_loss=broadcast_loss,
+            enable_metadata_cache=enable_metadata_cache,
+            split=split,
+            execution_sequence=execution_sequence,
             sync_batch_norm=sync_batch_norm,
         )
         self._new_loss_scaler = functools.partial(
@@ -210,6 +244,7 @@ class HybridParallelPlugin(Plugin):
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **arguments.axis_sizes(group_size()))
         self._mesh.group("dp")  # made by all ranks here, as whoever asks later may be some of them
         self._split = ModelSplit(arguments, self._mesh, self._device, verbose=verbose)
+        self._runtimes: WeakKeyDictionary[ModelWrapper, PipelineRuntime] = WeakKeyDictionary()
         for line in arguments.remarks():
             log_on_master(line)
         if cpu_offload and self._device.type == "cpu":
@@ -224,7 +259,8 @@ class HybridParallelPlugin(Plugin):
         """Returns the plugin for sizes in the style of configuration files.
 
         Args:
-            config: Such as dict(pipeline=1, tensor=dict(size=2, mode="1d")): numbers, or dicts with a `size`.
+            config: Such as dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=2, mode="1d")): numbers, or
+                dicts with a `size`; that of `pipeline` may hold its other arguments.
             **arguments: Further ones of the plugin.
 
         Raises:
@@ -307,21 +343,36 @@ class HybridParallelPlugin(Plugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        arguments = self._arguments
+        arguments, mesh = self._arguments, self._mesh
+        carved = self._split.carved(model)
+        sharing = {} if carved is None else self._sharing_groups(carved)
         boosted = HybridModel(
             model,
             tensor_ranks=self._split.tensor_ranks,
             sequence_ranks=self._split.sequence_ranks,
-            data_group=self._mesh.group("dp", "sp"),
-            replica_group=self._mesh.group("sp", "tp"),
-            is_primary=self._mesh.rank("dp", "sp") == 0,
-            broadcasts_buffers=arguments.broadcast_buffers and self._mesh.size("dp", "sp") > 1,
+            data_group=mesh.group("dp", "sp"),
+            replica_group=mesh.group("sp", "tp"),
+            is_primary=mesh.rank("dp", "sp") == 0,
+            broadcasts_buffers=arguments.broadcast_buffers and mesh.size("dp", "sp") > 1,
+            carved=carved,
+            stage=mesh.rank("pp"),
         )
         wrapped = None
         if optimizer is not None:
-            scaler = self._new_loss_scaler() if arguments.precision == "fp16" else None
-            is_primary = self._mesh.rank("dp", "sp") == 0
-            wrapped = ZeroOptimizer(optimizer, boosted, self._settings(), loss_scaler=scaler, is_primary=is_primary)
+            wrapped = HybridOptimizer(
+                optimizer,
+                boosted,
+                self._settings(),
+                carved=carved,
+                sharing_groups=sharing,
+                stage=mesh.rank("pp"),
+                stage_group=mesh.group("pp"),
+                loss_scaler=self._new_loss_scaler() if arguments.precision == "fp16" else None,
+                is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
+            )
+        if carved is not None:
+            self._runtimes[boosted] = self._runtime(boosted, carved)
+            cast_absent_tensors(model, arguments.dtype)
         if arguments.dtype is not None:
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
             precision.cast(model)  # what is left: frozen parameters and buffers
@@ -329,6 +380,76 @@ class HybridParallelPlugin(Plugin):
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _sharing_groups(self, carved: CarvedModel) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Returns the groups of stages that share parameters with this one. Collective."""
+        found = {}
+        for stages in dict.fromkeys(carved.holders.values()):
+            group = self._mesh.subgroups("pp", stages)
+            if group is not None:
+                found[stages] = group
+        return found
+
+    def _runtime(self, model: HybridModel, carved: CarvedModel) -> PipelineRuntime:
+        arguments, mesh = self._arguments.pipeline, self._mesh
+        assert arguments is not None
+        stage = mesh.rank("pp")
+        return PipelineRuntime(
+            model,
+            arguments,
+            Transport(
+                carved.division,
+                stage,
+                self._link_ends(carved.division),
+                self._device,
+                caches_forms=arguments.caches_metadata,
+            ),
+            BatchAgreement(mesh.cpu_group(*AXES), mesh.rank("dp")),
+            self._split.weight_gradients,
+            stage=stage,
+            stage_group=mesh.group("pp"),
+            device=self._device,
+            groups=mesh.groups,
+        )
+
+    def _link_ends(self, division: StageDivision) -> Ends:
+        """Returns what tells the group of a link; on an accelerator each link has one of its own, in one direction.
+
+        Its messages can't overtake each other there, and one that waits would keep those the other way. Collective.
+        """
+        stage_group = self._mesh.group("pp")
+        if self._device.type == "cpu":
+            return lambda sender, receiver: (stage_group, sender if self._mesh.rank("pp") == receiver else receiver)
+        groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        for one, other in division.neighbours():
+            for ends in ((one, other), (other, one)):
+                groups[ends] = self._mesh.subgroups("pp", ends)
+        return lambda sender, receiver: (groups[sender, receiver], 0 if self._mesh.rank("pp") == receiver else 1)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: ModelWrapper,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        *,
+        num_items: float | None = None,
+    ) -> dict[str, Any]:
+        runtime = self._runtimes.get(model)
+        if runtime is None:
+            return super().execute_pipeline(
+                data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
+            )
+        if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
+            raise ConfigError(
+                f"execute_pipeline() got a {type(optimizer).__name__} that this plugin has not boosted, and pipeline"
+                " stages sum gradients in their own optimizer: pass the one that boost() returned with the model"
+            )
+        return runtime.run(
+            data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items
+        )
 
     def _settings(self) -> ZeroSettings:
         arguments, mesh = self._arguments, self._mesh
@@ -349,7 +470,7 @@ class HybridParallelPlugin(Plugin):
             agreement_group=mesh.cpu_group("dp", "sp"),
             shard_group=mesh.group(*shards),
             replica_group=mesh.group(*replicas) if mesh.size(*replicas) > 1 else None,
-            counting_group=mesh.group(*shards, "tp"),
+            counting_group=mesh.group(*shards, "pp", "tp"),
             communication_dtype=arguments.communication_dtype,
             overlaps=arguments.overlap_communication,
             overlaps_gathering=arguments.overlap_allgather,
@@ -360,7 +481,7 @@ class HybridParallelPlugin(Plugin):
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        if not isinstance(optimizer, ZeroOptimizer):
+        if not isinstance(optimizer, HybridOptimizer):
             raise ConfigError(
                 "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"
                 " booster.no_sync(model, optimizer)"

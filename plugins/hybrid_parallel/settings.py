@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ import torch
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpointing_of
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.settings import AlikeOnRanks, PipelineArguments
 from booster.plugins.low_level_zero.settings import ZeroArguments
 from booster.plugins.sharding.checks import check_flag, is_number
 from booster.plugins.sharding.precision import DTYPES
@@ -27,10 +29,9 @@ _ON_TENSOR_AXIS = ("split_gather", "ring")
 _ON_OWN_AXIS: tuple[Literal["all_to_all", "ring_attn"], ...] = ("all_to_all", "ring_attn")
 SEQUENCE_MODES = _ON_TENSOR_AXIS + _ON_OWN_AXIS
 
-_PIPELINE_STYLES = ("1f1b", "interleaved", "zbv")
 _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
-    *("check_reduction", "gradient_as_bucket_view", "static_graph"),
+    *("check_reduction", "gradient_as_bucket_view", "static_graph", "broadcast_loss", "enable_metadata_cache"),
 )
 _MEBI = 2**20
 
@@ -69,9 +70,21 @@ class HybridArguments:
     gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None
     num_microbatches: int | None
     microbatch_size: int | None
-    pp_style: str
+    pp_style: str | PipelineSchedule | AlikeOnRanks
     num_model_chunks: int
+    num_layers_per_stage: Sequence[int] | None
+    broadcast_loss: bool
+    enable_metadata_cache: bool
+    split: Sequence[str] | None
+    execution_sequence: Sequence[str | Callable[..., Any]] | AlikeOnRanks | None
     sync_batch_norm: bool
+
+    def __post_init__(self) -> None:
+        # Ranks compare the texts of all fields; see Note [Text that is alike on all ranks].
+        for name in ("pp_style", "execution_sequence"):
+            given = getattr(self, name)
+            if not isinstance(given, str | AlikeOnRanks | None):
+                object.__setattr__(self, name, AlikeOnRanks(given))
 
     # What the arguments ask for; after `check`.
 
@@ -106,7 +119,12 @@ class HybridArguments:
     @property
     def checkpointing(self) -> GradientCheckpointConfig | None:
         """Which layers are computed again in backward; None: none."""
-        return checkpointing_of(self.gradient_checkpoint_config)
+        return checkpointing_of(self.gradient_checkpoint_config, self.pp_size)
+
+    @property
+    def pipeline(self) -> PipelineArguments | None:
+        """How model and batches are divided for stages; None: there is one stage."""
+        return self._pipeline_arguments() if self.pp_size > 1 else None
 
     @property
     def max_bucket_numel(self) -> int:
@@ -128,10 +146,7 @@ class HybridArguments:
                 f"enable_sequence_parallelism=True without a mode: sequence_parallelism_mode={self.sequence_mode!r} is"
                 " used, which divides the tokens among the tp_size ranks"
             )
-        for name in ("num_microbatches", "microbatch_size"):
-            if getattr(self, name) is not None:
-                lines.append(f"{name}={getattr(self, name)} changes nothing: pp_size=1 has no pipeline stages to fill")
-        return lines
+        return lines + self._pipeline_arguments().remarks()
 
     # What can't be.
 
@@ -144,13 +159,13 @@ class HybridArguments:
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         self._check_counts()
-        self._check_pipeline()
+        self._pipeline_arguments().check()
         self._check_sequence_parallelism()
         self._check_world(world_size)
         self._check_plan()
         self._check_gradients()
         self._zero_arguments().check(world_size)
-        checkpointing_of(self.gradient_checkpoint_config)
+        checkpointing_of(self.gradient_checkpoint_config, self.pp_size)
 
     def _check_counts(self) -> None:
         for name in ("tp_size", "pp_size", "sp_size"):
@@ -163,24 +178,6 @@ class HybridArguments:
             raise ConfigError(
                 f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by!r} is no size that a vocabulary could"
                 " be a multiple of: give a whole number from 1, such as 64"
-            )
-
-    def _check_pipeline(self) -> None:
-        if self.pp_size > 1:
-            raise ConfigError(
-                f"pp_size={self.pp_size} asks for pipeline stages, which come in a later version: leave it out, and"
-                f" split the layers themselves with tp_size={self.tp_size * self.pp_size}, or their states with"
-                " zero_stage=1"
-            )
-        for name in ("num_microbatches", "microbatch_size"):
-            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no number: give a whole number from 1, or None")
-        if self.pp_style not in _PIPELINE_STYLES:
-            raise ConfigError(f"pp_style={self.pp_style!r} is not known: choose one of {', '.join(_PIPELINE_STYLES)}")
-        if self.pp_style != "1f1b" or not _is_count(self.num_model_chunks) or self.num_model_chunks > 1:
-            raise ConfigError(
-                f"pp_style={self.pp_style!r}, num_model_chunks={self.num_model_chunks!r} ask for a schedule of pipeline"
-                " stages, which come in a later version: leave both out"
             )
 
     def _check_sequence_parallelism(self) -> None:
@@ -278,6 +275,13 @@ class HybridArguments:
                 " divides them among the data parallel ranks, 2 gradients too (3 would divide parameters too, which"
                 " GeminiPlugin and TorchFSDPPlugin do)"
             )
+        if self.zero_stage == 2 and self.pp_size > 1:
+            raise ConfigError(
+                f"zero_stage=2 with pp_size={self.pp_size} would reduce and drop gradients after the backward of every"
+                " micro-batch, which sends the bytes of zero_stage=1 as many times as there are micro-batches, and"
+                " those of weights that stages share have to stay until the last: give zero_stage=1, which divides the"
+                " optimizer states alike"
+            )
         if not _is_size(self.ddp_bucket_cap_mb):
             raise ConfigError(
                 f"ddp_bucket_cap_mb={self.ddp_bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as"
@@ -288,6 +292,20 @@ class HybridArguments:
                 f"zero_bucket_size_in_m={self.zero_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
                 " elements above 0, such as 12"
             )
+
+    def _pipeline_arguments(self) -> PipelineArguments:
+        return PipelineArguments(
+            style=AlikeOnRanks.value_of(self.pp_style),
+            num_stages=self.pp_size,
+            num_chunks=self.num_model_chunks,
+            num_microbatches=self.num_microbatches,
+            microbatch_size=self.microbatch_size,
+            num_layers_per_stage=self.num_layers_per_stage,
+            broadcast_loss=self.broadcast_loss,
+            caches_metadata=self.enable_metadata_cache,
+            split=self.split,
+            execution_sequence=AlikeOnRanks.value_of(self.execution_sequence),
+        )
 
     def _zero_arguments(self) -> ZeroArguments:
         """Returns what ZeRO's own plugin would be given, which checks what both have."""

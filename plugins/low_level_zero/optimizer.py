@@ -109,12 +109,13 @@ class ZeroOptimizer(ShardedOptimizer):
         self.gathering = WeightGathering(self._reducer.buckets, settings.shard_group)
         self.model.connect(self.gathering, self.zero_grad)
         parts = [one.shard for flat in self._flat_groups for one in flat.owned]
-        shapes = {
-            name: layout_of(parameter).logical_shape
-            for flat in self._flat_groups
-            for name, parameter in zip(flat.names, flat.parameters, strict=True)
-        }
+        shapes = {name: layout_of(parameter).logical_shape for name, parameter in self._sharded_parameters()}
         self._use_shards(Shards(parts, list(shapes), self._counting_group, shapes=shapes))
+
+    def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields what the ranks of the counting group have shards of between them, the same on all of them."""
+        for flat in self._flat_groups:
+            yield from zip(flat.names, flat.parameters, strict=True)
 
     def _model_order(self) -> list[nn.Parameter]:
         return list(self.model.unwrap().parameters())

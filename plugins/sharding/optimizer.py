@@ -70,7 +70,8 @@ class ShardedOptimizer(OptimizerWrapper):
         self._is_stepping = False
         optim.register_step_pre_hook(partial(_refuse_step_of_its_own, weakref.ref(self)))
         self._working_of: dict[int, nn.Parameter] = {}
-        self._names = {id(parameter): name for name, parameter in reversed(list(model.unwrap().named_parameters()))}
+        named = reversed(list(model.unwrap().named_parameters()))
+        self._names = {id(parameter): model.logical_name(name) for name, parameter in named}
         self.logical_groups: list[list[tuple[str, nn.Parameter]]] = []
         model.register_load_hook(self._refresh_masters)
         model.register_exact_copies(self._master_slices)

@@ -20,7 +20,7 @@ from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_
 from oracles.serial_training import make_optimizer, train_serial
 from parity import EXACT, _assert_close, _assert_same_move, _mean_over_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from zoo import get_model, split_batch
+from zoo import WholeBatches, get_model, split_batch
 
 from booster import Booster
 from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -28,12 +28,32 @@ from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from booster.single_device import SingleDevicePlugin
 
 
+# Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
+MODELS = ("multi_output_groups", "tied_lm", "frozen_unused_conditional")
+PLANS = {
+    "multi_output_groups": {"embedding": "vocab"},
+    "tied_lm": {"embedding": "vocab", "head": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    "frozen_unused_conditional": {"frozen": "colwise", "trunk": "rowwise", "branch": "colwise_gather_output"},
+}
+# Stages run all of their layers in every step. Of these models, the last does not.
+STAGED_MODELS = ("multi_output_groups", "tied_lm")
+SPLITS = {"multi_output_groups": ["norm"]}
+DEPTHS = {"tied_lm": 4}  # a layer for each of two pieces on two stages
+
+
 @dataclass(frozen=True)
 class Needs:
-    """What a plugin has to be told about a model: whether a step may leave parameters unused, and how it can be cut."""
+    """What a plugin has to be told about a model.
+
+    Attributes:
+        uses_unused: Whether a step may leave parameters unused.
+        plan: How its layers can be cut.
+        split: Where a second stage can begin; None: this is found.
+    """
 
     uses_unused: bool = False
     plan: dict[str, str] | None = None
+    split: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,7 @@ class Layout:
     name: str
     world_size: int
     make_plugin: Callable[[Needs], object]
+    models: tuple[str, ...] = MODELS
 
     def __str__(self) -> str:
         return f"{self.name} x{self.world_size}"
@@ -131,6 +152,31 @@ def tensor_parallel_2_zero_2(needs):
     return hybrid_plugin(needs, tp_size=2, zero_stage=2)
 
 
+def staged_plugin(needs, **arguments):
+    """Micro-batches of one to four samples."""
+    return hybrid_plugin(needs, **{"pp_size": 2, "num_microbatches": 3, "split": needs.split} | arguments)
+
+
+def stages_2(needs):
+    return staged_plugin(needs)
+
+
+def stages_2_zero_1(needs):
+    return staged_plugin(needs, zero_stage=1)
+
+
+def stages_2_tensor_parallel_2(needs):
+    return staged_plugin(needs, tp_size=2)
+
+
+def stages_2_interleaved(needs):
+    return staged_plugin(needs, pp_style="interleaved", num_model_chunks=2)
+
+
+def stages_2_in_a_v(needs):
+    return staged_plugin(needs, pp_style="zbv", num_model_chunks=2)
+
+
 LAYOUTS = [
     Layout("one device", 1, single_device),
     *(Layout("torch_ddp", world_size, torch_ddp) for world_size in (1, 2, 3, 4)),
@@ -150,17 +196,15 @@ LAYOUTS = [
     Layout("tp 4", 4, tensor_parallel_4),
     Layout("tp 2 zero 1", 4, tensor_parallel_2_zero_1),
     Layout("tp 2 zero 2", 4, tensor_parallel_2_zero_2),
+    Layout("pp 2", 2, stages_2, STAGED_MODELS),
+    Layout("pp 2 zero 1", 4, stages_2_zero_1, STAGED_MODELS),
+    Layout("pp 2 tp 2", 4, stages_2_tensor_parallel_2, STAGED_MODELS),
+    Layout("pp 2 interleaved", 2, stages_2_interleaved, ("tied_lm",)),
+    Layout("pp 2 zbv", 2, stages_2_in_a_v, ("tied_lm",)),
 ]
-# Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
-MODELS = ["multi_output_groups", "tied_lm", "frozen_unused_conditional"]
-PLANS = {
-    "multi_output_groups": {"embedding": "vocab"},
-    "tied_lm": {"embedding": "vocab", "head": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
-    "frozen_unused_conditional": {"frozen": "colwise", "trunk": "rowwise", "branch": "colwise_gather_output"},
-}
 SAMPLES = 12  # divides over all worlds
 STEPS = 3
-NUM_PAIRS = 60
+NUM_PAIRS = 70
 
 
 def covering_pairs(layouts: list[Layout], limit: int) -> list[tuple[Layout, Layout, str]]:
@@ -170,15 +214,23 @@ def covering_pairs(layouts: list[Layout], limit: int) -> list[tuple[Layout, Layo
     # The next one, which is mostly of the same kind, and others as far apart as can be.
     shifts = [1 + number * size // num_shifts for number in range(num_shifts)]
     return [
-        (layouts[index], layouts[(index + shift) % size], MODELS[(index + number) % len(MODELS)])
+        (source, target, model)
         for number, shift in enumerate(shifts)
         for index in range(size)
+        for source, target in [(layouts[index], layouts[(index + shift) % size])]
+        for model in [models_of(source, target)[(index + number) % len(models_of(source, target))]]
     ]
+
+
+def models_of(source: Layout, target: Layout) -> list[str]:
+    """Returns the models that both can train."""
+    return [model for model in MODELS if model in source.models and model in target.models]
 
 
 def all_cases() -> list[object]:
     chosen = covering_pairs(LAYOUTS, NUM_PAIRS)
-    everything = itertools.product(LAYOUTS, LAYOUTS, MODELS)
+    pairs = itertools.product(LAYOUTS, LAYOUTS)
+    everything = [(*pair, model) for pair in pairs for model in models_of(*pair)]
     cases = [pytest.param(*case, id=" to ".join(map(str, case[:2])) + f", {case[2]}") for case in chosen]
     for case in everything:
         if case not in chosen:
@@ -187,14 +239,23 @@ def all_cases() -> list[object]:
     return cases
 
 
+def zoo_entry(model: str):
+    return get_model(model, DEPTHS.get(model))
+
+
+def has_stages(booster) -> bool:
+    return isinstance(booster.plugin, HybridParallelPlugin) and booster.plugin.axis_sizes()["pp"] > 1
+
+
 class Training:
     """A model of the zoo under one layout."""
 
     def __init__(self, make_plugin, model: str) -> None:
-        self.entry = get_model(model)
-        needs = Needs(self.entry.uses_unused_parameters, PLANS[model])
+        self.entry = zoo_entry(model)
+        self.whole = WholeBatches(self.entry)
+        needs = Needs(self.entry.uses_unused_parameters, PLANS[model], SPLITS.get(model))
         self.booster = Booster(plugin=make_plugin(needs))
-        raw = self.entry.build()
+        raw = self.whole.build() if has_stages(self.booster) else self.entry.build()
         optimizer = make_optimizer("adamw", self.entry.param_groups(raw))
         self.model, self.optimizer, *_ = self.booster.boost(raw, optimizer)
         self.losses: list[float] = []
@@ -203,12 +264,19 @@ class Training:
         size, rank = self.booster.plugin.dp_size, self.booster.plugin.dp_rank
         for step in steps:
             batch = split_batch(self.entry.make_batch(step, SAMPLES), rank, size)
-            loss = self.entry.loss(self.model, batch)
-            self.booster.backward(loss, self.optimizer)
+            loss = self._backward(batch)
             self.booster.clip_grad_norm_(self.optimizer, float("inf"))
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.losses.append(_mean_over_ranks(float(loss.detach())))
+
+    def _backward(self, batch) -> torch.Tensor:
+        if has_stages(self.booster):
+            batches = iter([self.whole.feed(batch)])
+            return self.booster.execute_pipeline(batches, self.model, self.whole.criterion, self.optimizer)["loss"]
+        loss = self.entry.loss(self.model, batch)
+        self.booster.backward(loss, self.optimizer)
+        return loss
 
     def spoil(self) -> None:
         """Changes every weight, so that a load that skips one is seen."""
@@ -278,7 +346,7 @@ def saved(tmp_path_factory):
 def serial(model: str):
     with torch.random.fork_rng():
         return train_serial(
-            get_model(model),
+            zoo_entry(model),
             precision=None,
             steps=2 * STEPS,
             batch_size=SAMPLES,
@@ -300,7 +368,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_any_layout_loads_what_another_saved(saved, source, target, model):
     path, (weights, states, values) = saved(source, model)
     expected = serial(model)
-    initial = get_model(model).build().state_dict()
+    initial = zoo_entry(model).build().state_dict()
     ranks = run_layout(target, load_and_train, model, path)
     for (loaded_weights, loaded_states, loaded_values), losses, after in ranks:
         assert_same(loaded_weights, weights)
@@ -330,7 +398,7 @@ def test_the_chosen_pairs_cover_every_layout_on_both_sides():
 LLAMA = LlamaConfig(
     hidden_size=16,
     intermediate_size=24,
-    num_hidden_layers=2,
+    num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=1,
     vocab_size=37,
@@ -348,7 +416,8 @@ def train_llama(make_plugin, path: str) -> dict[str, torch.Tensor]:
     raw = build_llama(1)
     model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
     tokens = torch.arange(12).view(2, 6)
-    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    batches = iter([{"input_ids": tokens, "labels": tokens}])
+    booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer)
     optimizer.step()
     booster.save(Path(path), model, optimizer)
     return whole_weights(booster, model)

@@ -49,7 +49,7 @@ def shapes(model):
 
 @distributed(world_size=2)
 def test_arguments_are_refused_when_the_plugin_is_made():
-    with pytest.raises(ConfigError, match="pipeline stages, which come in a later version"):
+    with pytest.raises(ConfigError, match="pp_size=2 without num_microbatches and microbatch_size"):
         HybridParallelPlugin(tp_size=1, pp_size=2)
     with pytest.raises(ConfigError, match="tp_size=3 asks for groups of 3 ranks, into which 2 ranks cannot be divided"):
         HybridParallelPlugin(tp_size=3)
@@ -72,7 +72,7 @@ def test_the_configuration_style():
         ({"tensor": {"size": 2, "mode": "2d"}}, "mode '2d' comes in a later version"),
         ({"tensor": {"size": 2, "mode": "1D"}}, "mode '1D' is not known"),
         ({"tensor": {"size": 4, "mode": "1d"}}, "into which 2 ranks cannot be divided"),
-        ({"pipeline": 2}, "pipeline stages, which come in a later version"),
+        ({"pipeline": 2}, "pp_size=2 without num_microbatches and microbatch_size"),
         ({"data": 1}, "data=1 times pipeline=1 and tensor=1 is 1 ranks, and there are 2"),
     ]:
         with pytest.raises(ConfigError, match=said):

@@ -28,7 +28,8 @@ DEFAULTS = {
     **{"static_graph": False, "zero_bucket_size_in_m": 12, "cpu_offload": False, "communication_dtype": None},
     **{"overlap_communication": True, "overlap_allgather": False, "master_weights": True, "cast_inputs": True},
     **{"gradient_checkpoint_config": None, "num_microbatches": None, "microbatch_size": None, "pp_style": "1f1b"},
-    **{"num_model_chunks": 1, "sync_batch_norm": True},
+    **{"num_model_chunks": 1, "num_layers_per_stage": None, "broadcast_loss": True, "enable_metadata_cache": True},
+    **{"split": None, "execution_sequence": None, "sync_batch_norm": True},
 }
 
 
@@ -61,14 +62,11 @@ BAD_VALUES = [
     ("communication_dtype", torch.int8, "torch.float32, torch.bfloat16, torch.float16, or None"),
     *[("num_microbatches", value, "give a whole number from 1, or None") for value in (0, 1.5, True)],
     ("microbatch_size", -2, "give a whole number from 1, or None"),
-    ("pp_style", "gpipe", "choose one of 1f1b, interleaved, zbv"),
-    *[("pp_style", style, "leave both out") for style in ("interleaved", "zbv")],
-    *[("num_model_chunks", value, "leave both out") for value in (2, 0, None)],
     ("plan", ["colwise"], "give a dict of module names to styles"),
     ("plan", {1: "colwise"}, "give a dict of module names to styles"),
     ("custom_policy", "llama", "give a dict of module names to styles"),
     *[("gradient_checkpoint_config", value, "give True, a GradientCheckpointConfig") for value in (1, "all", [0])],
-    ("gradient_checkpoint_config", {"layers": 3}, "a dict with ratio and use_reentrant"),
+    ("gradient_checkpoint_config", {"layers": 3}, "a dict with ratio, use_reentrant, num_layers_per_stage"),
     *[("gradient_checkpoint_config", {"ratio": value}, "a number from 0 to 1") for value in (-0.1, 1.5, NAN, "1")],
     ("gradient_checkpoint_config", {"use_reentrant": True}, "set use_reentrant=False"),
     ("sequence_parallelism_mode", "ulysses", "choose one of split_gather, ring, all_to_all, ring_attn, or None"),
@@ -99,13 +97,6 @@ def test_every_argument_has_a_default_that_can_be():
     assert {name: given[name].default for name in DEFAULTS} == DEFAULTS
     arguments().check(1)
     assert arguments().remarks() == []
-
-
-def test_pipeline_stages_come_later():
-    assert refused(pp_size=2, tp_size=2) == (
-        "pp_size=2 asks for pipeline stages, which come in a later version: leave it out, and split the layers"
-        " themselves with tp_size=4, or their states with zero_stage=1"
-    )
 
 
 # Sequence parallelism.
@@ -295,14 +286,14 @@ def test_a_configuration_with_further_arguments():
         ({"pipeline": True}, "give a whole number from 1"),
         ({"pipeline": 2.0}, "give a whole number from 1"),
         ({"pipeline": None}, "give a whole number from 1"),
-        ({"pipeline": {}}, "pipeline={} has no 'size': write pipeline=dict(size=2)"),
+        ({"pipeline": {}}, "pipeline={} has no 'size': write pipeline=dict(size=2, num_microbatches=4)"),
         ({"pipeline": {"size": 2, "mode": "1f1b"}}, "has 'mode', which means nothing there"),
         ({"data": 2}, "data=2 times pipeline=1 and tensor=1 is 2 ranks, and there are 1: leave data out"),
         ({"tensors": {"size": 4}}, "has 'tensors', which is no axis"),
         ({"tp_size": 4}, "choose from data, pipeline, tensor"),
         ({"parallel": {"pipeline": 2}}, "from_config(config['parallel'])"),
         (4, "the configuration 4 is of type int, which names no axes: give a dict"),
-        ([("pipeline", 2)], "give a dict, such as dict(pipeline=2, tensor=dict(size=4, mode='1d'))"),
+        ([("pipeline", 2)], "give a dict, such as dict(pipeline=dict(size=2, num_microbatches=4), tensor="),
     ],
 )
 def test_a_configuration_that_cannot_be(config, said):

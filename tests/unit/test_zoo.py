@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from zoo import get_model, model_names, split_batch
+from zoo import WholeBatches, get_model, model_names, split_batch
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs the extra `hf`: transformers is not installed"
@@ -60,6 +60,36 @@ def test_the_mean_over_parts_is_the_loss_of_the_whole(name, world_size):
     # Sums of float32 in another order: a few units of the last place, 1e-7 each.
     is_same = torch.allclose(parts.mean(), whole, rtol=1e-6, atol=0.0)
     assert is_same != entry.mixes_samples
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_taken_apart_is_the_same_loss(name):
+    entry = get_model(name)
+    batch = entry.make_batch(0, 4)
+    whole = WholeBatches(entry)
+    model, fed = whole.build(), whole.feed(batch)
+    taken_apart = whole.criterion(model(fed) if whole.is_bare else model(**fed), fed)
+    assert whole.num_samples(fed) == 4
+    assert torch.equal(taken_apart, entry.loss(entry.build(), batch))
+    assert list(model.state_dict()) == list(entry.build().state_dict())
+
+
+DEEP = [name for name in model_names(layer_variants=True) if get_model(name).construct_deep is not None]
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_models_can_be_had_with_more_layers(name):
+    entry = get_model(name, num_layers=5)
+    model = entry.build()
+    entry.loss(model, entry.make_batch(0, 4)).backward()
+    names = {key.replace(f".{4}.", ".#.") for key in model.state_dict() if ".4." in key}
+    assert names or name.startswith("albert")  # one layer that is called five times
+    assert get_model(name).build().state_dict().keys() <= model.state_dict().keys()
+
+
+def test_a_depth_that_cannot_be_chosen_is_refused():
+    with pytest.raises(ValueError, match=r"the depth of mlp_odd can.t be chosen"):
+        get_model("mlp_odd", num_layers=3)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,5 +5,14 @@ from __future__ import annotations
 from zoo.entry import Batch, ZooEntry, split_batch
 from zoo.registry import get_model, model_names
 from zoo.transformers_models import TRANSFORMERS_MODULES
+from zoo.whole_batches import WholeBatches
 
-__all__ = ["TRANSFORMERS_MODULES", "Batch", "ZooEntry", "get_model", "model_names", "split_batch"]
+__all__ = [
+    "TRANSFORMERS_MODULES",
+    "Batch",
+    "WholeBatches",
+    "ZooEntry",
+    "get_model",
+    "model_names",
+    "split_batch",
+]

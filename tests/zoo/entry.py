@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class ZooEntry:
         slow: building or a step takes clearly longer than for the others.
         is_layer_variant: differs from others only in how its layers are made, which matters to plugins that cut layers
             apart, and to no other.
+        construct_deep: makes the model with that many layers (an encoder and a decoder have as many each); None: the
+            depth is part of what the model is.
     """
 
     name: str
@@ -56,6 +59,17 @@ class ZooEntry:
     tied: tuple[tuple[str, ...], ...] = ()
     slow: bool = False
     is_layer_variant: bool = False
+    construct_deep: Callable[[int], nn.Module] | None = None
+
+    def with_layers(self, num_layers: int) -> ZooEntry:
+        """Returns the same model with another number of layers.
+
+        Raises:
+            ValueError: this one's depth can't be chosen.
+        """
+        if self.construct_deep is None:
+            raise ValueError(f"the depth of {self.name} can't be chosen: take a model with `construct_deep`")
+        return replace(self, construct=partial(self.construct_deep, num_layers))
 
     def build(self) -> nn.Module:
         """Returns the model in training mode, with the same weights at every call. Leaves the generator as it is."""

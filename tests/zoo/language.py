@@ -57,12 +57,12 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def _byte_gpt() -> nn.Module:
-    return ByteGPT(vocabulary=256, width=48, num_heads=4, depth=2, length=16, is_tied=False)
+def _byte_gpt(depth: int = 2) -> nn.Module:
+    return ByteGPT(vocabulary=256, width=48, num_heads=4, depth=depth, length=16, is_tied=False)
 
 
-def _tied_lm() -> nn.Module:
-    return ByteGPT(vocabulary=67, width=36, num_heads=3, depth=1, length=12, is_tied=True)
+def _tied_lm(depth: int = 1) -> nn.Module:
+    return ByteGPT(vocabulary=67, width=36, num_heads=3, depth=depth, length=12, is_tied=True)
 
 
 def _next_token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -79,10 +79,17 @@ def _tokens(vocabulary: int, length: int) -> Any:
 
 
 LANGUAGE_MODELS = (
-    ZooEntry(name="byte_gpt", construct=_byte_gpt, sample=_tokens(256, 17), loss=_next_token_loss),
+    ZooEntry(
+        name="byte_gpt",
+        construct=_byte_gpt,
+        construct_deep=_byte_gpt,
+        sample=_tokens(256, 17),
+        loss=_next_token_loss,
+    ),
     ZooEntry(
         name="tied_lm",
         construct=_tied_lm,
+        construct_deep=_tied_lm,
         sample=_tokens(67, 13),
         loss=_next_token_loss,
         tied=(("embedding.weight", "head.weight"),),

@@ -96,7 +96,7 @@ def _speech(num_samples: int, generator: torch.Generator) -> Batch:
 def _entry(name: str, **settings: Any) -> ZooEntry:
     attention = settings.pop("attention", "eager")
     settings = {"sample": causal_batch, "loss": own_loss, "is_layer_variant": True, **settings}
-    return ZooEntry(name=name, construct=from_config(*_CONFIGS[name], attention=attention), **settings)
+    return ZooEntry(name=name, **from_config(*_CONFIGS[name], attention=attention), **settings)
 
 
 _ROTARY_TIES = (("model.embed_tokens.weight", "lm_head.weight"),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zoo.attention import ATTENTION_MODELS
+from zoo.chains import CHAINS
 from zoo.custom import CUSTOM_MODELS
 from zoo.discrete import DISCRETE_MODELS
 from zoo.entry import ZooEntry
@@ -22,20 +23,26 @@ _MODELS = {
         *RECOMMENDATION_MODELS,
         *TRANSFORMERS_MODELS,
         *USER_WRITTEN_MODELS,
+        *CHAINS,
         *LAYER_VARIANTS,
     )
 }
 
 
-def get_model(name: str) -> ZooEntry:
+def get_model(name: str, num_layers: int | None = None) -> ZooEntry:
     """Returns a model of the zoo.
+
+    Args:
+        name: Of the model.
+        num_layers: How many layers it has; None: as few as show what it is about.
 
     Raises:
         KeyError: there is no model of that name; the message lists them.
+        ValueError: its depth can't be chosen.
     """
     if name not in _MODELS:
         raise KeyError(f"no model {name!r} in the zoo: take one of {', '.join(_MODELS)}")
-    return _MODELS[name]
+    return _MODELS[name] if num_layers is None else _MODELS[name].with_layers(num_layers)
 
 
 def model_names(*, transformers: bool | None = None, layer_variants: bool = False) -> list[str]:

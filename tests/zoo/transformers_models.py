@@ -129,10 +129,14 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+# What configs call the number of layers.
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+
+
 def from_config(
     config_name: str, class_name: str, settings: dict[str, Any], attention: str = "eager"
-) -> Callable[[], nn.Module]:
-    """Returns a builder of a model of transformers."""
+) -> dict[str, Callable[..., nn.Module]]:
+    """Returns the builders of a model of transformers, as arguments of a `ZooEntry`."""
 
     def construct() -> nn.Module:
         import transformers
@@ -140,7 +144,11 @@ def from_config(
         config = getattr(transformers, config_name)(**settings, attn_implementation=attention)
         return getattr(transformers, class_name)(config)
 
-    return construct
+    def construct_deep(num_layers: int) -> nn.Module:
+        deep = {name: num_layers if name in _DEPTHS else value for name, value in settings.items()}
+        return from_config(config_name, class_name, deep, attention)["construct"]()
+
+    return {"construct": construct, "construct_deep": construct_deep}
 
 
 def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -225,7 +233,7 @@ def _pictures(num_samples: int, generator: torch.Generator) -> Batch:
 def _entry(
     name: str, sample: Callable[[int, torch.Generator], Batch] = causal_batch, loss: Loss = own_loss, **settings: Any
 ) -> ZooEntry:
-    return ZooEntry(name=name, construct=from_config(*_CONFIGS[name]), sample=sample, loss=loss, **settings)
+    return ZooEntry(name=name, **from_config(*_CONFIGS[name]), sample=sample, loss=loss, **settings)
 
 
 _BERT_TIES = (

@@ -66,11 +66,11 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A language model with learned positions, whose embedding is its head."""
 
-    def __init__(self, *, counts_heads: bool) -> None:
+    def __init__(self, num_layers: int, *, counts_heads: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(_VOCABULARY, 32)
         self.places = nn.Embedding(_LENGTH, 32)
-        self.layers = nn.ModuleList(Layer(32, 4, 54, counts_heads=counts_heads) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(32, 4, 54, counts_heads=counts_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, _VOCABULARY, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
@@ -104,10 +104,10 @@ class MixerLayer(nn.Module):
 class Mixer(nn.Module):
     """Linear layers, element-wise operators, norms, residuals (Tolstikhin et al., MLP-Mixer, 2021)."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Linear(7, 18)
-        self.layers = nn.ModuleList(MixerLayer(6, 18) for _ in range(2))
+        self.layers = nn.ModuleList(MixerLayer(6, 18) for _ in range(num_layers))
         self.norm = nn.LayerNorm(18)
         self.head = nn.Linear(18, 5)
 
@@ -119,12 +119,12 @@ class Mixer(nn.Module):
         return self.head(self.norm(x).mean(dim=1))
 
 
-def _transformer() -> nn.Module:
-    return Transformer(counts_heads=False)
+def _transformer(num_layers: int = 2) -> nn.Module:
+    return Transformer(num_layers, counts_heads=False)
 
 
-def _transformer_with_head_counts() -> nn.Module:
-    return Transformer(counts_heads=True)
+def _transformer_with_head_counts(num_layers: int = 2) -> nn.Module:
+    return Transformer(num_layers, counts_heads=True)
 
 
 def _tokens(num_samples: int, generator: torch.Generator) -> Batch:
@@ -142,6 +142,7 @@ USER_WRITTEN_MODELS = (
     ZooEntry(
         name="user_transformer",
         construct=_transformer,
+        construct_deep=_transformer,
         sample=_tokens,
         loss=_next_token_loss,
         tied=_TIES,
@@ -150,6 +151,7 @@ USER_WRITTEN_MODELS = (
     ZooEntry(
         name="user_transformer_with_head_counts",
         construct=_transformer_with_head_counts,
+        construct_deep=_transformer_with_head_counts,
         sample=_tokens,
         loss=_next_token_loss,
         tied=_TIES,
@@ -158,6 +160,7 @@ USER_WRITTEN_MODELS = (
     ZooEntry(
         name="user_mixer",
         construct=Mixer,
+        construct_deep=Mixer,
         sample=vectors(6, 7, num_classes=5),
         loss=class_loss,
         is_layer_variant=True,

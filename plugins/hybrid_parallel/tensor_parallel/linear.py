@@ -16,6 +16,7 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.chunks import runs_in_chunks
 from booster.plugins.hybrid_parallel.tensor_parallel.derived_classes import become, class_before
+from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import deferrable_product, later_gradient
 from booster.plugins.hybrid_parallel.tensor_parallel.overlap import OverlappedInput, can_overlap, cast_between
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
@@ -78,15 +79,13 @@ class ColumnSplit:
         ready = self.ranks.products.take(module, x)
         if ready is not None:
             return ready
-        weight, bias = module.weight, _bias(module)
-        if self.is_input_gathered or not can_overlap(x, weight, self.ranks):  # type: ignore[arg-type]
-            return product(module, self.before(x), bias)
+        if self.is_input_gathered or not can_overlap(x, module.weight, self.ranks):  # type: ignore[arg-type]
+            return product(module, self.before(x), _bias(module))
         overlapped = self.ranks.shared(x, OverlappedInput, self._overlapped)
-        return overlapped.product(weight, bias, is_transposed=is_transposed(module))  # type: ignore[arg-type]
+        return overlapped.product(module, is_transposed=is_transposed(module))
 
     def _overlapped(self, x: torch.Tensor) -> OverlappedInput:
-        weights = [module.weight for module in self.siblings]
-        return OverlappedInput(x, weights, self.ranks)  # type: ignore[arg-type]
+        return OverlappedInput(x, self.siblings, self.ranks)
 
     def after(self, y: torch.Tensor) -> torch.Tensor:
         """Returns what the layer returns."""
@@ -140,7 +139,8 @@ class RowSplit:
         dim, sizes = self._scattering(x)
         if not runs_in_chunks(x, self.ranks, dim, sizes):
             return None
-        y = scattered_product(x, weight, self.ranks, sizes, is_transposed=is_transposed(module))  # type: ignore[arg-type]
+        later = later_gradient(module)
+        y = scattered_product(x, weight, self.ranks, sizes, is_transposed=is_transposed(module), later=later)  # type: ignore[arg-type]
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def _scattering(self, x: torch.Tensor) -> tuple[int, list[int]]:
@@ -267,8 +267,12 @@ def product(
         bias: What is added to the product.
         num_outputs: Only the first so many output features; None: all.
     """
+    transposed = is_transposed(module)
+    deferrable = deferrable_product(module, x, bias, is_transposed=transposed, num_outputs=num_outputs)
+    if deferrable is not None:
+        return deferrable
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    weight = weight.t() if is_transposed(module) else weight
+    weight = weight.t() if transposed else weight
     return nn.functional.linear(x, weight if num_outputs is None else weight[:num_outputs], bias)
 
 

@@ -9,8 +9,9 @@ order of creation, which is put to use: for an input that several layers share, 
 
 and after them those of the products. Backward comes through the products, which compute gradients of the input only and
 leave to the Deferred nodes what these need; then through Communicate, which starts the sum; then through the Deferred
-nodes; and last through Wait. Any other order gives the same numbers. Where the graph of backward itself is asked for,
-everything is computed at once and by differentiable operations.
+nodes; and last through Wait. Any other order gives the same numbers. Where the gradients of weights
+are computed later still, see Note [Later gradients], the Deferred nodes hand on what they got. Where the graph of
+backward itself is asked for, everything is computed at once and by differentiable operations.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ import torch
 from torch import nn
 
 from booster.comm import start_all_reduce
+from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import (
+    LaterGradient,
+    later_gradient,
+    sum_of_products,
+)
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import sum_over_ranks
 
@@ -44,26 +50,26 @@ class OverlappedInput:
 
     Args:
         x: The same on all ranks.
-        weights: Of the layers that will read it, as far as known; as products take them: (outputs, inputs).
+        layers: That will read it, as far as known.
         ranks: Who sum its gradient.
     """
 
-    def __init__(self, x: torch.Tensor, weights: Sequence[nn.Parameter], ranks: TensorParallelRanks) -> None:
+    def __init__(self, x: torch.Tensor, layers: Sequence[nn.Module], ranks: TensorParallelRanks) -> None:
         pending = Pending()
         waited = awaited(x, pending)
-        self._weights = {id(weight): DeferredWeight(weight) for weight in weights if weight.requires_grad}
+        trained = [layer for layer in layers if layer.weight.requires_grad]
+        self._weights = {id(layer.weight): DeferredWeight.of(layer) for layer in trained}
         self._x: torch.Tensor = _Communicate.apply(waited, ranks, pending)  # type: ignore[no-untyped-call]
 
-    def product(self, weight: nn.Parameter, bias: torch.Tensor | None, *, is_transposed: bool) -> torch.Tensor:
-        """Returns the product with one of the weights.
+    def product(self, layer: nn.Module, *, is_transposed: bool) -> torch.Tensor:
+        """Returns the product with the weight of a layer, and its bias.
 
         Args:
-            weight: Known or not.
-            bias: What is added to it.
+            layer: Known or not.
             is_transposed: The weight is (inputs, outputs).
         """
-        deferred = self._weights.get(id(weight)) or DeferredWeight(weight)
-        y: torch.Tensor = _Product.apply(self._x, deferred.view, bias, deferred.stash, is_transposed)  # type: ignore[no-untyped-call]
+        deferred = self._weights.get(id(layer.weight)) or DeferredWeight.of(layer)
+        y: torch.Tensor = _Product.apply(self._x, deferred.view, layer.bias, deferred.stash, is_transposed)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -85,9 +91,14 @@ def awaited(x: torch.Tensor, pending: Pending) -> torch.Tensor:
 
 
 class Stash:
-    """What products leave to the node of their weight: pairs of matrices whose product is its gradient."""
+    """What products leave to the node of their weight: pairs of matrices whose product is its gradient.
 
-    def __init__(self) -> None:
+    Args:
+        later: How the gradient is left for later; None: it is not.
+    """
+
+    def __init__(self, later: LaterGradient | None = None) -> None:
+        self._later = later
         self._backward_id = -1
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._zero: torch.Tensor | None = None
@@ -102,8 +113,8 @@ class Stash:
             self._zero = left.new_zeros(())
         return self._zero.expand(shape)
 
-    def gradient(self, arrived: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient, and lets go of what it is made of.
+    def gradient(self, arrived: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient, or what is not left for later of it, and lets go of what it is made of.
 
         Args:
             arrived: What came through the graph: zeros, or what others than products add.
@@ -111,11 +122,11 @@ class Stash:
         pairs, self._pairs = self._pairs, []
         if not pairs or self._backward_id != torch._C._current_graph_task_id():
             return arrived
-        (left, right), *others = pairs
-        total = left.t() @ right
-        for left, right in others:
-            total.addmm_(left.t(), right)
         is_zero = self._zero is not None and arrived.data_ptr() == self._zero.data_ptr()
+        if self._later is not None and self._later.is_asked_for:
+            self._later.keep(*pairs)
+            return None if is_zero else arrived
+        total = sum_of_products(pairs, arrived.shape)
         return total if is_zero else total.add_(arrived)
 
 
@@ -124,15 +135,21 @@ class DeferredWeight:
 
     Args:
         weight: It has a gradient.
+        later: How that is left for later; None: it is not.
 
     Attributes:
         stash: Where products leave what the gradient is made of.
         view: What products read in the weight's place.
     """
 
-    def __init__(self, weight: nn.Parameter) -> None:
-        self.stash = Stash()
+    def __init__(self, weight: nn.Parameter, later: LaterGradient | None) -> None:
+        self.stash = Stash(later)
         self.view: torch.Tensor = _Deferred.apply(weight, self.stash)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> DeferredWeight:
+        """Returns a linear layer's weight."""
+        return cls(layer.weight, later_gradient(layer))  # type: ignore[arg-type]
 
 
 class _Wait(torch.autograd.Function):
@@ -172,7 +189,7 @@ class _Deferred(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         return ctx.stash.gradient(grad), None
 
 

@@ -124,7 +124,7 @@ class _Layer:
     def of(cls, module: nn.Module) -> _Layer:
         """Returns what takes part of a linear layer."""
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        deferred = DeferredWeight(weight) if weight.requires_grad and torch.is_grad_enabled() else None
+        deferred = DeferredWeight.of(module) if weight.requires_grad and torch.is_grad_enabled() else None
         return cls(weight, module.bias, is_transposed(module), deferred)  # type: ignore[arg-type]
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:

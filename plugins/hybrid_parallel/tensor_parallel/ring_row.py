@@ -9,14 +9,21 @@ import torch
 from torch import nn
 
 from booster.plugins.hybrid_parallel.tensor_parallel.chunks import Chunks, Span
+from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import LaterGradient
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import gather_parts
 
-__all__ = ["scattered_product", "weight_gradient"]
+__all__ = ["gradient_pair", "scattered_product", "weight_gradient"]
 
 
 def scattered_product(
-    x: torch.Tensor, weight: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int], *, is_transposed: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ranks: TensorParallelRanks,
+    sizes: Sequence[int],
+    *,
+    is_transposed: bool,
+    later: LaterGradient | None = None,
 ) -> torch.Tensor:
     """Returns this rank's tokens of the sum over the ranks of `x @ weight.t()`, as `scatter_sum` makes them of that.
 
@@ -26,10 +33,11 @@ def scattered_product(
         ranks: Who sums.
         sizes: How many tokens each rank gets; not none altogether.
         is_transposed: The weight is (inputs, outputs).
+        later: How the weight's gradient is left for later; None: it is not.
 
     Collective, also in backward.
     """
-    y: torch.Tensor = _ScatteredProduct.apply(x, weight, ranks, tuple(sizes), is_transposed)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _ScatteredProduct.apply(x, weight, ranks, tuple(sizes), is_transposed, later)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -42,10 +50,11 @@ class _ScatteredProduct(torch.autograd.Function):
         ranks: TensorParallelRanks,
         sizes: tuple[int, ...],
         is_transposed: bool,
+        later: LaterGradient | None,
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.ranks, ctx.sizes, ctx.is_transposed = ranks, sizes, is_transposed
+        ctx.ranks, ctx.sizes, ctx.is_transposed, ctx.later = ranks, sizes, is_transposed, later
         chunks = Chunks(ranks, sizes)
         matrix = weight.t() if is_transposed else weight
 
@@ -66,7 +75,13 @@ class _ScatteredProduct(torch.autograd.Function):
             grad_x = None if weight is None else whole @ weight
         else:
             whole, grad_x = _gathered_product(grad, weight, Chunks(ctx.ranks, ctx.sizes))
-        return grad_x, None if x is None else weight_gradient(whole, x, ctx.is_transposed), None, None, None
+        grad_weight = None
+        if x is not None and ctx.needs_input_grad[1]:
+            if ctx.later is not None and ctx.later.is_asked_for:
+                ctx.later.keep(gradient_pair(whole, x, ctx.is_transposed))
+            else:
+                grad_weight = weight_gradient(whole, x, ctx.is_transposed)
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _gathered_product(
@@ -85,6 +100,11 @@ def _gathered_product(
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
     """Returns the gradient of a linear layer's weight, from that of its output, for all tokens at once."""
-    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-    left, right = (inputs, rows) if is_transposed else (rows, inputs)
+    left, right = gradient_pair(grad, x, is_transposed)
     return left.t() @ right
+
+
+def gradient_pair(grad: torch.Tensor, x: torch.Tensor, is_transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `weight_gradient` multiplies: `left` and `right` of `left.t() @ right`."""
+    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+    return (inputs, rows) if is_transposed else (rows, inputs)

@@ -1,0 +1,196 @@
+"""The optimizer of a rank that holds some of a model's layers, and shares some parameters with other stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.comm import all_reduce_max, all_reduce_sum, collective_device, gather_distinct
+from booster.interface import ReducedGradients, TensorSlice
+from booster.interface.mixed_precision import LossScaler
+from booster.plugins.hybrid_parallel.model import HybridModel
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
+from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
+from booster.plugins.low_level_zero.settings import ZeroSettings
+from booster.plugins.low_level_zero.slots import Slot
+from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients
+
+__all__ = ["HybridOptimizer"]
+
+# Note [Shared parameters]
+# Several stages may hold the same parameter, such as tied embeddings, or what belongs to the whole model. Each of them
+# adds up the gradient of its own use. When the window ends their sum goes to all of them, so that all make the same
+# step; the first one alone counts the parameter in norms, and writes it into checkpoints.
+
+
+class HybridOptimizer(ZeroOptimizer):
+    """An optimizer over what a pipeline stage holds.
+
+    Args:
+        optim: The user's optimizer, whose param groups have lost what the stage does not hold.
+        model: The boosted model.
+        settings: How it is sharded.
+        carved: What the stage has of the model; None: there is one stage.
+        sharing_groups: By the stages that share parameters the ranks of them, for all those that this stage is one of.
+        stage: This rank's.
+        stage_group: The ranks of the pipeline.
+        loss_scaler: Of half precision; None: losses are not scaled.
+        is_primary: True on the rank that writes what all ranks hold alike.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        model: HybridModel,
+        settings: ZeroSettings,
+        *,
+        carved: CarvedModel | None = None,
+        sharing_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+        stage: int = 0,
+        stage_group: dist.ProcessGroup | None = None,
+        loss_scaler: LossScaler | None = None,
+        is_primary: bool = True,
+    ) -> None:
+        self.carved = carved
+        self._sharing_groups = {} if sharing_groups is None else sharing_groups
+        self._stage = stage
+        self._stage_group = stage_group
+        super().__init__(optim, model, settings, loss_scaler=loss_scaler, is_primary=is_primary)
+
+    # The whole model's parameters.
+
+    def _note_group(self, index: int) -> None:
+        if self.carved is None:
+            super()._note_group(index)
+            return
+        names = self.carved.groups[index] if index < len(self.carved.groups) else self._names_of_new_group(index)
+        self.logical_groups.append([(name, self.carved.parameters[name]) for name in names])
+
+    def _names_of_new_group(self, index: int) -> list[str]:
+        """Returns what all stages together have in a group. Collective."""
+        assert self.carved is not None
+        mine = [self._names[id(one)] for one in self.param_groups[index]["params"]]
+        payloads, _ = gather_distinct(json.dumps(mine).encode(), self._stage_group)
+        given = {name for payload in payloads for name in json.loads(payload)}
+        return [name for name in self.carved.parameters if name in given]
+
+    def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        if self.carved is None:
+            yield from super()._sharded_parameters()
+            return
+        # Whether a parameter of another stage trains is not known here, so those that don't are among them.
+        for group in self.logical_groups:
+            yield from group
+
+    def holds(self, name: str) -> bool:
+        """Returns whether this stage holds a parameter of the whole model."""
+        return self.carved is None or name in self.carved.held
+
+    def counts(self, name: str) -> bool:
+        """Returns whether this is the first of the stages that hold a parameter."""
+        return self.carved is None or self.carved.holders.get(name, (self._stage,))[0] == self._stage
+
+    # Backward.
+
+    @contextmanager
+    def collecting_micro_batches(self, num_items: float | None) -> Iterator[None]:
+        """Counts as one backward(), whatever number of micro-batches' backwards run inside. Collective.
+
+        Args:
+            num_items: See `Booster.backward`.
+        """
+        self._open_window(num_items)
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            with self._collecting_gradients():
+                yield
+        finally:
+            self._synchronizes = before
+
+    # Shared parameters.
+
+    def _reduce_gradients(self) -> float:
+        for _, slot, total in self._shared_totals():
+            self._reducer.set_local(slot, total)
+        return super()._reduce_gradients()
+
+    def collect_shared_gradients(self) -> None:
+        """Gives the first of the stages that share a parameter the gradients of all of them. Collective.
+
+        The others go on with zeros, so that the sum stays what it was.
+        """
+        for stages, slot, total in self._shared_totals():
+            self._reducer.set_local(slot, total if stages[0] == self._stage else torch.zeros_like(total))
+
+    @torch.no_grad()
+    def _shared_totals(self) -> Iterator[tuple[tuple[int, ...], Slot, torch.Tensor]]:
+        """Yields the sums over stages of gradients of shared parameters that some stage has used. Collective."""
+        if self.carved is None:
+            return
+        slots = {slot.name: slot for slot in self._reducer.slots}
+        for stages, group in self._sharing_groups.items():
+            shared = [slots[one.name] for one in self.carved.shared if one.stages == stages and one.name in slots]
+            if not shared:
+                continue
+            own = [self._reducer.local(slot) for slot in shared]
+            used = torch.tensor([one is not None for one in own], dtype=torch.uint8, device=collective_device(group))
+            for slot, gradient, is_used in zip(shared, own, all_reduce_max(used, group).tolist(), strict=True):
+                if is_used:
+                    total = torch.zeros_like(slot.parameter) if gradient is None else gradient.detach().clone()
+                    yield stages, slot, all_reduce_sum(total, group)
+
+    # Checkpoints.
+
+    def checkpoint_state(self) -> ShardedOptimizerState:
+        return _StageOptimizerState(self) if self.carved is not None else super().checkpoint_state()
+
+    def pending_gradients(self) -> ShardedPendingGradients:
+        return _StagePendingGradients(self) if self.carved is not None else super().pending_gradients()
+
+
+class _StageOptimizerState(ShardedOptimizerState):
+    """The view of an optimizer of which this stage has some of the parameters."""
+
+    optimizer: HybridOptimizer
+
+    def _held(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
+        if not self.optimizer.holds(name):
+            return []
+        return super()._held(name, parameter) if self._shards[name] else [parameter]
+
+    def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
+        if self.optimizer.holds(name):
+            yield from super()._state_slices(name, parameter)
+
+    def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
+        if self.optimizer.holds(name):
+            yield from super()._master_slices(name, parameter)
+
+
+class _StagePendingGradients(ShardedPendingGradients):
+    """The view of gradients of which this stage has some."""
+
+    optimizer: HybridOptimizer
+
+    def synchronize(self) -> None:
+        self.optimizer.collect_shared_gradients()
+        super().synchronize()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: one for name, one in super().parameters().items() if self.optimizer.holds(name)}
+
+    def _replace(
+        self,
+        gradients: Iterable[tuple[str, torch.Tensor]],
+        reduced: ReducedGradients,
+        rescaled: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        # A sum over stages was stored, and would be added up again; sums over ranks are behind that.
+        own = ((name, gradient) for name, gradient in gradients if self.optimizer.counts(name))
+        super()._replace(own, reduced, rescaled)

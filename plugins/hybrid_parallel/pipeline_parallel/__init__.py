@@ -1,0 +1,1 @@
+"""Stages of a model that work on micro-batches one after the other."""

@@ -1,0 +1,131 @@
+"""Before each batch all ranks make sure that they have one, the same in all stages, and want the same done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.comm import all_gather_equal, raise_on_all_ranks
+from booster.errors import DesyncError
+from booster.kernels.checksum import crc32
+from booster.tensor_tree import map_tensors
+
+__all__ = ["BatchAgreement", "Fetched", "fetch"]
+
+_HAS_BATCH, _ENDED, _FAILED = range(3)
+_COMPARED_BATCHES = 3  # batches in training of which stages compare the contents, too
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a rank's iterator gave: a batch, an error, or nothing more."""
+
+    batch: Any = None
+    error: BaseException | None = None
+    has_ended: bool = False
+
+    @property
+    def status(self) -> int:
+        """One number for it."""
+        return _ENDED if self.has_ended else _HAS_BATCH if self.error is None else _FAILED
+
+
+def fetch(data_iter: Iterator[Any]) -> Fetched:
+    """Returns what an iterator gives next, whatever that is."""
+    try:
+        return Fetched(batch=next(data_iter))
+    except StopIteration:
+        return Fetched(has_ended=True)
+    except Exception as error:  # raised by all ranks, see `BatchAgreement.check`
+        return Fetched(error=error)
+
+
+class BatchAgreement:
+    """Compares what the ranks have.
+
+    Args:
+        group: All ranks, on the CPU; None: the world.
+        data_rank: Which part of the data this rank reads: ranks with the same one have to get the same batches.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, data_rank: int) -> None:
+        self._group = group
+        self._data_rank = data_rank
+        self._num_compared = 0
+
+    def check(self, fetched: Fetched, signatures: Sequence[Any], wishes: Sequence[bool], *, changed: bool) -> bool:
+        """Raises on all ranks if they can't work on a batch together; else returns whether any rank's flag is up.
+
+        Args:
+            fetched: This rank's.
+            signatures: Of its micro-batches.
+            wishes: What it was asked to do.
+            changed: A flag.
+
+        Collective over all ranks.
+
+        Raises:
+            StopIteration: All ranks' iterators have ended.
+            DesyncError: Some have; or ranks have different batches or were asked for different things.
+        """
+        compares = self._num_compared < _COMPARED_BATCHES
+        self._num_compared += 1
+        own = [
+            fetched.status,
+            self._data_rank,
+            crc32(repr(signatures).encode()),
+            _checksum(fetched.batch) if compares else 0,
+            sum(wish << place for place, wish in enumerate(wishes)),
+            int(changed),
+        ]
+        table = all_gather_equal(torch.tensor([own]), self._group).tolist()
+        statuses = [row[0] for row in table]
+        if any(status != _HAS_BATCH for status in statuses):
+            self._raise_without_batch(fetched, statuses)
+        for column, what in (
+            (2, "batches of other shapes"),
+            (3, "batches with other contents"),
+            (4, "another call (training or evaluation, with or without an optimizer, return_loss, return_outputs)"),
+        ):
+            self._require_equal(table, column, what)
+        return any(row[5] for row in table)
+
+    def _raise_without_batch(self, fetched: Fetched, statuses: Sequence[int]) -> None:
+        if all(status == _ENDED for status in statuses):
+            raise StopIteration
+        if any(status == _FAILED for status in statuses):
+            raise_on_all_ranks(fetched.error, self._group)
+        ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
+        others = [rank for rank, status in enumerate(statuses) if status == _HAS_BATCH]
+        raise DesyncError(
+            f"the data iterator has ended on the ranks {ended} and not on the ranks {others}, and a pipeline's stages"
+            " work on a batch together: give every rank as many batches, as the loaders of boost() and"
+            " plugin.prepare_dataloader() do"
+        )
+
+    def _require_equal(self, table: Sequence[Sequence[int]], column: int, what: str) -> None:
+        for data_rank in sorted({row[1] for row in table}):
+            ranks = [rank for rank, row in enumerate(table) if row[1] == data_rank]
+            differing = [rank for rank in ranks if table[rank][column] != table[ranks[0]][column]]
+            if differing:
+                raise DesyncError(
+                    f"execute_pipeline() got {what} on the ranks {differing} than on rank {ranks[0]}, and these are"
+                    " parts of one pipeline: call it alike on all ranks, and read the data by plugin.dp_rank of"
+                    " plugin.dp_size parts, as the loaders of boost() and plugin.prepare_dataloader() do"
+                )
+
+
+def _checksum(batch: Any) -> int:
+    sums: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        sums.append(crc32(content))
+        return tensor
+
+    map_tensors(note, batch)
+    return crc32(repr(sums).encode())

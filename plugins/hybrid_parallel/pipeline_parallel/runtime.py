@@ -1,0 +1,275 @@
+"""Runs a stage's works for a batch: forwards, backwards and weight gradients in the order of the schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from booster.comm import all_reduce_numbers, hang_up, note_failure
+from booster.errors import ConfigError, RankFailedError
+from booster.interface.loss import require_scalar_loss
+from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement, fetch
+from booster.plugins.hybrid_parallel.pipeline_parallel.micro_batches import MicroBatch, join_outputs, split_batch
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import Kind, Step
+from booster.plugins.hybrid_parallel.pipeline_parallel.settings import PipelineArguments
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import Boundary
+from booster.plugins.hybrid_parallel.pipeline_parallel.transport import Received, Sent, Transport
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients
+from booster.tensor_tree import map_tensors
+
+if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.model import HybridModel
+    from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
+
+__all__ = ["PipelineRun", "PipelineRuntime"]
+
+_KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradients"}
+
+
+@dataclass(slots=True)
+class _Live:
+    """A micro-batch between its forward and its backward through a piece."""
+
+    received: Received | None
+    sent: Sent | None
+    loss: torch.Tensor | None
+
+
+class PipelineRun:
+    """What a stage has done for the last batch.
+
+    Attributes:
+        num_micro_batches: Of the batch.
+        peak_live: The most forwards through a piece whose activations were kept at a time.
+        losses: The micro-batches' parts of the batch's loss, on the stage with the last piece.
+        outputs: Of the micro-batches, where they were asked for and the stage has the last piece.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self.num_micro_batches = len(micro_batches)
+        self.peak_live = 0
+        self.losses: list[torch.Tensor] = []
+        self.outputs: dict[int, Any] = {}
+
+
+class PipelineRuntime:
+    """Runs the stage of this rank.
+
+    Args:
+        model: The boosted model.
+        arguments: Of the plugin.
+        transport: To the other stages.
+        agreement: With all ranks.
+        weight_gradients: Where the schedule's weight gradients wait; None: it has none.
+        stage: This rank's.
+        stage_group: The ranks of the pipeline.
+        device: Where the stage computes.
+        groups: All groups that this rank shares with others, to be left where it fails.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        arguments: PipelineArguments,
+        transport: Transport,
+        agreement: BatchAgreement,
+        weight_gradients: WeightGradients | None,
+        *,
+        stage: int,
+        stage_group: dist.ProcessGroup | None,
+        device: torch.device,
+        groups: Callable[[], Sequence[dist.ProcessGroup | None]],
+    ) -> None:
+        self._model = model
+        self._arguments = arguments
+        self._transport = transport
+        self._agreement = agreement
+        self._weights = weight_gradients
+        self._stage = stage
+        self._stage_group = stage_group
+        self._device = device
+        self._groups = groups
+        self._checked: set[tuple[int, bool]] = set()
+        self._trainable: tuple[bool, ...] = ()
+        self._failure: str | None = None
+
+    def run(
+        self,
+        data_iter: Iterator[Any],
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: HybridOptimizer | None,
+        *,
+        return_loss: bool,
+        return_outputs: bool,
+        num_items: float | None,
+    ) -> dict[str, Any]:
+        """Runs all stages for the next batch; see `Booster.execute_pipeline`. Collective.
+
+        Raises:
+            StopIteration: The iterators of all ranks have ended.
+            DesyncError: The ranks have different batches, or only some have one.
+            RankFailedError: Another stage has failed; the message says where, as far as it could tell.
+        """
+        if self._failure is not None:
+            raise ConfigError(
+                f"the pipeline was left when it failed ({self._failure}), and its stages are not connected any more:"
+                " end all processes and start again from a checkpoint"
+            )
+        fetched = fetch(data_iter)
+        error, micro_batches = _split(fetched.batch, self._arguments) if fetched.status == 0 else (fetched.error, [])
+        if error is not None and fetched.error is None:
+            fetched = type(fetched)(error=error)
+        trains = optimizer is not None
+        wishes = (self._model.training, trains, return_loss, return_outputs, num_items is not None)
+        signatures = [(one.signature, self._model.training) for one in micro_batches]
+        if self._agreement.check(fetched, signatures, wishes, changed=self._trainability_changed()):
+            self._transport.forget_forms()
+            self._checked.clear()
+        self._model.begin_batch()
+        run = PipelineRun(micro_batches)
+        self._model.last_pipeline_run = run
+        self._micro_batches, self._criterion, self._current = micro_batches, criterion, run
+        self._keeps_outputs = return_outputs
+        total = sum(one.num_samples for one in micro_batches)
+        self._shares = [1.0 if num_items is not None else one.num_samples / total for one in micro_batches]
+        self._scale = 1.0 if optimizer is None or optimizer.loss_scaler is None else optimizer.loss_scaler.scale
+        self._live: dict[tuple[int, int], _Live] = {}
+        steps = self._transport.begin(signatures, with_gradients=trains)
+        with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
+            self._work(steps)
+        outputs = self._outputs(run) if return_outputs else None
+        self._micro_batches = []
+        return {"loss": self._loss(run) if return_loss else None, "outputs": outputs}
+
+    def _trainability_changed(self) -> bool:
+        now = tuple(parameter.requires_grad for parameter in self._model.module.parameters())
+        before, self._trainable = self._trainable, now
+        return now != before
+
+    # Works.
+
+    def _work(self, steps: Sequence[Step]) -> None:
+        place = 0
+        try:
+            for place, step in enumerate(steps):
+                self._transport.post(place)
+                if step.work.kind is Kind.FORWARD:
+                    self._forward(step)
+                elif step.work.kind is Kind.BACKWARD:
+                    self._backward(step)
+                elif self._weights is not None:
+                    self._weights.compute(_key(step))
+            self._transport.finish()
+        except BaseException as error:
+            self._fail(steps[place], error)
+            raise
+
+    def _forward(self, step: Step) -> None:
+        piece = self._model.pieces[step.work.chunk]
+        micro_batch = self._micro_batches[step.work.micro_batch]
+        received = None if step.receives is None else self._transport.take_output(step.receives)
+        boundary_in = None if received is None else Boundary.from_tree(received.tree)
+        check = (piece.position, self._model.training)
+        with self._gradients_for_a_look(check):
+            boundary, outputs = self._model.run_piece(piece, boundary_in, micro_batch.batch)
+            loss = None if boundary is not None else self._loss_of(outputs, step.work.micro_batch)
+            if check not in self._checked:
+                self._require_independent(boundary, loss, outputs)
+                self._checked.add(check)
+        trains = torch.is_grad_enabled()
+        live = _Live(received if trains else None, None, loss if trains else None)
+        if boundary is not None:
+            assert step.sends is not None
+            tree = boundary.to_tree()
+            if not trains:
+                tree = map_tensors(torch.Tensor.detach, tree)
+            live.sent = self._transport.send_output(step.sends, tree)
+        elif self._keeps_outputs:
+            self._current.outputs[step.work.micro_batch] = map_tensors(torch.Tensor.detach, outputs)
+        if trains:
+            self._live[_key(step)] = live
+            self._current.peak_live = max(self._current.peak_live, len(self._live))
+
+    def _gradients_for_a_look(self, check: tuple[int, bool]) -> AbstractContextManager[Any]:
+        """Returns a context in which there is a graph to be looked at, once for each piece."""
+        return nullcontext() if check in self._checked else torch.enable_grad()
+
+    def _require_independent(self, boundary: Boundary | None, loss: torch.Tensor | None, outputs: Any) -> None:
+        tensors: list[torch.Tensor] = [] if loss is None else [loss]
+        map_tensors(tensors.append, outputs if boundary is None else boundary.to_tree())
+        self._model.require_independent(tensors)
+
+    def _loss_of(self, outputs: Any, micro_batch: int) -> torch.Tensor:
+        loss = self._criterion(outputs, self._micro_batches[micro_batch].batch)
+        self._current.losses.append(loss.detach().double() * self._shares[micro_batch])
+        return loss
+
+    def _backward(self, step: Step) -> None:
+        live = self._live.pop(_key(step))
+        with nullcontext() if self._weights is None else self._weights.deferring(_key(step)):
+            if live.loss is not None:
+                require_scalar_loss(live.loss)
+                (live.loss * (self._shares[step.work.micro_batch] * self._scale)).backward()
+            elif live.sent is not None and step.receives is not None:
+                gradients = self._transport.take_gradients(step.receives)
+                if live.sent.edges:
+                    torch.autograd.backward(live.sent.edges, gradients)
+        if step.sends is not None:
+            assert live.received is not None
+            self._transport.send_gradients(step.sends, live.received.gradients())
+
+    # Results.
+
+    def _loss(self, run: PipelineRun) -> torch.Tensor | None:
+        is_last = any(piece.is_last for piece in self._model.pieces)
+        own = float(sum(run.losses))
+        if self._arguments.broadcast_loss:
+            own = all_reduce_numbers([own], self._stage_group)[0]
+        elif not is_last:
+            return None
+        return torch.tensor(own, dtype=torch.float32, device=self._device)
+
+    def _outputs(self, run: PipelineRun) -> Any:
+        if not run.outputs:
+            return None
+        ordered = [run.outputs[index] for index in range(run.num_micro_batches)]
+        run.outputs = {}
+        return join_outputs(ordered, [one.num_samples for one in self._micro_batches])
+
+    # Failures.
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        """Lets all others know, who would wait for this rank until the timeout."""
+        work = step.work
+        last = len(self._micro_batches) - 1
+        where = f"pipeline stage {self._stage}, {_KINDS[work.kind]} of micro-batch {work.micro_batch} (of 0 to {last})"
+        self._failure = f"{where}: {type(error).__name__}"
+        self._live.clear()
+        if self._weights is not None:
+            self._weights.discard()
+        if isinstance(error, RankFailedError):
+            hang_up(self._groups())
+            raise RankFailedError(f"{where}: {error}") from error
+        note_failure(f"{where}: {type(error).__name__}: {error}")
+        hang_up(self._groups())
+        error.add_note(f"This happened in {where}.")
+
+
+def _key(step: Step) -> tuple[int, int]:
+    return step.work.micro_batch, step.work.chunk
+
+
+def _split(batch: Any, arguments: PipelineArguments) -> tuple[Exception | None, list[MicroBatch]]:
+    try:
+        found = split_batch(
+            batch, num_micro_batches=arguments.num_microbatches, micro_batch_size=arguments.microbatch_size
+        )
+    except ConfigError as error:  # raised by all ranks together
+        return error, []
+    return None, list(itertools.chain(found))

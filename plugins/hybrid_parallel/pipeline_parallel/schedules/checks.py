@@ -1,0 +1,90 @@
+"""Whether the orders of a schedule do everything once, in an order that can run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+
+__all__ = ["check_orders"]
+
+_MAX_NAMED = 8  # works in a message: more wouldn't be read
+_NEEDED = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
+
+
+def check_orders(schedule: PipelineSchedule, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    """Refuses a schedule that would lose gradients, or never end; to be called before one of a user's own is used.
+
+    No communication, and the same answer on every rank.
+
+    Raises:
+        ConfigError: The numbers don't suit the schedule, chunks' positions aren't 0, 1, 2, ..., an order leaves a work
+            out or repeats it, does it before what it needs of its own stage, or stages wait for each other.
+    """
+    schedule.check(num_stages, num_micro_batches, num_chunks)
+    _check_positions(schedule, num_stages, num_chunks)
+    kinds = [Kind.FORWARD, Kind.BACKWARD] + [Kind.WEIGHT] * schedule.defers_weights
+    for stage in range(num_stages):
+        order = schedule.order(stage, num_stages, num_micro_batches, num_chunks)
+        where = f"order() of schedule {schedule.name!r} for stage {stage} of {num_stages}"
+        _check_complete(where, order, kinds, num_micro_batches, num_chunks)
+        _check_sequence(where, order)
+        forwards = schedule.forward_order(stage, num_stages, num_micro_batches, num_chunks)
+        _check_complete(f"forward_{where}", forwards, kinds[:1], num_micro_batches, num_chunks)
+    simulate(schedule, num_stages, num_micro_batches, num_chunks)
+    simulate(schedule, num_stages, num_micro_batches, num_chunks, forward_only=True)
+
+
+def _check_positions(schedule: PipelineSchedule, num_stages: int, num_chunks: int) -> None:
+    places = [(stage, chunk) for stage in range(num_stages) for chunk in range(num_chunks)]
+    positions = {place: schedule.position(*place, num_stages) for place in places}
+    if sorted(positions.values()) != list(range(len(places))):
+        raise ConfigError(
+            f"position() of schedule {schedule.name!r} numbers the chunks of {num_stages} stages"
+            f" {sorted(positions.values())}, but they are the whole model: number them 0 to {len(places) - 1}, each"
+            " once"
+        )
+    for place, position in positions.items():
+        if schedule.place(position, num_stages) != place:
+            raise ConfigError(
+                f"place() of schedule {schedule.name!r} puts position {position} at (stage, chunk)"
+                f" {schedule.place(position, num_stages)}, but position() gives it to {place}: let them agree"
+            )
+
+
+def _check_complete(
+    where: str, order: Sequence[Work], kinds: Sequence[Kind], num_micro_batches: int, num_chunks: int
+) -> None:
+    counts = Counter(order)
+    wanted = [Work(k, index, chunk) for k in kinds for chunk in range(num_chunks) for index in range(num_micro_batches)]
+    known = set(wanted)
+    mistakes = {
+        "leaves out": [work for work in wanted if work not in counts],
+        "repeats": [work for work, count in counts.items() if count > 1],
+        "has, beyond what there is to do,": [work for work in counts if work not in known],
+    }
+    for mistake, works in mistakes.items():
+        if works:
+            each = ", ".join(kind.value for kind in kinds)
+            raise ConfigError(
+                f"{where} {mistake} {_listed(works)}, but a stage does {each} once for each of {num_micro_batches}"
+                f" micro-batches and {num_chunks} chunks: return exactly those"
+            )
+
+
+def _check_sequence(where: str, order: Sequence[Work]) -> None:
+    done: set[Work] = set()
+    for work in order:
+        needed = work.kind in _NEEDED and Work(_NEEDED[work.kind], work.micro_batch, work.chunk)
+        if needed and needed not in done:
+            raise ConfigError(f"{where} has {work} before {needed}, of which it needs the result: put it behind")
+        done.add(work)
+
+
+def _listed(works: Sequence[Work]) -> str:
+    more = f" and {len(works) - _MAX_NAMED} more" if len(works) > _MAX_NAMED else ""
+    return ", ".join(map(str, works[:_MAX_NAMED])) + more

@@ -1,0 +1,31 @@
+"""GPipe: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+
+__all__ = ["GPipe"]
+
+
+@register_schedule
+class GPipe(PipelineSchedule):
+    """All forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3).
+
+    With p stages and m micro-batches of cost t each, a step takes (m + p - 1) * t, of which (p - 1) / (m + p - 1) is
+    idle. A stage keeps the activations of all m micro-batches.
+    """
+
+    name = "gpipe"
+
+    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+        super().check(num_stages, num_micro_batches, num_chunks)
+        if num_chunks != 1:
+            raise ConfigError(
+                f"pp_style='gpipe' with num_model_chunks={num_chunks}, but it gives each stage one piece of the model:"
+                " write num_model_chunks=1, or pp_style='interleaved'"
+            )
+
+    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
+        return [Work(kind, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(num_micro_batches)]

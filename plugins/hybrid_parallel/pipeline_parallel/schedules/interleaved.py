@@ -1,0 +1,58 @@
+"""Interleaved 1F1B: each stage holds several pieces of the model, so that the pipeline fills in smaller steps."""
+
+from __future__ import annotations
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.one_forward_one_backward import take_turns
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+
+__all__ = ["Interleaved"]
+
+# Note [Groups of micro-batches]
+# Micro-batches go through in groups: a stage takes a whole group through chunk 0, then through chunk 1, and so on. The
+# first of a group is back at stage 0, for the next chunk, when all stages have worked on it once, so a group of at
+# least num_stages leaves nobody idle. The paper's groups have exactly num_stages, and it asks for a multiple of that.
+# Any other number is divided into as many groups as there would be, as even as possible, so none is smaller, and the
+# step gets no longer than with a multiple. The larger ones come first: how far forwards run ahead of backwards is set
+# by the first group, and would be too little for a larger one later.
+
+
+@register_schedule
+class Interleaved(PipelineSchedule):
+    """1F1B over several chunks a stage (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training ...").
+
+    With p stages, v chunks each, and m >= p micro-batches of cost t a stage, a step takes m * t + (p - 1) * t / v.
+    Stage s keeps the activations of (v - 1) * g + 2 * (p - s - 1) + 1 chunks at most, where g is the size of the
+    largest group: p where it divides m, below 2 * p always. Each micro-batch's output is sent v times as often.
+    """
+
+    name = "interleaved"
+
+    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+        super().check(num_stages, num_micro_batches, num_chunks)
+        if num_chunks < 2:
+            raise ConfigError(
+                f"pp_style='interleaved' with num_model_chunks={num_chunks}, but it gives each stage several pieces"
+                " of the model: write num_model_chunks=2 or more, or pp_style='1f1b'"
+            )
+
+    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
+        sizes = _group_sizes(num_stages, num_micro_batches)
+        forwards: list[Work] = []
+        backwards: list[Work] = []
+        first = 0
+        for size in sizes:
+            group = range(first, first + size)
+            forwards += [Work(Kind.FORWARD, index, chunk) for chunk in range(num_chunks) for index in group]
+            backwards += [Work(Kind.BACKWARD, index, chunk) for chunk in reversed(range(num_chunks)) for index in group]
+            first += size
+        # The first gradient comes when the first micro-batch has gone through all chunks of all stages. Until a stage
+        # gets it, the later stages do two works for each stage in between, a forward and a backward.
+        return take_turns(forwards, backwards, (num_chunks - 1) * sizes[0] + 2 * (num_stages - stage - 1))
+
+
+def _group_sizes(num_stages: int, num_micro_batches: int) -> list[int]:
+    num_groups = max(1, num_micro_batches // num_stages)
+    size, num_larger = divmod(num_micro_batches, num_groups)
+    return [size + 1] * num_larger + [size] * (num_groups - num_larger)

@@ -1,0 +1,45 @@
+"""1F1B: a forward and a backward by turns, so that a stage keeps few activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+
+__all__ = ["OneForwardOneBackward", "take_turns"]
+
+
+@register_schedule
+class OneForwardOneBackward(PipelineSchedule):
+    """Forward and backward by turns (Narayanan et al. 2019, "PipeDream", section 3.2, with a flush at the end).
+
+    As long as GPipe, (m + p - 1) * t with p stages and m micro-batches of cost t each, but stage s keeps the
+    activations of min(m, p - s) micro-batches only.
+    """
+
+    name = "1f1b"
+
+    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+        super().check(num_stages, num_micro_batches, num_chunks)
+        if num_chunks != 1:
+            raise ConfigError(
+                f"pp_style='1f1b' with num_model_chunks={num_chunks}, but it gives each stage one piece of the model:"
+                " write num_model_chunks=1, or pp_style='interleaved'"
+            )
+
+    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
+        forwards = [Work(Kind.FORWARD, index) for index in range(num_micro_batches)]
+        backwards = [Work(Kind.BACKWARD, index) for index in range(num_micro_batches)]
+        # A gradient comes back to this stage after the stages behind it have done one forward each.
+        return take_turns(forwards, backwards, num_stages - stage - 1)
+
+
+def take_turns(forwards: Sequence[Work], backwards: Sequence[Work], warm_up: int) -> list[Work]:
+    """Returns `warm_up` forwards (all, if there are fewer), then a forward and a backward by turns, then the rest."""
+    warm_up = min(warm_up, len(forwards))
+    order = list(forwards[:warm_up])
+    for pair in zip(forwards[warm_up:], backwards, strict=False):
+        order += pair
+    return order + list(backwards[len(forwards) - warm_up :])

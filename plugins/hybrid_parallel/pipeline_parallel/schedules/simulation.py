@@ -1,0 +1,185 @@
+"""How long a schedule takes, how much of it stages wait, and how many activations they keep: without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.communication import Step, program
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+
+__all__ = ["Costs", "Timeline", "simulate"]
+
+_MAX_NAMED = 8  # stuck works in a message: more wouldn't be read
+
+# What a work leaves behind for others: its kind, the micro-batch and the position.
+_Result = tuple[Kind, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one micro-batch takes, in any unit of time.
+
+    Attributes:
+        forward: The forward of a whole stage; of a chunk, its share.
+        backward_input: Gradients of the inputs of a whole stage.
+        weight: Gradients of the weights of a whole stage; together with the above where they are not deferred.
+        message: From the end of a work until another stage has its result. Stages compute meanwhile.
+    """
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    weight: float = 1.0
+    message: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What came of a simulated step.
+
+    Attributes:
+        length: From the start of the first work to the end of the last.
+        busy: How long each stage computes.
+        bubble_fraction: The part of all stages' time in which they wait.
+        peak_live: By stage, the largest number of chunks' activations kept from forward to `BACKWARD` at a time; 0
+            where nothing goes back.
+        peak_pending: The same from forward to `WEIGHT`, where it is deferred: what a stage keeps in all.
+        starts: When each work of each stage starts.
+    """
+
+    length: float
+    busy: tuple[float, ...]
+    bubble_fraction: float
+    peak_live: tuple[int, ...]
+    peak_pending: tuple[int, ...]
+    starts: dict[tuple[int, Work], float]
+
+
+_EQUAL = Costs()
+
+
+def simulate(
+    schedule: PipelineSchedule,
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int = 1,
+    costs: Costs = _EQUAL,
+    *,
+    forward_only: bool = False,
+) -> Timeline:
+    """Runs a schedule's orders in thought: each work starts once its stage is free and what it needs is there.
+
+    The time it takes to say so grows with the number of works. No communication.
+
+    Args:
+        schedule: The order.
+        num_stages: How many there are.
+        num_micro_batches: How many go through.
+        num_chunks: How many each stage holds.
+        costs: What works cost; all alike if not given.
+        forward_only: Whether nothing goes back, as in evaluation.
+
+    Returns:
+        When what happens, and what follows from that.
+
+    Raises:
+        ConfigError: The schedule can't work with these numbers, or its orders wait for each other.
+    """
+    programs = [
+        program(schedule, stage, num_stages, num_micro_batches, num_chunks, forward_only=forward_only)
+        for stage in range(num_stages)
+    ]
+    backward = costs.backward_input + (0.0 if schedule.defers_weights else costs.weight)
+    cost = {Kind.FORWARD: costs.forward, Kind.BACKWARD: backward, Kind.WEIGHT: costs.weight}
+    cost = {kind: value / num_chunks for kind, value in cost.items()}
+    starts = _Run(programs, cost, costs.message).starts()
+    ends = [start + cost[work.kind] for (_, work), start in starts.items()]
+    length = max(ends, default=0.0) - min(starts.values(), default=0.0)
+    busy = tuple(sum(cost[step.work.kind] for step in steps) for steps in programs)
+    last = Kind.WEIGHT if schedule.defers_weights else Kind.BACKWARD
+    return Timeline(
+        length=length,
+        busy=busy,
+        bubble_fraction=1.0 - sum(busy) / (num_stages * length) if length else 0.0,
+        peak_live=tuple(0 if forward_only else _peak(steps, Kind.BACKWARD) for steps in programs),
+        peak_pending=tuple(0 if forward_only else _peak(steps, last) for steps in programs),
+        starts=starts,
+    )
+
+
+class _Run:
+    """A step in progress: how far each stage is, what is done, and who waits for what."""
+
+    def __init__(self, programs: Sequence[Sequence[Step]], cost: dict[Kind, float], message: float) -> None:
+        self._programs = programs
+        self._cost = cost
+        self._message = message
+        self._next = [0] * len(programs)
+        self._free = [0.0] * len(programs)
+        self._done: dict[_Result, float] = {}
+        self._waiting: dict[_Result, list[int]] = {}
+        self._starts: dict[tuple[int, Work], float] = {}
+
+    def starts(self) -> dict[tuple[int, Work], float]:
+        # A stage goes on until it needs what isn't done, and is taken up again by whoever does that, so each work is
+        # looked at once, and once more for each result that it had to wait for.
+        ready = list(range(len(self._programs)))
+        while ready:
+            self._advance(ready.pop(), ready)
+        if any(self._waiting.values()):
+            raise ConfigError(self._describe_stuck())
+        return self._starts
+
+    def _advance(self, stage: int, ready: list[int]) -> None:
+        steps = self._programs[stage]
+        while self._next[stage] < len(steps):
+            step = steps[self._next[stage]]
+            start = self._free[stage]
+            for result, delay in self._needs(step):
+                if result not in self._done:
+                    self._waiting.setdefault(result, []).append(stage)
+                    return
+                start = max(start, self._done[result] + delay)
+            end = start + self._cost[step.work.kind]
+            self._starts[stage, step.work] = start
+            self._free[stage] = end
+            self._next[stage] += 1
+            result = (step.work.kind, step.work.micro_batch, step.position)
+            self._done[result] = end
+            ready.extend(self._waiting.pop(result, ()))
+
+    def _needs(self, step: Step) -> list[tuple[_Result, float]]:
+        work = step.work
+        needs = []
+        if work.kind is Kind.BACKWARD:
+            needs.append(((Kind.FORWARD, work.micro_batch, step.position), 0.0))
+        elif work.kind is Kind.WEIGHT:
+            needs.append(((Kind.BACKWARD, work.micro_batch, step.position), 0.0))
+        if step.receives is not None:
+            before = step.position + (1 if step.receives.is_gradient else -1)
+            delay = self._message if step.receives.sender != step.receives.receiver else 0.0
+            needs.append(((work.kind, work.micro_batch, before), delay))
+        return needs
+
+    def _describe_stuck(self) -> str:
+        stuck = [
+            f"stage {stage} waits before {self._programs[stage][self._next[stage]].work} for {result[0].value} of"
+            f" micro-batch {result[1]} at position {result[2]}"
+            for result, stages in self._waiting.items()
+            for stage in stages
+        ]
+        more = f", and {len(stuck) - _MAX_NAMED} more" if len(stuck) > _MAX_NAMED else ""
+        return (
+            f"the orders of this schedule wait for each other and never end: {', '.join(stuck[:_MAX_NAMED])}{more}: let"
+            " order() put each work behind what it needs, on all stages together"
+        )
+
+
+def _peak(steps: Sequence[Step], last: Kind) -> int:
+    live = peak = 0
+    for step in steps:
+        live += (step.work.kind is Kind.FORWARD) - (step.work.kind is last)
+        peak = max(peak, live)
+    return peak

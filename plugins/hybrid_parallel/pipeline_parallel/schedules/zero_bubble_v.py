@@ -1,0 +1,65 @@
+"""ZB-V: two chunks a stage, laid out as a V, and gradients of weights where a stage would wait."""
+
+from __future__ import annotations
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+
+__all__ = ["ZeroBubbleV"]
+
+# Note [The V]
+# A micro-batch goes down the stages through their chunks 0, and back up through their chunks 1, so that the last stage
+# hands it over to itself, and the first one computes the loss and starts to go back. With forward F, gradients of
+# inputs B and gradients of weights W of one beat each, stage s works on the first micro-batch at beat s, and gets it
+# back at beat 2 * p - 1 - s: it fills the beats in between with forwards of chunk 0. Forwards of both chunks by turns
+# then fill the time until the first gradient, and F1 B1 W1 that until chunk 0 gets its first. From there on
+# F0 B0 W0 F1 B1 W1 follow each other, and what is needed arrives in time. When forwards run out, gradients of inputs,
+# for which other stages wait, go first, and those of weights fill up.
+
+
+@register_schedule
+class ZeroBubbleV(PipelineSchedule):
+    """The zero bubble schedule of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (V-ZB).
+
+    With p stages, F, B and W of equal cost c a chunk, and m >= 2 * p - 2 micro-batches, a step takes
+    (6 * m + p - 1) * c, the least there can be: the last stage works 6 * m * c, and can't start before (p - 1) * c.
+    From 2 * p - 1 micro-batches on no stage pauses once it has started; fewer leave bubbles. A stage keeps the
+    activations of 2 * p chunks at most, as much as the first stage does with 1F1B.
+    """
+
+    name = "zbv"
+    defers_weights = True
+
+    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+        super().check(num_stages, num_micro_batches, num_chunks)
+        if num_chunks != 2:
+            raise ConfigError(
+                f"pp_style='zbv' with num_model_chunks={num_chunks}, but its V has two pieces of the model on each"
+                " stage, one on the way there and one on the way back: write num_model_chunks=2"
+            )
+
+    def position(self, stage: int, chunk: int, num_stages: int) -> int:
+        return stage if chunk == 0 else 2 * num_stages - 1 - stage
+
+    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
+        # Micro-batches take their turns in order, so a beat is a kind and a chunk, and how often it was there before
+        # tells which micro-batch it is. A beat for which none is left is dropped: others need nothing of it.
+        counts = dict.fromkeys(((kind, chunk) for kind in Kind for chunk in range(2)), 0)
+        order = []
+        for kind, chunk in _beats(stage, num_stages, num_micro_batches):
+            index = counts[kind, chunk]
+            if index < num_micro_batches:
+                order.append(Work(kind, index, chunk))
+                counts[kind, chunk] += 1
+        return order
+
+
+def _beats(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[Kind, int]]:
+    f0, b0, w0 = ((kind, 0) for kind in Kind)
+    f1, b1, w1 = ((kind, 1) for kind in Kind)
+    behind = num_stages - stage  # stages from this one to the turn of the V, itself included
+    warm_up = [f0] * (2 * behind - 1) + [f1, f0] * stage + [f1, b1, w1] * behind
+    steady = [f0, b0, w0, f1, b1, w1] * max(0, num_micro_batches - num_stages)
+    cool_down = [b0, b1] * stage + [b0, w0] * behind + [w1, w0] * stage
+    return warm_up + steady + cool_down

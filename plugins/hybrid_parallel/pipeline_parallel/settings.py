@@ -1,0 +1,224 @@
+"""The plugin's arguments of pipeline stages, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
+    PipelineSchedule,
+    schedule_from_name,
+    schedule_names,
+)
+from booster.plugins.sharding.checks import error_of
+
+__all__ = ["AlikeOnRanks", "PipelineArguments"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MANY = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineArguments:
+    """How a model and its batches are divided for the stages of a pipeline; see `HybridParallelPlugin`.
+
+    Attributes:
+        style: A schedule, or its name.
+        num_stages: Ranks of the pp axis.
+        num_chunks: Pieces of the model that a stage holds.
+        num_microbatches: Of a batch; None: `microbatch_size` says it.
+        microbatch_size: Examples of a micro-batch; None: `num_microbatches` says it.
+        num_layers_per_stage: Layers of each piece, in the order of the model; None: as costs are even.
+        broadcast_loss: The loss is given to all stages.
+        caches_metadata: Shapes are sent once for each shape of a micro-batch; else with every message.
+        split: Modules with which the pieces after the first begin; None: as `num_layers_per_stage` says.
+        execution_sequence: What runs instead of the model's forward; None: that does.
+    """
+
+    style: str | PipelineSchedule
+    num_stages: int
+    num_chunks: int
+    num_microbatches: int | None
+    microbatch_size: int | None
+    num_layers_per_stage: Sequence[int] | None
+    broadcast_loss: bool
+    caches_metadata: bool
+    split: Sequence[str] | None
+    execution_sequence: Sequence[str | Callable[..., Any]] | None
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The order of the stages' work; after `check`."""
+        return schedule_from_name(self.style) if isinstance(self.style, str) else self.style
+
+    @property
+    def num_positions(self) -> int:
+        """Pieces of the whole model."""
+        return self.num_stages * self.num_chunks
+
+    def remarks(self) -> list[str]:
+        """Returns lines to log: what was asked for and changes nothing, as there is one stage."""
+        given_and_usual = {
+            "num_microbatches": (self.num_microbatches, None),
+            "microbatch_size": (self.microbatch_size, None),
+            "pp_style": (self.style, "1f1b"),
+            "num_model_chunks": (self.num_chunks, 1),
+            "num_layers_per_stage": (self.num_layers_per_stage, None),
+            "split": (self.split, None),
+            "execution_sequence": (self.execution_sequence, None),
+        }
+        return [
+            f"{name}={AlikeOnRanks(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
+            for name, (given, usual) in given_and_usual.items()
+            if self.num_stages == 1 and given != usual
+        ]
+
+    def check(self) -> None:
+        """Raises for what can't be.
+
+        With one stage only values that could never be are refused, so that a script may change the number of stages
+        alone. What the schedule asks of the number of micro-batches is checked here if `num_microbatches` says it.
+
+        Raises:
+            ConfigError: Such an argument.
+        """
+        self._check_numbers()
+        self._check_style()
+        self._check_names()
+        if self.num_stages == 1:
+            return
+        self._check_micro_batches()
+        self._check_schedule()
+        self._check_division()
+
+    # One by one.
+
+    def _check_numbers(self) -> None:
+        for name in ("num_microbatches", "microbatch_size"):
+            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no number: give a whole number from 1, or None")
+        if not _is_count(self.num_chunks):
+            raise ConfigError(
+                f"num_model_chunks={self.num_chunks!r} is no number of pieces that a stage could hold: give a whole"
+                " number from 1"
+            )
+        layers = self.num_layers_per_stage
+        if layers is not None and not _is_list_of(_is_count, layers):
+            raise ConfigError(
+                f"num_layers_per_stage={layers!r} does not say how many layers each stage holds: give a list of whole"
+                " numbers from 1, such as [3, 5] for two stages, or None to divide them by their costs"
+            )
+
+    def _check_style(self) -> None:
+        if isinstance(self.style, type) and issubclass(self.style, PipelineSchedule):
+            raise ConfigError(
+                f"pp_style={self.style.__name__} is a class, which orders no work: give an object of it,"
+                f" pp_style={self.style.__name__}()"
+            )
+        if not isinstance(self.style, PipelineSchedule) and self.style not in schedule_names():
+            raise ConfigError(
+                f"pp_style={self.style!r} is not known: choose one of {', '.join(schedule_names())}, register a"
+                " schedule with register_schedule, or give an object of one"
+            )
+
+    def _check_names(self) -> None:
+        if self.split is not None and not _is_list_of(_is_name, self.split):
+            raise ConfigError(
+                f"split={self.split!r} does not say where a model is divided: give a list of the names of the modules"
+                " with which stages after the first begin, such as ['layers.4'] for two stages, or leave it out"
+            )
+        sequence = self.execution_sequence
+        if sequence is not None and not _is_list_of(lambda one: _is_name(one) or callable(one), sequence):
+            raise ConfigError(
+                f"execution_sequence={AlikeOnRanks(sequence)} does not say what runs one after the other: give a list"
+                " of names of modules and functions of one argument, such as ['embedding', 'layers.0', 'layers.1',"
+                " 'head'], or leave it out"
+            )
+
+    # Together.
+
+    def _check_micro_batches(self) -> None:
+        if self.num_microbatches is None and self.microbatch_size is None:
+            raise ConfigError(
+                f"pp_size={self.num_stages} without num_microbatches and microbatch_size does not say into what a batch"
+                " is divided, of which stages work on several parts at a time: give"
+                f" num_microbatches={2 * self.num_stages}, or microbatch_size=1"
+            )
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            raise ConfigError(
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} both say how a"
+                " batch is divided, and only one size of batches could fit both: leave one of them out"
+            )
+
+    def _check_schedule(self) -> None:
+        # Without their number, which comes with the batch, what is wrong with any number of micro-batches is said.
+        some = (self.num_positions, _MANY * self.num_positions)
+        numbers = some if self.num_microbatches is None else (self.num_microbatches,)
+        errors = [error_of(functools.partial(self._check_works, number)) for number in numbers]
+        if errors[-1] is not None and all(errors):
+            raise errors[-1]
+
+    def _check_works(self, num_microbatches: int) -> None:
+        self.schedule.check(self.num_stages, num_microbatches, self.num_chunks)
+
+    def _check_division(self) -> None:
+        layers, split = self.num_layers_per_stage, self.split
+        pieces = f"pp_size={self.num_stages}"
+        if self.num_chunks > 1:
+            pieces += f" with num_model_chunks={self.num_chunks}"
+        if layers is not None and split is not None:
+            raise ConfigError(
+                f"num_layers_per_stage={layers!r} and split={split!r} both say where a model is divided: leave one of"
+                " them out"
+            )
+        if layers is not None and len(layers) != self.num_positions:
+            raise ConfigError(
+                f"num_layers_per_stage={layers!r} has {len(layers)} numbers, and {pieces} divides a model into"
+                f" {self.num_positions} pieces: give {self.num_positions} numbers, in the order in which the model runs"
+                " its layers"
+            )
+        if split is None:
+            return
+        if len(split) != self.num_positions - 1:
+            raise ConfigError(
+                f"split={split!r} has {len(split)} names, which divide a model into {len(split) + 1} pieces, and"
+                f" {pieces} needs {self.num_positions}: give {self.num_positions - 1} names, of the modules with which"
+                " the pieces after the first begin"
+            )
+
+
+# Note [Text that is alike on all ranks]
+# Ranks compare the texts of their arguments before they build on them. The text of a function or of an object without
+# one of its own holds its address, in which the same arguments differ.
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeOnRanks:
+    """A value whose text is the same on all ranks; see Note [Text that is alike on all ranks]."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return _ADDRESS.sub("", repr(self.value))
+
+    @staticmethod
+    def value_of(given: Any) -> Any:
+        """Returns the value, whether it was wrapped or not."""
+        return given.value if isinstance(given, AlikeOnRanks) else given
+
+
+def _is_list_of(belongs: Callable[[Any], bool], value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return is_list and len(value) > 0 and all(belongs(one) for one in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,188 @@
+"""Divides the units of a model among the places of a pipeline, so that each has about the same to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
+
+__all__ = ["divide_units", "gap_costs", "piece_costs", "position_of_gap", "unit_costs"]
+
+# Note [Cost of a unit]
+# A token's time in a module is that of its matrix products, in which each element of a weight takes part once: so a
+# unit costs as many as its weights have elements that are used for a token. Weights of fewer than two dimensions and
+# embedding tables (which are looked up) cost nothing, and of the experts in one tensor as many count as a token is sent
+# to. A weight that two modules share costs in both: a head that is tied to the embedding is a matrix product all the
+# same. What grows with the length of the sequence (attention scores) is left out: it is the same in each layer.
+
+
+def divide_units(
+    model: nn.Module, plan: StagePlan, num_positions: int, num_layers_per_stage: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Returns where each piece of a model begins and ends, as `StagePlan.bounds` says it.
+
+    The largest cost of a piece is the smallest possible; see Note [Cost of a unit]. Of such divisions, the one with the
+    most even numbers of units is taken; of these, the one with fewer units in the first pieces, since the first stages
+    keep the activations of most micro-batches.
+
+    Args:
+        model: The user's, whole; it may be on the meta device.
+        plan: Of the model.
+        num_positions: Pieces: stages times chunks.
+        num_layers_per_stage: Units of each piece, by position, instead.
+
+    Raises:
+        ConfigError: There are fewer units than pieces, or what is given doesn't fit.
+    """
+    num_units = len(plan.units)
+    if num_layers_per_stage is not None:
+        return _given_bounds(plan, num_positions, num_layers_per_stage)
+    if plan.bounds is not None:
+        _check_split(plan.bounds, num_positions)
+        return plan.bounds
+    if num_units < num_positions:
+        raise ConfigError(
+            f"the model has {num_units} layers to divide ({_listed(plan.units)}), but the pipeline has {num_positions}"
+            f" places (pp_size x num_model_chunks), each of which needs at least one: make that product at most"
+            f" {num_units}, or name smaller modules with split= or execution_sequence="
+        )
+    return _most_even(_Prefix(unit_costs(model, plan), gap_costs(model, plan)), num_units, num_positions)
+
+
+def unit_costs(model: nn.Module, plan: StagePlan) -> list[float]:
+    """Returns the estimated cost of each unit, as elements of weights; see Note [Cost of a unit]."""
+    share = _share_of_experts(model)
+    return [_cost(model.get_submodule(name), share) for name in plan.units]
+
+
+def gap_costs(model: nn.Module, plan: StagePlan) -> list[float]:
+    """Returns the estimated cost of what runs in each gap, the one behind the last unit included."""
+    share = _share_of_experts(model)
+    costs = [0.0] * (len(plan.units) + 1)
+    for name, gap in plan.gaps.items():
+        costs[gap] += _cost(model.get_submodule(name), share)
+    return costs
+
+
+def piece_costs(model: nn.Module, plan: StagePlan, bounds: tuple[int, ...]) -> list[float]:
+    """Returns the estimated cost of each piece, with what runs in its gaps."""
+    prefix = _Prefix(unit_costs(model, plan), gap_costs(model, plan))
+    return [prefix.cost(start, end) for start, end in pairwise(bounds)]
+
+
+def position_of_gap(gap: int, bounds: tuple[int, ...]) -> int:
+    """Returns the position of the piece that runs a gap: that of the unit behind it, or the last one."""
+    last = len(bounds) - 2
+    return next((position for position in range(last) if gap < bounds[position + 1]), last)
+
+
+class _Prefix:
+    """Costs of runs of units, with the gap before each, and behind the last unit of all."""
+
+    def __init__(self, units: list[float], gaps: list[float]) -> None:
+        own = [unit + gap for unit, gap in zip(units, gaps[:-1], strict=True)]
+        own[-1] += gaps[-1]
+        self._sums = [0.0, *accumulate(own)]
+
+    def cost(self, start: int, end: int) -> float:
+        return self._sums[end] - self._sums[start]
+
+
+def _most_even(prefix: _Prefix, num_units: int, num_pieces: int) -> tuple[int, ...]:
+    """Returns the best division; units^2 * pieces steps."""
+    # What is best for the units from `start` on, in a number of pieces: smallest largest cost.
+    largest = {(num_units, 0): 0.0}
+    for pieces in range(1, num_pieces + 1):
+        for start in range(num_units - pieces, -1, -1):
+            largest[start, pieces] = min(
+                max(prefix.cost(start, end), largest[end, pieces - 1])
+                for end in range(start + 1, num_units + 1)
+                if (end, pieces - 1) in largest
+            )
+    limit = largest[0, num_pieces]
+    # Of the divisions within that limit: squares of the numbers of units, then these numbers, from the first.
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(num_units, 0): (0, ())}
+    for pieces in range(1, num_pieces + 1):
+        for start in range(num_units - pieces, -1, -1):
+            options = [
+                (best[end, pieces - 1][0] + (end - start) ** 2, (end - start, *best[end, pieces - 1][1]))
+                for end in range(start + 1, num_units + 1)
+                if (end, pieces - 1) in best and prefix.cost(start, end) <= limit
+            ]
+            if options:
+                best[start, pieces] = min(options)
+    return (0, *accumulate(best[0, num_pieces][1]))
+
+
+def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -> tuple[int, ...]:
+    num_units = len(plan.units)
+    given = f"num_layers_per_stage={numbers!r}"
+    if plan.bounds is not None:
+        raise ConfigError(f"{given} and split= both say where stages begin: give one of them")
+    if isinstance(numbers, str) or not all(type(one) is int and one >= 1 for one in numbers):
+        raise ConfigError(f"{given} is no list of numbers of layers, each at least 1: give {num_positions} of them")
+    if len(numbers) != num_positions:
+        raise ConfigError(
+            f"{given} has {len(numbers)} numbers, but the pipeline has {num_positions} places (pp_size x"
+            " num_model_chunks): give one number for each, in the order of the model"
+        )
+    if sum(numbers) != num_units:
+        raise ConfigError(
+            f"{given} adds up to {sum(numbers)} layers, but the model has {num_units} ({_listed(plan.units)}): give"
+            f" {num_positions} numbers whose sum is {num_units}"
+        )
+    return (0, *accumulate(numbers))
+
+
+def _check_split(bounds: tuple[int, ...], num_positions: int) -> None:
+    num_pieces = len(bounds) - 1
+    if num_pieces != num_positions:
+        raise ConfigError(
+            f"split= names {num_pieces - 1} modules, which makes {num_pieces} pieces, but the pipeline has"
+            f" {num_positions} places (pp_size x num_model_chunks): name the {num_positions - 1} modules at which the"
+            " second and later ones begin"
+        )
+
+
+def _cost(module: nn.Module, share_of_experts: float) -> float:
+    cost = 0.0
+    seen: set[int] = set()
+    for name, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        share = share_of_experts if _is_routed(name) else 1.0
+        for parameter in one.parameters(recurse=False):
+            if parameter.dim() >= 2 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                cost += parameter.numel() * share
+    return cost
+
+
+def _is_routed(name: str) -> bool:
+    """True for experts of which a token gets some only, and what is in them."""
+    return any("expert" in part and "shared" not in part for part in name.split("."))
+
+
+def _share_of_experts(model: nn.Module) -> float:
+    """Returns which part of the experts a token is sent to, if the model's configuration says it."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+        there = _number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        if chosen and there:
+            return min(1.0, chosen / there)
+    return 1.0
+
+
+def _number(config: Any, *names: str) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 6 else [*names[:3], "...", *names[-2:]])

@@ -1,0 +1,270 @@
+"""Finds the units of a model: modules that run one after the other, which each need only what the one before gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import holds_parameters
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tables import PLACES, UNSPLITTABLE
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tracing import Trace, trace_calls
+from booster.plugins.hybrid_parallel.plans.from_transformers import pretrained_models
+from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
+
+__all__ = ["Chain", "find_chain"]
+
+# Note [What is a chain]
+# A list of modules says nothing of how they run: experts, heads and towers are lists, too. In this order we trust
+# - transformers' own pipeline plan;
+# - an `nn.Sequential` that is the whole model;
+# - the model's forward, recorded with stand-ins for its values where that works (it does unless the forward looks at
+#   values): then it is known whether all that flows on behind a module flows through it;
+# - lists of layers, by their looks (see `find_stacks`): those of an encoder and of a decoder, or the only one, or the
+#   one with the most parameters. Other lists are then modules in a gap; what those before the units give is carried;
+# - an `nn.Sequential` with most of the model's parameters.
+
+_MAIN_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Units, and what was learnt of other modules on the way.
+
+    Attributes:
+        units: See `StagePlan`.
+        source: See `StagePlan`.
+        known: See `find_gaps`.
+        carried: Containers of units whose output travels on, and the gap at which it is complete.
+        towers: Layers of other lists, which run beside the units or before them.
+    """
+
+    units: tuple[str, ...]
+    source: str
+    known: Mapping[str, int | None] = field(default_factory=dict)
+    carried: Mapping[str, int] = field(default_factory=dict)
+    towers: tuple[str, ...] = ()
+
+
+def find_chain(model: nn.Module) -> Chain:
+    """Returns the units of a model.
+
+    Raises:
+        ConfigError: There is no chain, or it can't be told which it is.
+    """
+    _check_splittable(model)
+    stacks = find_stacks(model)
+    if (planned := _planned_chain(model, stacks)) is not None:
+        return planned
+    if _is_sequential(model):
+        return Chain(units=_items("", model, stacks), source="the children of the nn.Sequential that is the model")
+    lists = _simple_lists(model, stacks)
+    if not any(True for _ in pretrained_models(model)):
+        trace = trace_calls(model, (*stacks, *lists))
+        if trace is not None:
+            return _traced_chain(model, trace, stacks, lists)
+    if stacks:
+        return _chain_of_stacks(model, stacks)
+    if (sequential := _main_sequential(model, lists)) is not None:
+        return Chain(units=sequential, source=f"the children of {_parent(sequential)}, an nn.Sequential")
+    raise _no_chain(model)
+
+
+def _check_splittable(model: nn.Module) -> None:
+    for name, module, config in pretrained_models(model):
+        if reason := UNSPLITTABLE.get(config.model_type):
+            raise ConfigError(
+                f"{type(module).__name__}{f' (at {name})' if name else ''} {reason}, so its layers can't be divided"
+                " over stages: use pp_size=1, or a model with layers of their own"
+            )
+
+
+def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain | None:
+    """Returns the chain that transformers' pipeline plans name; None: there is none, or it names several."""
+    for prefix, module, config in pretrained_models(model):
+        keys = [f"{prefix}.{key}" if prefix else key for key in (getattr(module, "_pp_plan", None) or {})]
+        planned = [stack for stack in stacks if _parent(stack) in keys]
+        if len(planned) != 1:
+            continue
+        units = planned[0]
+        # Only neighbours of the layers: a head, which the class adds to the plan of its base model, comes first in it.
+        above = _parent(units).rpartition(".")[0]
+        beside = [key for key in keys if key.rpartition(".")[0] == above]
+        place = beside.index(_parent(units))
+        known: dict[str, int | None] = {key: 0 if at < place else len(units) for at, key in enumerate(beside)}
+        return Chain(
+            units=units,
+            source=f"the pipeline plan of {type(module).__name__} ({config.model_type})",
+            known=known,
+            towers=tuple(layer for stack in stacks if stack != units for layer in stack),
+        )
+    return None
+
+
+def _traced_chain(
+    model: nn.Module, trace: Trace, stacks: tuple[tuple[str, ...], ...], lists: tuple[tuple[str, ...], ...]
+) -> Chain:
+    """Returns the lists that the recorded forward shows to be chains: of layers, or else of anything."""
+    for candidates in (stacks, lists):
+        proven = [items for items in candidates if trace.is_chain(items)]
+        units = _joined(model, trace, proven)
+        if units:
+            source = f"{', '.join(dict.fromkeys(_parent((unit,)) for unit in units))}, as the model's forward runs them"
+            return Chain(units=units, source=source, known=trace.gaps(units))
+    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+        return pair
+    raise _no_chain(model)
+
+
+def _joined(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Returns the items of lists in the order in which they run; without some lists where others prevent a cut."""
+    while lists:
+        units = tuple(sorted((item for items in lists for item in items), key=trace.order))
+        blocked = next((unit for unit in units[:-1] if not trace.may_end_at(unit)), None)
+        if blocked is None:
+            return units
+        behind = [items for items in lists if blocked in items or trace.order(items[-1]) > trace.order(blocked)]
+        lists = [items for items in lists if items != min(behind, key=lambda items: _num_parameters(model, items))]
+    return ()
+
+
+def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain:
+    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+        return pair
+    sizes = [_num_parameters(model, stack) for stack in stacks]
+    largest = max(sizes)
+    if sizes.count(largest) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has several lists of layers of the same size,"
+            f" {' and '.join(_parent(stack) for stack in stacks)}, and it can't be told which of them is to be divided"
+            " over stages: say so with split=[names of the modules at which stages begin]"
+        )
+    units = stacks[sizes.index(largest)]
+    others = tuple(layer for stack in stacks if stack != units for layer in stack)
+    return Chain(
+        units=units,
+        source=f"the layers of {_parent(units)}" + (", the list with the most parameters" if others else ""),
+        known=_table_places(model, [(units, 0)]),
+        towers=others,
+    )
+
+
+def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain | None:
+    """Returns the chain of two lists in modules that stand beside each other as encoder and decoder."""
+    for encoder in stacks:
+        for decoder in stacks:
+            above, first, second = _branches(encoder[0], decoder[0])
+            if encoder == decoder or not ("encoder" in first and "decoder" in second and "decoder" not in first):
+                continue
+            path = f"{above}.{first}" if above else first
+            return Chain(
+                units=(*encoder, *decoder),
+                source=f"the layers of {_parent(encoder)}, then those of {_parent(decoder)}",
+                known=_table_places(model, [(encoder, 0), (decoder, len(encoder))]),
+                carried={path: len(encoder)},
+                towers=tuple(layer for stack in stacks if stack not in (encoder, decoder) for layer in stack),
+            )
+    return None
+
+
+def _main_sequential(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
+    """Returns the nn.Sequential with most of a model's parameters; a smaller one may be half of a residual block."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for items in lists:
+        is_main = _num_parameters(model, items) >= _MAIN_SHARE * total
+        if is_main and _is_sequential(model.get_submodule(_parent(items))):
+            return items
+    return None
+
+
+def _table_places(model: nn.Module, stacks: list[tuple[tuple[str, ...], int]]) -> dict[str, int | None]:
+    """Returns the gaps of neighbours of lists of layers, which are given with the units before them."""
+    known: dict[str, int | None] = {}
+    for prefix, _, config in pretrained_models(model):
+        places = PLACES.get(config.model_type)
+        for stack, start in stacks if places is not None else []:
+            if not stack[0].startswith(f"{prefix}." if prefix else ""):
+                continue
+            above = _parent(stack).rpartition(".")[0]
+            for names, gap in ((places.before, start), (places.after, start + len(stack))):
+                known.update({f"{above}.{name}" if above else name: gap for name in names})
+    return known
+
+
+def _simple_lists(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """Returns the items of the outermost nn.Sequential and nn.ModuleList that are not stacks and hold no stack."""
+    found: list[tuple[str, ...]] = []
+    layers = {layer for stack in stacks for layer in stack}
+
+    def collect(module: nn.Module, name: str) -> None:
+        if name in layers:
+            return
+        is_list = isinstance(module, nn.ModuleList) or _is_sequential(module)
+        if is_list and holds_parameters(module) and not any(layer.startswith(f"{name}.") for layer in layers):
+            found.append(_items(name, module, stacks))
+            return
+        for key, child in module.named_children():
+            collect(child, f"{name}.{key}" if name else key)
+
+    collect(model, "")
+    return tuple(items for items in found if items)
+
+
+def _items(name: str, module: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """Returns the children of a list. An nn.Sequential of layers, or one that is the only child, is opened.
+
+    What has no parameters and stands at several places is left out: it is held by every stage.
+    """
+    children = [
+        (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
+    ]
+    if len({id(child) for _, child in children}) < len(children):
+        children = [one for one in children if _is_once(one, children)]
+    items: list[str] = []
+    for full, child in children:
+        if _is_sequential(child) and (len(children) == 1 or any(_parent(stack) == full for stack in stacks)):
+            items.extend(_items(full, child, stacks))
+        else:
+            items.append(full)
+    return tuple(items)
+
+
+def _is_once(one: tuple[str, nn.Module], children: list[tuple[str, nn.Module]]) -> bool:
+    same = [name for name, child in children if child is one[1]]
+    if len(same) > 1 and holds_parameters(one[1]):
+        raise ConfigError(
+            f"{', '.join(same)} are the same module, which runs several times, so it can't be divided over stages: give"
+            " every place a module of its own (and tie their parameters if they are to be the same), or use pp_size=1"
+        )
+    return len(same) == 1
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _branches(first: str, second: str) -> tuple[str, str, str]:
+    """Returns the name of the innermost module that holds two modules, and the names in it of what leads to each."""
+    left, right = first.split("."), second.split(".")
+    depth = 0
+    while depth < min(len(left), len(right)) - 1 and left[depth] == right[depth]:
+        depth += 1
+    return ".".join(left[:depth]), left[depth], right[depth]
+
+
+def _parent(items: tuple[str, ...]) -> str:
+    return items[0].rpartition(".")[0]
+
+
+def _num_parameters(model: nn.Module, items: tuple[str, ...]) -> int:
+    return sum(parameter.numel() for item in items for parameter in model.get_submodule(item).parameters())
+
+
+def _no_chain(model: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} has no list of layers that are known to run one after the other, so it can't be"
+        " divided over stages by itself: give split=[names of the modules at which later stages begin], or"
+        " execution_sequence=[names of its modules, and functions, in the order in which they run]"
+    )

@@ -1,0 +1,189 @@
+"""Chooses the plan of stages of a model: its units, what lies between them, and what the user says of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.chains import Chain, find_chain
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import containers_of, find_gaps, holds_parameters
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.sequences import plan_of_sequence
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tracing import Trace, trace_calls
+
+__all__ = ["choose_stage_plan"]
+
+
+def choose_stage_plan(
+    model: nn.Module,
+    *,
+    split: Sequence[str] | None = None,
+    execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
+) -> StagePlan:
+    """Returns where a model may be cut into stages; see Note [Units and gaps] and Note [What is a chain].
+
+    Args:
+        model: The user's, whole; it may be on the meta device.
+        split: Names of the modules at which the second and later pieces of the model begin, in order. They are units of
+            the model's chain, or else modules beside each other, whose parent then runs its children in the order in
+            which they are registered.
+        execution_sequence: Names of modules and functions that take the place of the model's own forward: the model's
+            input goes through one after the other.
+
+    Raises:
+        ConfigError: The model has no chain of modules that is known, or what is given doesn't fit it.
+    """
+    if execution_sequence is not None:
+        plan = plan_of_sequence(model, execution_sequence)
+    elif split is not None:
+        plan = _plan_around(model, _checked_names(model, split))
+    else:
+        plan = _plan_of(model, find_chain(model))
+    return plan if split is None else replace(plan, bounds=_bounds(plan.units, _checked_names(model, split)))
+
+
+def _plan_of(model: nn.Module, chain: Chain) -> StagePlan:
+    gaps = find_gaps(model, chain.units, chain.known)
+    return StagePlan(
+        units=chain.units,
+        gaps=gaps,
+        carried={**_carried_towers(chain.towers, gaps, len(chain.units)), **chain.carried},
+        source=chain.source,
+    )
+
+
+def _carried_towers(towers: tuple[str, ...], gaps: Mapping[str, int], end: int) -> dict[str, int]:
+    """Returns the modules in gaps that hold other layers, but for those behind the last unit.
+
+    They may run beside the units instead of before them, so that what they give is needed later.
+    """
+    return {
+        name: gap for name, gap in gaps.items() if gap < end and any(tower.startswith(f"{name}.") for tower in towers)
+    }
+
+
+def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
+    """Returns the plan whose units are the modules that a split names, among others."""
+    try:
+        chain = find_chain(model)
+    except ConfigError:  # there is none, or it can't be told which: the split says it
+        chain = None
+    if chain is not None and set(names) <= set(chain.units):
+        return _plan_of(model, chain)
+    units = _neighbours(model, names)
+    missing = [name for name in names if name not in units]
+    if missing:
+        known = units if chain is None else chain.units
+        raise ConfigError(
+            f"split names {', '.join(map(repr, missing))}, where the model can't be cut: stages can begin at"
+            f" {_listed(known)}, or at modules that all have the same parent"
+        )
+    source = f"the children of {_common_parent(names) or 'the model'} that have parameters"
+    trace = trace_calls(model, (units,))
+    if trace is None or not trace.runs_once(units):
+        _check_outside_of_layers(names, () if chain is None else chain.units)
+        gaps = find_gaps(model, units, {})
+        return StagePlan(units=units, gaps=gaps, source=f"{source}, in the order in which they are registered")
+    units = tuple(sorted(units, key=trace.order))
+    _check_cuts(units, names, trace)
+    gaps = find_gaps(model, units, trace.gaps(units))
+    return StagePlan(units=units, gaps=gaps, source=f"{source}, as the model's forward runs them")
+
+
+def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) -> None:
+    for name in names:
+        if layer := next((one for one in layers if name.startswith(f"{one}.")), None):
+            raise ConfigError(
+                f"split names {name!r}, which is inside of {layer!r}, one layer of many that run one after the other:"
+                f" stages can begin at {_listed(layers[1:])}"
+            )
+
+
+def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) -> None:
+    for name in names:
+        before = units[max(units.index(name) - 1, 0)]
+        if name != units[0] and not trace.may_end_at(before):
+            possible = [after for unit, after in pairwise(units) if trace.may_end_at(unit)]
+            raise ConfigError(
+                f"split names {name!r}, but the model's forward hands on more than the output of {before!r} to what"
+                " comes behind (such as a residual around it), and only that travels from stage to stage: "
+                + (f"of these modules stages can begin at {_listed(possible)}" if possible else "split it elsewhere")
+            )
+
+
+def _neighbours(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the children with parameters of the parent of modules, and those that are named; lists are opened."""
+    above = _common_parent(names)
+    found: list[str] = []
+
+    def collect(module: nn.Module, name: str) -> None:
+        for key, child in module.named_children():
+            full = f"{name}.{key}" if name else key
+            is_around = any(one.startswith(f"{full}.") for one in names)
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or (isinstance(child, nn.Sequential) and is_around):
+                collect(child, full)
+            elif full in names or holds_parameters(child):
+                found.append(full)
+
+    collect(model.get_submodule(above), above)
+    return tuple(found)
+
+
+def _common_parent(names: tuple[str, ...]) -> str:
+    """Returns the name of the innermost module that holds all of some modules, and is no list."""
+    common = frozenset.intersection(*(containers_of((name,)) for name in names))
+    return max(common, key=len)
+
+
+def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(split, str) or not split or not all(isinstance(name, str) for name in split):
+        raise ConfigError(
+            f"split={split!r} is no list of names: give the names of the modules at which the second and later stages"
+            " begin, such as split=['model.layers.4']"
+        )
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for name in split:
+        if name not in known:
+            raise ConfigError(f"split names {name!r}, but the model has no such module{_nearest(name, known)}")
+    if repeated := [name for name in dict.fromkeys(split) if split.count(name) > 1]:
+        raise ConfigError(
+            f"split names {', '.join(map(repr, repeated))} more than once, which would make a stage without modules:"
+            " name every module at which a stage begins once"
+        )
+    return tuple(split)
+
+
+def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
+    if stranger := next((name for name in names if name not in units), None):
+        raise ConfigError(
+            f"split names {stranger!r}, which is not in the execution sequence: stages can begin at {_listed(units)}"
+        )
+    starts = [units.index(name) for name in names]
+    if 0 in starts:
+        raise ConfigError(
+            f"split names {units[0]!r}, the first module that can be divided: the first stage begins there anyway, so"
+            " leave it out, and name where the second and later stages begin"
+        )
+    if starts != sorted(starts):
+        in_order = sorted(names, key=units.index)
+        raise ConfigError(f"split={list(names)!r} is not in the order in which the modules run: write {in_order!r}")
+    return (0, *starts, len(units))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    if near:
+        return f": did you mean {' or '.join(map(repr, near))}?"
+    return ": take a name of model.named_modules()"
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = names if len(names) <= 6 else [*names[:3], "...", *names[-2:]]
+    return ", ".join(shown)

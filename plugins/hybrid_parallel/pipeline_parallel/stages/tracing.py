@@ -1,0 +1,125 @@
+"""Records a model's forward with stand-ins for its values, and reads off it where the model may be cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch.fx
+from torch import nn
+
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import containers_of, holds_parameters
+
+__all__ = ["Trace", "trace_calls"]
+
+
+class Trace:
+    """The calls of one forward, in order.
+
+    Args:
+        model: That was recorded.
+        graph: Its forward, in which modules with parameters of their own are single calls.
+        containers: Names of the modules that were looked into.
+    """
+
+    def __init__(self, model: nn.Module, graph: torch.fx.Graph, containers: frozenset[str]) -> None:
+        self._nodes = list(graph.nodes)
+        self._place = {node: place for place, node in enumerate(self._nodes)}
+        self._calls: dict[str, list[int]] = {}
+        self._reads: dict[str, list[int]] = {}
+        # Nodes whose value needs parameters that only one stage has. All others are computed on every stage.
+        self._is_local: dict[torch.fx.Node, bool] = {}
+        for place, node in enumerate(self._nodes):
+            is_local = any(self._is_local[before] for before in node.all_input_nodes)
+            if node.op == "call_module":
+                self._calls.setdefault(str(node.target), []).append(place)
+                is_local = is_local or holds_parameters(model.get_submodule(str(node.target)))
+            elif node.op == "get_attr" and (owner := str(node.target).rpartition(".")[0]) not in containers:
+                self._reads.setdefault(owner, []).append(place)
+                is_local = True
+            self._is_local[node] = is_local
+
+    def order(self, name: str) -> int:
+        """Returns the place of a module that is called once."""
+        return self._calls[name][0]
+
+    def runs_once(self, items: tuple[str, ...]) -> bool:
+        """Returns whether each of some modules is called once, and no parameter of theirs is read without a call."""
+        return all(len(self._calls.get(item, ())) == 1 and not self._is_read(item) for item in items)
+
+    def is_chain(self, items: tuple[str, ...]) -> bool:
+        """Returns whether modules run once each, in this order, and the model may be cut behind all but the last."""
+        if not self.runs_once(items):
+            return False
+        places = [self.order(item) for item in items]
+        return places == sorted(places) and all(self.may_end_at(item) for item in items[:-1])
+
+    def may_end_at(self, name: str) -> bool:
+        """Returns whether all that flows on behind a module flows through it, or is computed on every stage."""
+        end = self.order(name)
+        return not any(
+            self._is_local[before] and self._place[before] < end
+            for node in self._nodes[end + 1 :]
+            for before in node.all_input_nodes
+        )
+
+    def gaps(self, units: tuple[str, ...]) -> dict[str, int | None]:
+        """Returns the gaps of the modules that are called, or whose parameters are read; None: there are several."""
+        ends = [self.order(unit) for unit in units]
+        found: dict[str, set[int]] = {}
+        for places in (self._calls, self._reads):
+            for name, at in places.items():
+                outermost = _outside_of(name, containers_of(units))
+                found.setdefault(outermost, set()).update(sum(end < place for end in ends) for place in at)
+        return {name: gaps.pop() if len(gaps) == 1 else None for name, gaps in found.items() if name not in units}
+
+    def _is_read(self, name: str) -> bool:
+        return any(owner == name or owner.startswith(f"{name}.") for owner in self._reads)
+
+
+def trace_calls(model: nn.Module, lists: Iterable[tuple[str, ...]]) -> Trace | None:
+    """Returns the calls of a model's forward; None: it can't be recorded, since it looks at values.
+
+    Args:
+        model: The user's; it stays as it is.
+        lists: Names of modules that are single calls, as are all others that don't hold any of them.
+    """
+    items = tuple(item for one in lists for item in one)
+    if not items:
+        return None
+    containers = containers_of(items)
+    skeleton = _copy_of_containers(model, "", containers)
+    try:
+        graph = _Tracer(containers).trace(skeleton)
+    except Exception:  # the user's forward was given stand-ins, and may raise whatever it likes about them
+        return None
+    return Trace(model, graph, containers)
+
+
+class _Tracer(torch.fx.Tracer):
+    def __init__(self, containers: frozenset[str]) -> None:
+        super().__init__()
+        self._containers = containers
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Looks into the modules that hold units only."""
+        return module_qualified_name not in self._containers
+
+
+def _copy_of_containers(module: nn.Module, name: str, containers: frozenset[str]) -> nn.Module:
+    """Returns a model whose forward may write attributes without changing the user's; the modules in it are shared."""
+    copied = copy.copy(module)
+    copied.__dict__["_modules"] = {
+        key: _copy_of_containers(child, f"{name}.{key}" if name else key, containers)
+        if child is not None and (f"{name}.{key}" if name else key) in containers
+        else child
+        for key, child in module._modules.items()
+    }
+    return copied
+
+
+def _outside_of(name: str, containers: frozenset[str]) -> str:
+    """Returns the outermost module on the way to one that holds no unit."""
+    parts = name.split(".")
+    paths = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return next((path for path in paths if path not in containers), name)

@@ -1,0 +1,305 @@
+"""Trees of tensors that travel between stages: taken apart into tensors and a form, and built from them again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from booster.comm.links import TensorSpec
+from booster.errors import ConfigError
+
+__all__ = ["TensorForm", "TreeForm", "flatten"]
+
+# Note [Forms of trees]
+# A form is nested tuples whose first entry says what it is. Each container names its class (None: the plain one), which
+# the receiving rank looks up among the modules that it has imported, as it runs the same model; nothing of a message is
+# ever executed but the making of a tuple, list, dict or dataclass instance. Values carry their kind, as 1 == True, and
+# floats are written in hexadecimal, as nan != nan. So equal forms are equal trees, and equal bytes.
+# Instances of dataclasses are made without their constructors, with everything that they hold, fields or not: what came
+# out of a constructor need not be what goes into it. transformers' ModelOutput is a dict and a dataclass.
+_Node = tuple[Any, ...]
+
+_CONTAINERS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """What is known of a tensor of a tree without its elements.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        requires_grad: Whether a gradient comes back for it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class TreeForm:
+    """A tree without its tensors' elements; see Note [Forms of trees]. Equal ones build equal trees.
+
+    Attributes:
+        root: The nested tuples.
+        tensors: The tree's tensors, each once, in the order in which `flatten` meets them.
+    """
+
+    root: _Node
+    tensors: tuple[TensorForm, ...]
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What a receiver has to know of the tensors."""
+        return tuple(TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors)
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Returns the tree that has these tensors, as many as `self.tensors`."""
+        if len(tensors) != len(self.tensors):
+            raise ValueError(f"a tree of {len(self.tensors)} tensors can't be built from {len(tensors)}")
+        return _build(self.root, tensors)
+
+    def encode(self) -> bytes:
+        """Returns the form as JSON, the same for equal forms."""
+        tensors = [[_dtype_name(one.dtype), one.shape, one.requires_grad] for one in self.tensors]
+        return json.dumps([self.root, tensors], separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(content: bytes) -> TreeForm:
+        """Returns the form that was encoded, maybe by another process.
+
+        Raises:
+            ConfigError: It is no form, or it names a class that this process has not imported, or that is neither a
+                dataclass nor a tuple, list or dict.
+        """
+        try:
+            root, tensors = json.loads(content)
+            forms = tuple(TensorForm(tuple(shape), _dtype(name), bool(grad)) for name, shape, grad in tensors)
+            return TreeForm(_checked(root, len(forms)), forms)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, IndexError, AttributeError) as error:
+            raise _malformed(content) from error
+
+
+def flatten(tree: Any) -> tuple[list[torch.Tensor], TreeForm]:
+    """Takes a tree apart.
+
+    Args:
+        tree: A dense tensor, None, bool, int, float or str, or any tuple, list, dict, namedtuple or dataclass instance
+            of these, to any depth.
+
+    Returns:
+        The tensors, each once however often it is in the tree, and the form, which builds the tree from them again.
+
+    Raises:
+        ConfigError: Anything else is in the tree; the message says what and where.
+    """
+    walk = _Walk()
+    root = walk.node(tree, "")
+    return walk.tensors, TreeForm(root, tuple(_tensor_form(tensor) for tensor in walk.tensors))
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def node(self, value: Any, path: str) -> _Node:
+        """Returns the form of a value, which is found at a path such as `[0].logits`."""
+        if isinstance(value, torch.Tensor):
+            return ("tensor", self._place_of(value, path))
+        simple = _simple_node(value)
+        if simple is not None:
+            return simple
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value, path)
+        if isinstance(value, dict):
+            return ("dict", _class_name(value, dict, path), self._items(value, path))
+        for kind in (tuple, list):
+            if isinstance(value, kind):
+                children = tuple(self.node(child, f"{path}[{index}]") for index, child in enumerate(value))
+                return (kind.__name__, _class_name(value, kind, path), children)
+        raise ConfigError(
+            f"{_what(value, path)}, which can't travel between pipeline stages: only tensors, None, bool, int, float,"
+            " str and tuples, lists, dicts, namedtuples and dataclasses of these do. Return these from the layer (for a"
+            " cache of keys and values: call the model with use_cache=False), or end the stage behind another layer"
+        )
+
+    def _place_of(self, tensor: torch.Tensor, path: str) -> int:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise ConfigError(
+                f"{_what(tensor, path)} of layout {tensor.layout} and dtype {tensor.dtype}, which can't travel between"
+                " pipeline stages: return a dense tensor from the layer, or end the stage behind another layer"
+            )
+        if id(tensor) not in self._places:
+            self._places[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._places[id(tensor)]
+
+    def _dataclass(self, value: Any, path: str) -> _Node:
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+        attributes = tuple((name, self.node(getattr(value, name), f"{path}.{name}")) for name in names)
+        items = self._items(value, path) if isinstance(value, dict) else ()
+        return ("dataclass", _class_name(value, None, path), attributes, items)
+
+    def _items(self, value: Mapping[Any, Any], path: str) -> tuple[_Node, ...]:
+        items = []
+        for key, child in value.items():
+            key_node = _simple_node(key)
+            if key_node is None:
+                raise ConfigError(
+                    f"{_what(value, path)} with a key of type {type(key).__name__}, which can't travel between pipeline"
+                    " stages: use str, int, bool, float or None as keys"
+                )
+            items.append((key_node, self.node(child, f"{path}[{key!r}]")))
+        return tuple(items)
+
+
+def _simple_node(value: Any) -> _Node | None:
+    # By exact type: an enum may be an int, and numpy's float64 is a float.
+    if value is None:
+        return ("none",)
+    if type(value) in (bool, int, str):
+        return (type(value).__name__, value)
+    return ("float", value.hex()) if type(value) is float else None
+
+
+def _build(node: _Node, tensors: Sequence[torch.Tensor]) -> Any:
+    kind = node[0]
+    if kind == "tensor":
+        return tensors[node[1]]
+    if kind == "float":
+        return float.fromhex(node[1])
+    if kind in ("none", "bool", "int", "str"):
+        return node[1] if len(node) > 1 else None
+    cls = _class_of(node)
+    if kind == "dataclass":
+        return _build_dataclass(cls, node, tensors)
+    if kind == "dict":
+        return _filled(cls.__new__(cls), node[2], tensors)
+    children = [_build(child, tensors) for child in node[2]]
+    make = getattr(cls, "_make", None)  # a namedtuple's constructor takes its fields one by one
+    return cls(children) if make is None else make(children)
+
+
+def _build_dataclass(cls: Any, node: _Node, tensors: Sequence[torch.Tensor]) -> Any:
+    made = cls.__new__(cls)
+    if node[3]:
+        _filled(made, node[3], tensors)
+    for name, child in node[2]:
+        object.__setattr__(made, name, _build(child, tensors))  # a frozen one refuses setattr
+    return made
+
+
+def _filled(mapping: Any, items: Sequence[tuple[_Node, _Node]], tensors: Sequence[torch.Tensor]) -> Any:
+    for key, child in items:
+        mapping[_build(key, tensors)] = _build(child, tensors)
+    return mapping
+
+
+def _checked(node: Any, num_tensors: int) -> _Node:
+    """Returns the node of what JSON has made of one."""
+    kind, *rest = node
+    if kind == "tensor" and rest[0] in range(num_tensors):
+        return ("tensor", int(rest[0]))
+    if kind == "none" and not rest:
+        return ("none",)
+    if kind in ("bool", "int", "str") and type(rest[0]).__name__ == kind:
+        return (kind, rest[0])
+    if kind == "float":
+        float.fromhex(rest[0])
+        return ("float", rest[0])
+    if kind in ("tuple", "list"):
+        return _with_known_class((kind, rest[0], tuple(_checked(child, num_tensors) for child in rest[1])))
+    if kind == "dict":
+        return _with_known_class((kind, rest[0], _checked_items(rest[1], num_tensors)))
+    if kind == "dataclass":
+        attributes = tuple((str(name), _checked(child, num_tensors)) for name, child in rest[1])
+        return _with_known_class((kind, rest[0], attributes, _checked_items(rest[2], num_tensors)))
+    raise ValueError(kind)
+
+
+def _checked_items(items: Any, num_tensors: int) -> tuple[_Node, ...]:
+    return tuple((_checked(key, num_tensors), _checked(child, num_tensors)) for key, child in items)
+
+
+def _with_known_class(node: _Node) -> _Node:
+    _class_of(node)
+    return node
+
+
+def _class_of(node: _Node) -> Any:
+    kind, name = node[:2]
+    if name is None and kind in _CONTAINERS:
+        return _CONTAINERS[kind]
+    found = _look_up(name)
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"a message from another pipeline stage holds a {name}, which this process has not imported"
+            f" ({'no such name' if found is None else f'it found {found!r}'}): import it at the top of the program, on"
+            " all ranks"
+        )
+    if not (issubclass(found, _CONTAINERS[kind]) if kind in _CONTAINERS else dataclasses.is_dataclass(found)):
+        raise ConfigError(
+            f"a message from another pipeline stage says that {name} is a {kind}, but here it is not ({found!r}):"
+            " run the same program on all ranks"
+        )
+    return found
+
+
+def _look_up(name: str) -> Any:
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _class_name(value: Any, plain: type | None, path: str) -> str | None:
+    cls = type(value)
+    if cls is plain:
+        return None
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if _look_up(name) is not cls:
+        raise ConfigError(
+            f"{_what(value, path)}, which can't travel between pipeline stages, as another process does not find its"
+            f" class by the name {name}: define the class at the top of a module"
+        )
+    return name
+
+
+def _tensor_form(tensor: torch.Tensor) -> TensorForm:
+    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(name)
+    return dtype
+
+
+def _what(value: Any, path: str) -> str:
+    place = f" (at {path} of its output)" if path else ""
+    return f"a layer returned a {type(value).__module__}.{type(value).__qualname__}{place}"
+
+
+def _malformed(content: bytes) -> ConfigError:
+    return ConfigError(
+        f"{bytes(content[:80])!r} does not describe a tree of tensors, as a message between pipeline stages has to: run"
+        " the same program and the same version of the library on all ranks"
+    )
