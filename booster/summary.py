@@ -29,7 +29,7 @@ def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper |
 def _count(model: ModelWrapper) -> str:
     """Returns how many parameters the user's model has, and how many this rank where that are fewer."""
     parameters = list(model.parameters())
-    whole = sum(math.prod(layout_of(parameter).logical_shape) for parameter in parameters)
+    whole = _num_logical(model.logical_parameters())
     here = sum(parameter.numel() for parameter in parameters)
     return f"{whole:,} parameters" + (f", {here:,} on this rank" if any(map(is_cut, parameters)) else "")
 
@@ -42,13 +42,17 @@ def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> I
         states = [value for parameter in kept for value in optimizer.state.get(parameter, {}).values()]
         yield (
             str(index),
-            f"{sum(parameter.numel() for parameter in working):,}",
+            f"{_num_logical(working):,}",
             _formats(parameter.dtype for parameter in working),
             _formats([compute] if compute is not None else [parameter.dtype for parameter in working]),
             _formats(plugin.reduction_dtype(parameter.dtype) for parameter in working),
             _formats(master.dtype for master in optimizer.group_masters(index)) or "none",
             _formats(value.dtype for value in states if isinstance(value, torch.Tensor)) or "none yet",
         )
+
+
+def _num_logical(parameters: Iterable[torch.nn.Parameter]) -> int:
+    return sum(math.prod(layout_of(parameter).logical_shape) for parameter in parameters)
 
 
 def _formats(dtypes: Iterable[torch.dtype]) -> str:

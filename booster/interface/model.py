@@ -144,6 +144,10 @@ class ModelWrapper(nn.Module):
         """Returns the name that a tensor of what is here has in the whole model, where that has it first."""
         return name
 
+    def logical_parameters(self) -> list[nn.Parameter]:
+        """Returns the whole model's parameters, tied ones once; those that others have alone are on the meta device."""
+        return list(self.module.parameters())
+
     def writes(self, name: str) -> bool:
         """Returns whether this rank writes a tensor for all that hold the same of its layout."""
         return self._is_primary

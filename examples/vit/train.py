@@ -35,8 +35,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parallel", choices=list(PLUGINS), default="data")
     parser.add_argument("--output", type=Path, default=Path("runs/vit"))
     parser.add_argument("--cifar10", type=Path, default=None, help="the folder cifar-10-batches-bin; default: digits")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=64, help="of all data-parallel ranks together")
+    parser.add_argument("--patch-size", type=int, default=8, help="edge of the squares that are the model's tokens")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=96)
     return parser.parse_args(arguments)
@@ -45,7 +46,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def build_model(arguments: argparse.Namespace) -> ViTForImageClassification:
     torch.manual_seed(0)  # the same weights on all ranks, whatever the strategy
     config = ViTConfig(
-        image_size=SIZE, patch_size=4, num_labels=NUM_CLASSES, num_hidden_layers=arguments.layers,
+        image_size=SIZE, patch_size=arguments.patch_size, num_labels=NUM_CLASSES, num_hidden_layers=arguments.layers,
         hidden_size=arguments.width, intermediate_size=2 * arguments.width, num_attention_heads=4,
     )  # fmt: skip
     return ViTForImageClassification(config)

@@ -119,7 +119,7 @@ class HybridMesh:
             self._cpu_groups[key] = new_cpu_group(self.group(*axes))
         return self._cpu_groups[key]
 
-    def subgroups(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+    def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
         """Returns a new group of the ranks at some places along an axis; None where this rank is at none of them.
 
         Collective over the world.

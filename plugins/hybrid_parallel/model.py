@@ -90,8 +90,8 @@ class HybridModel(ZeroModel):
         if self._carved is not None:
             raise ConfigError(
                 "the boosted model was called directly, but with pp_size > 1 each rank holds some of its layers only:"
-                " write booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages; without"
-                " an optimizer it evaluates, and return_outputs=True gives the outputs"
+                " write booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages"
+                " (evaluates without an optimizer, and returns outputs with return_outputs=True)"
             )
         self.reset_ranks()
         if self._ranks and self.training:
@@ -142,6 +142,9 @@ class HybridModel(ZeroModel):
 
     def logical_name(self, name: str) -> str:
         return name if self._carved is None else self._carved.logical_names.get(name, name)
+
+    def logical_parameters(self) -> list[nn.Parameter]:
+        return super().logical_parameters() if self._carved is None else list(self._carved.parameters.values())
 
     def writes(self, name: str) -> bool:
         if self._carved is None:
@@ -211,10 +214,13 @@ class HybridModel(ZeroModel):
         """Returns what this stage takes of the whole model's state; what no stage has stays, to be complained of."""
         assert self._carved is not None
         carved = self._carved
-        elsewhere = set(carved.parameters) | {name for names in carved.tied.values() for name in names}
-        elsewhere |= {name for name in state_dict if self._stage not in carved.division.stages_of(name.rpartition(".")[0])}
         here = self.module.state_dict(keep_vars=True)
-        found = {name: value for name, value in state_dict.items() if name in here or name not in elsewhere}
+        stages = carved.division.stages_of
+
+        def is_elsewhere(name: str) -> bool:
+            return name in carved.tied or self._stage not in stages(name.rpartition(".")[0])
+
+        found = {name: value for name, value in state_dict.items() if name in here or not is_elsewhere(name)}
         for name, logical in carved.logical_names.items():
             if name not in found and logical in state_dict:
                 found[name] = state_dict[logical]

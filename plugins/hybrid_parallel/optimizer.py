@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, gather_distinct
-from booster.interface import ReducedGradients, TensorSlice
+from booster.interface import ReducedGradients
 from booster.interface.mixed_precision import LossScaler
 from booster.plugins.hybrid_parallel.model import HybridModel
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
@@ -157,20 +157,12 @@ class HybridOptimizer(ZeroOptimizer):
 class _StageOptimizerState(ShardedOptimizerState):
     """The view of an optimizer of which this stage has some of the parameters."""
 
-    optimizer: HybridOptimizer
-
-    def _held(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
-        if not self.optimizer.holds(name):
-            return []
-        return super()._held(name, parameter) if self._shards[name] else [parameter]
-
-    def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
-        if self.optimizer.holds(name):
-            yield from super()._state_slices(name, parameter)
-
-    def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
-        if self.optimizer.holds(name):
-            yield from super()._master_slices(name, parameter)
+    def __init__(self, optimizer: HybridOptimizer) -> None:
+        super().__init__(optimizer)
+        # Those that don't train are among the names that stages have shards of, and are whole all the same.
+        whole = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        frozen = {name for group in optimizer.logical_groups for name, one in group if id(one) in whole}
+        self._shards = {name: shards for name, shards in self._shards.items() if name not in frozen}
 
 
 class _StagePendingGradients(ShardedPendingGradients):

@@ -25,6 +25,7 @@ from booster.plugins.hybrid_parallel.parallelize import parallelize
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import divide_units
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel, carve, connect
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.choosing import choose_stage_plan
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.explain import explain_stages
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
 from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients, defer_weight_gradients
 from booster.plugins.hybrid_parallel.plans.choose import choose_plan
@@ -97,8 +98,21 @@ class ModelSplit:
         )
 
     def explain(self, model: nn.Module) -> str:
-        """Returns a table of what this rank would hold of a model."""
-        return self._table(model, self.plan(model))
+        """Returns a table of what this rank would hold of a model, and one of the pipeline's stages."""
+        table = self._table(model, self.plan(model))
+        pipeline, division = self._arguments.pipeline, self.division(model)
+        if pipeline is None or division is None:
+            return table
+        stages = explain_stages(
+            model,
+            division.plan,
+            division.bounds,
+            division.schedule,
+            division.num_stages,
+            division.num_chunks,
+            pipeline.num_microbatches,
+        )
+        return f"{stages}\n\n{table}" if self.tensor_ranks is not None else stages
 
     def _table(self, model: nn.Module, plan: TensorParallelPlan) -> str:
         rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank

@@ -24,16 +24,13 @@ from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
 from booster.plugins.hybrid_parallel.from_config import arguments_from_config
-from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
+from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.model import HybridModel
 from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
-from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement
+from booster.plugins.hybrid_parallel.pipeline_parallel.assembly import make_runtime, sharing_groups
 from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import cast_absent_tensors
-from booster.plugins.hybrid_parallel.pipeline_parallel.transport import Ends, Transport
 from booster.plugins.hybrid_parallel.placement import ModelSplit
 from booster.plugins.hybrid_parallel.plans.plan import UserPlan
 from booster.plugins.hybrid_parallel.settings import HybridArguments
@@ -345,7 +342,7 @@ class HybridParallelPlugin(Plugin):
     ) -> Boosted:
         arguments, mesh = self._arguments, self._mesh
         carved = self._split.carved(model)
-        sharing = {} if carved is None else self._sharing_groups(carved)
+        sharing = sharing_groups(mesh, carved)
         boosted = HybridModel(
             model,
             tensor_ranks=self._split.tensor_ranks,
@@ -370,8 +367,9 @@ class HybridParallelPlugin(Plugin):
                 loss_scaler=self._new_loss_scaler() if arguments.precision == "fp16" else None,
                 is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
             )
-        if carved is not None:
-            self._runtimes[boosted] = self._runtime(boosted, carved)
+        if carved is not None and arguments.pipeline is not None:
+            waiting = self._split.weight_gradients
+            self._runtimes[boosted] = make_runtime(boosted, carved, arguments.pipeline, mesh, self._device, waiting)
             cast_absent_tensors(model, arguments.dtype)
         if arguments.dtype is not None:
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
@@ -380,51 +378,6 @@ class HybridParallelPlugin(Plugin):
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
-
-    def _sharing_groups(self, carved: CarvedModel) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Returns the groups of stages that share parameters with this one. Collective."""
-        found = {}
-        for stages in dict.fromkeys(carved.holders.values()):
-            group = self._mesh.subgroups("pp", stages)
-            if group is not None:
-                found[stages] = group
-        return found
-
-    def _runtime(self, model: HybridModel, carved: CarvedModel) -> PipelineRuntime:
-        arguments, mesh = self._arguments.pipeline, self._mesh
-        assert arguments is not None
-        stage = mesh.rank("pp")
-        return PipelineRuntime(
-            model,
-            arguments,
-            Transport(
-                carved.division,
-                stage,
-                self._link_ends(carved.division),
-                self._device,
-                caches_forms=arguments.caches_metadata,
-            ),
-            BatchAgreement(mesh.cpu_group(*AXES), mesh.rank("dp")),
-            self._split.weight_gradients,
-            stage=stage,
-            stage_group=mesh.group("pp"),
-            device=self._device,
-            groups=mesh.groups,
-        )
-
-    def _link_ends(self, division: StageDivision) -> Ends:
-        """Returns what tells the group of a link; on an accelerator each link has one of its own, in one direction.
-
-        Its messages can't overtake each other there, and one that waits would keep those the other way. Collective.
-        """
-        stage_group = self._mesh.group("pp")
-        if self._device.type == "cpu":
-            return lambda sender, receiver: (stage_group, sender if self._mesh.rank("pp") == receiver else receiver)
-        groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        for one, other in division.neighbours():
-            for ends in ((one, other), (other, one)):
-                groups[ends] = self._mesh.subgroups("pp", ends)
-        return lambda sender, receiver: (groups[sender, receiver], 0 if self._mesh.rank("pp") == receiver else 1)
 
     def execute_pipeline(
         self,

@@ -27,7 +27,6 @@ from booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, To
 from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from booster.single_device import SingleDevicePlugin
 
-
 # Several groups; tied weights; frozen, unused and sometimes unused parameters. No dropout: its numbers depend on ranks.
 MODELS = ("multi_output_groups", "tied_lm", "frozen_unused_conditional")
 PLANS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,16 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from booster import Booster, ConfigError
 from booster.plugins import TorchFSDPPlugin
 
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", "grad op", pytest.param("none", marks=pytest.mark.slow)])
+
+
+def slow(*values):
+    """Returns a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", slow("grad op"), slow("none")])
+# Where it matters that weights stay gathered from forward to backward.
+TWO_LEVELS = pytest.mark.parametrize("strategy", ["full", "grad op", slow("none")])
 
 
 def sgd(model):
@@ -129,9 +140,17 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("way", ["booster", "plain"])
-@pytest.mark.parametrize("loop", LOOPS)
-@ONE_LEVEL
+# By default every loop in both ways, where weights are gathered again for the backward and where they stay.
+FAST_LOOPS = [("full", "booster"), ("grad op", "plain")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop", "way"),
+    [
+        case if (case[0], case[2]) in FAST_LOOPS else slow(*case)
+        for case in itertools.product(["full", "grad op", "none"], LOOPS, ["booster", "plain"])
+    ],
+)
 @distributed(world_size=2)
 def test_every_loop_trains_as_in_one_process(strategy, loop, way):
     FSDPTwins(Stack, LOOPS[loop], calls_plain_backward=way == "plain", **STRATEGIES[strategy]).train().assert_equal()
@@ -177,8 +196,8 @@ def _by_step_and_rank(model, x, backward, rank, step):
     backward(square_loss(model(x, [(step + rank) % 5, (2 * step + 1) % 5])))
 
 
-@ONE_LEVEL
-@distributed(world_size=[2, 3])
+@TWO_LEVELS
+@distributed(world_size=[slow(2), 3])
 def test_no_sync_adds_up(strategy):
     twins = FSDPTwins(Stack, **STRATEGIES[strategy])
     for step in range(3):
@@ -191,8 +210,8 @@ def test_no_sync_adds_up(strategy):
 
 
 @pytest.mark.parametrize("synchronize", ["always", "no_sync"])
-@ONE_LEVEL
-@distributed(world_size=[2, 3])
+@TWO_LEVELS
+@distributed(world_size=[2, slow(3)])
 def test_each_micro_batch_uses_other_units(strategy, synchronize):
     """What only a backward inside of no_sync used is reduced all the same."""
     twins = FSDPTwins(Branches, _by_step_and_rank, **STRATEGIES[strategy])
@@ -322,7 +341,7 @@ def _plain_gradients(twins):
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @ONE_LEVEL
-@distributed(world_size=[2, 3])
+@distributed(world_size=[slow(2), 3])
 def test_norms_of_any_order_equal_one_process(strategy, norm_type):
     twins = FSDPTwins(Odd, optimizer=sgd, **STRATEGIES[strategy])
     for step in range(2):
@@ -402,7 +421,7 @@ def three_groups(model):
 
 
 @ONE_LEVEL
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, slow(3)])
 def test_hyperparameters_of_groups_are_live(strategy):
     twins = FSDPTwins(Odd, optimizer=three_groups, **STRATEGIES[strategy])
     for step in range(4):
@@ -455,8 +474,8 @@ def _first_layer(model):
     return torch.optim.AdamW(model.body[0].parameters(), eps=1e-3)
 
 
-@ONE_LEVEL
-@distributed(world_size=[2, 3])
+@TWO_LEVELS
+@distributed(world_size=[2, slow(3)])
 def test_add_param_group_after_boost(strategy):
     twins = FSDPTwins(Odd, optimizer=_first_layer, **STRATEGIES[strategy])
 
@@ -518,8 +537,8 @@ def _all_but_some_frozen(model):
     return torch.optim.AdamW(groups, eps=1e-3)
 
 
-@ONE_LEVEL
-@distributed(world_size=[2, 3])
+@TWO_LEVELS
+@distributed(world_size=[slow(2), 3])
 def test_parameters_that_came_frozen_train_later(strategy):
     twins = FSDPTwins(Stack, optimizer=_all_but_some_frozen, **STRATEGIES[strategy]).train(range(3))
     twins.assert_equal()
@@ -569,7 +588,7 @@ def test_a_closure_that_calls_backward(strategy):
 
 @ONE_LEVEL
 @pytest.mark.parametrize("optimizer", [sgd, adamw, three_groups])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[slow(2), 3])
 def test_steps_before_boost_are_remembered(strategy, optimizer):
     made = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,15 @@ from torch import nn
 from booster import Booster, CheckpointError, ConfigError, DesyncError
 from booster.plugins import TorchFSDPPlugin
 
-ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", pytest.param("grad op", marks=pytest.mark.slow), "none"])
+SLOW = pytest.mark.slow
+
+
+def slow(*values):
+    """Returns a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=SLOW)
+
+
+ONE_LEVEL = pytest.mark.parametrize("strategy", ["full", slow("grad op"), "none"])
 ELEMENTWISE = ("Adam", "AdamW", "SGD", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD")
 
 
@@ -134,19 +143,24 @@ def train_whole(name, arguments):
     WholeTwins(build, optimizer=optimizer, **arguments).train().assert_equal()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@ONE_LEVEL
-@pytest.mark.parametrize("name", WHOLE)
+# By default each optimizer in pieces of an odd world, and on ranks that hold everything.
+@pytest.mark.parametrize(
+    ("name", "strategy", "world_size"),
+    [
+        case if case[1:] in (("full", 3), ("none", 2)) else slow(*case)
+        for case in itertools.product(WHOLE, ["full", "grad op", "none"], [2, 3])
+    ],
+)
 def test_optimizers_of_whole_parameters_equal_one_process(name, strategy, world_size):
     run_ranks(train_whole, world_size, name, STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [slow("muon"), "muon in groups", "adafactor", slow("adafactor in groups"), "lamb"])
 def test_optimizers_of_whole_parameters_over_replicas(name):
     run_ranks(train_whole, 4, name, STRATEGIES["hybrid"])
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ["muon", slow("muon in groups"), slow("adafactor"), "adafactor in groups", slow("lamb")])
 def test_optimizers_of_whole_parameters_in_the_smallest_units(name):
     run_ranks(train_whole, 3, name, {"auto_wrap_policy": small_units(1)})
 
@@ -162,7 +176,7 @@ def test_optimizers_of_whole_parameters_with_ignored_modules(name):
 
 # Not Muon, whose iteration in bf16 carries what sums in another order differ by, 1e-7, up to 1e-2 in one process too.
 @pytest.mark.parametrize("name", ["adafactor in groups", "lamb"])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, slow(3)])
 def test_clipping_and_windows_before_a_step_on_whole_parameters(name):
     build, optimizer = WHOLE[name]
     twins = WholeTwins(build, optimizer=optimizer)
@@ -181,7 +195,7 @@ def test_clipping_and_windows_before_a_step_on_whole_parameters(name):
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[slow(2), 3])
 def test_freezing_and_unfreezing_under_optimizers_of_whole_parameters(name):
     build, optimizer = WHOLE[name]
     twins = WholeTwins(build, optimizer=optimizer).train(range(2))
@@ -247,13 +261,13 @@ def step_lbfgs(arguments, is_searching=False):
     ClosureTwins(Odd, optimizer=lbfgs_searching if is_searching else lbfgs, **arguments).train(range(3)).assert_equal()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [slow(2), 3])
 @ONE_LEVEL
 def test_lbfgs_equals_one_process(strategy, world_size):
     run_ranks(step_lbfgs, world_size, STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 def test_lbfgs_with_a_line_search_equals_one_process(world_size):
     run_ranks(step_lbfgs, world_size, {}, True)
 
@@ -345,19 +359,26 @@ def load_whole(name, strategy, path):
     return *now, job.train(2, 3).weights()
 
 
+WAYS = [
+    (("full", 2), ("full", 3)),
+    (("full", 3), ("full", 2)),
+    (("full", 3), ("full", 1)),
+    (("grad op", 1), ("full", 4)),
+    (("hybrid", 4), ("none", 2)),
+    (("none", 2), ("hybrid", 4)),
+]
+# By default each way with one optimizer, and each optimizer in one way.
+DEFAULT_WAYS = list(zip(["muon", "adafactor", "lamb", "muon in groups", "adafactor in groups", "lamb"], WAYS, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("source", "target"),
+    ("name", "source", "target"),
     [
-        (("full", 2), ("full", 3)),
-        (("full", 3), ("full", 2)),
-        (("full", 3), ("full", 1)),
-        (("grad op", 1), ("full", 4)),
-        (("hybrid", 4), ("none", 2)),
-        (("none", 2), ("hybrid", 4)),
+        pytest.param(name, *way, id=f"{name}, {way[0]} to {way[1]}", marks=[] if (name, way) in DEFAULT_WAYS else SLOW)
+        for name in WHOLE
+        for way in WAYS
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("name", WHOLE)
 def test_states_of_whole_parameters_load_into_another_world(tmp_path, name, source, target):
     path = str(tmp_path / "c")
     weights, (states, values), after = run_ranks(save_whole, source[1], name, source[0], path)[0]

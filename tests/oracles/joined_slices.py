@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from booster.interface import TensorSlice
+
+Own = TypeVar("Own")
 
 
 def copied_slices(model) -> list[TensorSlice]:
@@ -56,15 +59,19 @@ def join_slices(
 def joined_over_ranks(model) -> dict[str, torch.Tensor]:
     """Returns the logical tensors of a boosted model on every rank. Collective."""
     slices = copied_slices(model)
-    return join_slices(gathered_over_ranks(slices), model.tied_names())
+    # A pipeline stage knows the ties of what it holds.
+    tied_names = {
+        name: others for of_rank in gathered_over_ranks(model.tied_names()) for name, others in of_rank.items()
+    }
+    return join_slices(gathered_over_ranks(slices), tied_names)
 
 
-def gathered_over_ranks(slices: list[TensorSlice]) -> list[list[TensorSlice]]:
-    """Returns the slices of all ranks on every rank. Collective."""
+def gathered_over_ranks(own: Own) -> list[Own]:
+    """Returns what all ranks have, such as their slices, on every rank. Collective."""
     if not dist.is_initialized():
-        return [slices]
-    of_ranks: list[list[TensorSlice]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, slices)
+        return [own]
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
     return of_ranks
 
 

@@ -514,8 +514,18 @@ def many_tensors():
     return [(f"model.layers.{number}.weight", (number % 7 + 1, 64 + number % 5)) for number in range(NUM_TENSORS)]
 
 
-@pytest.mark.parametrize("layout", ["flat", "replicated"])
-@pytest.mark.parametrize("hosts", [None, [rank // 8 for rank in range(NUM_RANKS)]], ids=["one host", "128 hosts"])
+MANY_HOSTS = [rank // 8 for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "layout"),
+    [
+        pytest.param(MANY_HOSTS, "flat", id="128 hosts-flat"),
+        pytest.param(None, "replicated", id="one host-replicated"),
+        pytest.param(None, "flat", id="one host-flat", marks=pytest.mark.slow),
+        pytest.param(MANY_HOSTS, "replicated", id="128 hosts-replicated", marks=pytest.mark.slow),
+    ],
+)
 def test_a_hundred_thousand_tensors_over_a_thousand_ranks(layout, hosts):
     if layout == "flat":
         tables, table_of_rank = flat_spans(many_tensors(), NUM_RANKS), range(NUM_RANKS)

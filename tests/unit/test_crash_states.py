@@ -54,7 +54,14 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+# What these do is done by others as well: the same files over an older save by "async overwrite" and "overwrite of
+# another layout", bin files over bin files by "overwrite of a bin file".
+SLOW_SCENARIOS = ("overwrite", "overwrite of bin shards")
+
+
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW_SCENARIOS else one for one in SCENARIOS]
+)
 def test_every_crash_leaves_the_old_or_the_new(tmp_path, scenario):
     case, before, use_async = SCENARIOS[scenario]
     disk, operations = recorded_case(tmp_path, case, before=before, use_async=use_async)
@@ -122,7 +129,7 @@ def test_an_install_without_its_commit_point_is_found_out(tmp_path):
             path.rename(root / "m" / f".unseen-{path.name}")
         return read(root)
 
-    verdict = examine(disk, operations, tmp_path / "crash", read_plain, has_old=True, models=["kill"])
+    verdict = examine(disk, operations, tmp_path / "crash", read_plain, has_old=True, models=["kill"], max_violations=1)
     assert verdict.violations
 
 
@@ -174,8 +181,8 @@ def _check_cut_files(tmp_path, case, pick):
 def test_files_cut_at_some_bytes(tmp_path, case):
     """Every file of each kind, cut while it is written and after it was committed."""
     rng = random.Random(0)
-    _check_cut_writes(tmp_path, case, lambda states: rng.sample(states, 60))
-    _check_cut_files(tmp_path, case, lambda cuts: rng.sample(cuts, 260))
+    _check_cut_writes(tmp_path, case, lambda states: rng.sample(states, 30))
+    _check_cut_files(tmp_path, case, lambda cuts: rng.sample(cuts, 120))
 
 
 @pytest.mark.slow

@@ -61,12 +61,15 @@ def no_direct_way(monkeypatch):
 # What is written is there.
 
 
-@pytest.mark.parametrize("seed", range(3))
+SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+
+
+@SEEDS
 def test_disk_blocks_are_as_plain_bytes_with_every_queue(backend, disk, seed):
     run_random_actions(disk, random.Random(100 + seed), 150)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_disk_blocks_are_as_plain_bytes_without_o_direct(no_direct_way, disk, seed):
     run_random_actions(disk, random.Random(200 + seed), 150)
     assert not disk._file._is_direct
@@ -391,32 +394,53 @@ def test_a_forked_process_hangs_nowhere(disk, tmp_path):
     assert torch.equal(read(block), data)
 
 
+# torch is imported once; each end is that of a process forked from there.
 USES = """
 import os, signal, sys, torch
 from booster.plugins.gemini.disk_tier import DiskTier
-tier = DiskTier(sys.argv[1])
+for end in sys.argv[2:]:
+    child = os.fork()
+    if child == 0:
+        break
+    print("code", end, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+tier = DiskTier(os.path.join(sys.argv[1], end))
 blocks = [tier.new_block(1000003) for _ in range(8)]
 live = blocks[0].as_tensor(torch.uint8)
 for block in blocks:
     block.write_from(torch.ones(1000003, dtype=torch.uint8))
-print(tier._file._path.parent, flush=True)
-if sys.argv[2] == "kill":
+print("path", end, tier._file._path.parent, flush=True)
+if end == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] == "error":
+if end == "error":
     raise KeyError("made up for the test")
 """
+CODES = {"exit": 0, "error": 1, "kill": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize(("end", "code"), [("exit", 0), ("error", 1), ("kill", -signal.SIGKILL)])
-def test_the_file_goes_with_the_process_or_the_next_one(tmp_path, end, code):
-    command = [sys.executable, "-c", USES, str(tmp_path), end]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The directory that a process of each end used, and by its end, the code it left with and what it called its own."""
+    root = tmp_path_factory.mktemp("ended")
+    command = [sys.executable, "-c", USES, str(root), *CODES]
+    for end in CODES:
+        (root / end).mkdir()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    path = Path(done.stdout.strip())
-    assert path.parent == tmp_path
+    assert done.returncode == 0, done.stderr
+    said = {tuple(line.split()[:2]): line.split()[2] for line in done.stdout.splitlines()}
+    return root, {end: (int(said["code", end]), Path(said["path", end])) for end in CODES}
+
+
+@pytest.mark.parametrize(("end", "code"), CODES.items())
+def test_the_file_goes_with_the_process_or_the_next_one(ended, end, code):
+    root, found = ended
+    found_code, path = found[end]
+    assert found_code == code
+    assert path.parent == root / end
     assert path.exists() == (end == "kill")
-    tier = DiskTier(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [file_of(tier).parent]
+    tier = DiskTier(str(root / end))
+    assert list((root / end).iterdir()) == [file_of(tier).parent]
     tier.close()
 
 

@@ -164,7 +164,7 @@ ANY = ELEMENTWISE | {name: make for name, (make, _) in REFUSED.items()}
 
 
 @pytest.mark.parametrize("name", ANY)
-@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("steps_before", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_optimizer_is_left_as_it_was(name, steps_before):
     optimizer = ANY[name](make_parameters())
     for group in optimizer.param_groups:

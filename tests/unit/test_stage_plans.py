@@ -437,8 +437,8 @@ def test_split_in_the_wrong_order() -> None:
 
 
 def test_split_where_values_go_around() -> None:
-    with pytest.raises(ConfigError, match=r"hands on more than the output of 'layers.0'"):
-        choose_stage_plan(ResidualsAround(), split=["layers.1"])
+    with pytest.raises(ConfigError, match=r"hands on more than the output of 'layers.1'"):
+        choose_stage_plan(ResidualsAround(), split=["layers.2"])
     with pytest.raises(ConfigError, match="no list of layers"):
         choose_stage_plan(ResidualsAround())
 

@@ -25,7 +25,7 @@ class Fetched:
     """What a rank's iterator gave: a batch, an error, or nothing more."""
 
     batch: Any = None
-    error: BaseException | None = None
+    error: Exception | None = None
     has_ended: bool = False
 
     @property

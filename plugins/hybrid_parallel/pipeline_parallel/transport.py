@@ -23,7 +23,13 @@ import torch.distributed as dist
 
 from booster.comm import IncomingLink, OutgoingLink, TensorSpec
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import Message, Step, incoming, program
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
+    Message,
+    Step,
+    check_orders,
+    incoming,
+    program,
+)
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
 from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeForm, flatten
 
@@ -88,6 +94,7 @@ class Transport:
         self._outgoing: dict[int, OutgoingLink] = {}
         self._incoming: dict[int, IncomingLink] = {}
         self._headers_due: dict[int, Message] = {}
+        self._checked: set[int] = set()  # numbers of micro-batches for which the schedule is known to work
 
     def forget_forms(self) -> None:
         """Has the next output of each kind go with a header; all stages at once."""
@@ -99,9 +106,16 @@ class Transport:
         Args:
             signatures: Of the micro-batches.
             with_gradients: Backwards follow.
+
+        Raises:
+            ConfigError: The schedule does not work with as many micro-batches.
         """
         self._signatures = signatures
         self._with_gradients = with_gradients
+        if len(signatures) not in self._checked:
+            division = self._division
+            check_orders(division.schedule, division.num_stages, len(signatures), division.num_chunks)
+            self._checked.add(len(signatures))
         self._steps = self._program(self._stage)
         self._handed: dict[Message, Any] = {}
         self._form_of: dict[tuple[int, int], TreeForm] = {}
@@ -163,16 +177,20 @@ class Transport:
         Raises:
             RankFailedError: The sender is lost or too late.
         """
-        if message.sender == self._stage:
+        is_own = message.sender == self._stage
+        if is_own:
             tensors = self._handed.pop(message)
         else:
             tensors = [tensor.to(self._device) for tensor in self._take(message)]
         form = self._form_of[message.micro_batch, message.position]
-        leaves = []
+        leaves, given = [], []
         for tensor, one in zip(tensors, form.tensors, strict=True):
             if one.requires_grad and self._with_gradients:
                 leaves.append(tensor.requires_grad_())
-        return Received(form.build(tensors), leaves)
+                # No leaf, which a layer that works in place could not change; and its own memory, which it may.
+                tensor = tensor.clone() if is_own else _Arrived.apply(tensor)  # type: ignore[no-untyped-call]
+            given.append(tensor)
+        return Received(form.build(given), leaves)
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
         """Sends gradients back."""
@@ -267,6 +285,18 @@ class Transport:
             group, rank = self._ends(sender, self._stage)
             self._incoming[sender] = IncomingLink(rank, group, lambda header: self._read_header(sender, header))
         return self._incoming[sender]
+
+
+class _Arrived(torch.autograd.Function):
+    """The identity, in the same memory: nobody else refers to what has arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 def _listed(form: TreeForm) -> str:

@@ -36,6 +36,10 @@ class PipelineSchedule(ABC):
     def __hash__(self) -> int:
         return hash(type(self))
 
+    def __repr__(self) -> str:
+        attributes = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({attributes})"
+
     def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
         """Refuses numbers with which the schedule can't work; to be extended by schedules that ask for more.
 

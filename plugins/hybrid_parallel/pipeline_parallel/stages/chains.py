@@ -9,7 +9,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import holds_parameters
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tables import PLACES, UNSPLITTABLE
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tables import PLACES, UNSPLITTABLE, Places
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tracing import Trace, trace_calls
 from booster.plugins.hybrid_parallel.plans.from_transformers import pretrained_models
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
@@ -183,8 +183,8 @@ def _table_places(model: nn.Module, stacks: list[tuple[tuple[str, ...], int]]) -
     """Returns the gaps of neighbours of lists of layers, which are given with the units before them."""
     known: dict[str, int | None] = {}
     for prefix, _, config in pretrained_models(model):
-        places = PLACES.get(config.model_type)
-        for stack, start in stacks if places is not None else []:
+        places = PLACES.get(config.model_type, Places())
+        for stack, start in stacks:
             if not stack[0].startswith(f"{prefix}." if prefix else ""):
                 continue
             above = _parent(stack).rpartition(".")[0]

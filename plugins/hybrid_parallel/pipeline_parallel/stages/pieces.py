@@ -86,26 +86,34 @@ class StageDivision:
         Those of a module that contains units are held by all stages, as nobody knows in which of them its own forward
         uses them.
         """
-        for unit_index, unit in enumerate(self.plan.units):
+        place = self._place_of(module_name)
+        return frozenset(range(self.num_stages)) if place is None else frozenset({place})
+
+    def _place_of(self, module_name: str) -> int | None:
+        """Returns the stage of the unit or the module of a gap that a module is in; None: it is in neither."""
+        for index, unit in enumerate(self.plan.units):
             if _is_within(module_name, unit):
-                return frozenset({self.stage_of_gap(unit_index)})
+                return self.stage_of_gap(index)
         for name, gap in self.plan.gaps.items():
             if _is_within(module_name, name):
-                return frozenset({self.stage_of_gap(gap)})
-        return frozenset(range(self.num_stages))
+                return self.stage_of_gap(gap)
+        return None
 
     def module_stages(self, model: nn.Module) -> dict[int, frozenset[int]]:
-        """Returns by a module's `id` the stages that hold its own parameters; one with several names is in several."""
+        """Returns by a module's `id` the stages that hold its own parameters; one with several places is in several.
+
+        Further names of a module that has a place, such as an attribute that leads to a list of layers, say nothing.
+        """
+        everywhere = frozenset(range(self.num_stages))
         found: dict[int, frozenset[int]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            found[id(module)] = found.get(id(module), frozenset()) | self.stages_of(name)
-        return found
+            if (place := self._place_of(name)) is not None:
+                found[id(module)] = found.get(id(module), frozenset()) | {place}
+        return {id(module): found.get(id(module), everywhere) for module in model.modules()}
 
     def stand_in_stages(self, model: nn.Module, name: str) -> frozenset[int]:
         """Returns the stages that hold a module of a gap, under whichever of its names."""
-        module = model.get_submodule(name)
-        names = [other for other, one in model.named_modules(remove_duplicate=False) if one is module]
-        return frozenset().union(*(self.stages_of(other) for other in names))
+        return self.module_stages(model)[id(model.get_submodule(name))]
 
     def parameter_stages(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
         """Returns by parameter name, tied ones once, the stages that hold it, in ascending order."""

@@ -1,0 +1,81 @@
+"""Puts together what a pipeline stage needs beside its part of the model: groups of ranks, transport and runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
+from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement
+from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
+from booster.plugins.hybrid_parallel.pipeline_parallel.settings import PipelineArguments
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
+from booster.plugins.hybrid_parallel.pipeline_parallel.transport import Ends, Transport
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients
+
+if TYPE_CHECKING:
+    from booster.plugins.hybrid_parallel.model import HybridModel
+
+__all__ = ["make_runtime", "sharing_groups"]
+
+
+def sharing_groups(mesh: HybridMesh, carved: CarvedModel | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Returns by the stages that share parameters with this one the ranks of them. Collective over the world."""
+    found = {}
+    for stages in dict.fromkeys(() if carved is None else carved.holders.values()):
+        group = mesh.subgroup("pp", stages)
+        if group is not None:
+            found[stages] = group
+    return found
+
+
+def make_runtime(
+    model: HybridModel,
+    carved: CarvedModel,
+    arguments: PipelineArguments,
+    mesh: HybridMesh,
+    device: torch.device,
+    weight_gradients: WeightGradients | None,
+) -> PipelineRuntime:
+    """Returns what runs this rank's stage. Collective over the world.
+
+    Args:
+        model: The boosted model.
+        carved: What the stage has of it.
+        arguments: Of the plugin.
+        mesh: Of the ranks.
+        device: Where the stage computes.
+        weight_gradients: See `PipelineRuntime`.
+    """
+    stage = mesh.rank("pp")
+    ends = _link_ends(mesh, carved.division, device)
+    return PipelineRuntime(
+        model,
+        arguments,
+        Transport(carved.division, stage, ends, device, caches_forms=arguments.caches_metadata),
+        BatchAgreement(mesh.cpu_group(*AXES), mesh.rank("dp")),
+        weight_gradients,
+        stage=stage,
+        stage_group=mesh.group("pp"),
+        device=device,
+        groups=mesh.groups,
+    )
+
+
+def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
+    """Returns what tells the group of a link.
+
+    On an accelerator each link has one of its own, in one direction: messages can't overtake each other there, and one
+    that waits would keep those the other way.
+    """
+    stage, stage_group = mesh.rank("pp"), mesh.group("pp")
+    if device.type == "cpu":
+        return lambda sender, receiver: (stage_group, sender if stage == receiver else receiver)
+    groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+    for one, other in division.neighbours():
+        for ends in ((one, other), (other, one)):
+            groups[ends] = mesh.subgroup("pp", ends)
+    return lambda sender, receiver: (groups[sender, receiver], 0 if stage == receiver else 1)

@@ -1,0 +1,424 @@
+"""What goes wrong in pipeline stages: one error on all ranks, soon, that says where it began."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RanksFailed, distributed, run_ranks
+from pipeline_cases import SCHEDULES
+from pipeline_twins import StagedTwins
+from torch import nn
+from zoo import WholeBatches, get_model
+
+from booster import Booster
+from booster.errors import BoosterError, ConfigError, DesyncError
+from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
+
+MAX_SECONDS = 15.0  # far below the minutes after which a collective gives up
+BAD = 2  # the micro-batch in which it happens, of 0 to 3
+BY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+class MadeUpError(Exception):
+    """Of a user's code."""
+
+
+def at_call(number: int, action):
+    """Returns a hook that does nothing until its call of that number."""
+    calls = [0]
+
+    def hook(*_):
+        calls[0] += 1
+        if calls[0] == number:
+            action()
+
+    return hook
+
+
+def fail():
+    raise MadeUpError("what the user's code says")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_forward(twins, action):
+    """On the last stage, after a batch of four."""
+    twins.model.unwrap().layers[-1].norm.register_forward_pre_hook(at_call(BAD + 1, action))
+
+
+def in_backward(twins, action):
+    """On the first stage."""
+    hook = at_call(BAD + 1, action)
+
+    def watch(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(hook)
+
+    twins.model.unwrap().layers[0].norm.register_forward_hook(watch)
+
+
+def in_criterion(twins, action):
+    own, hook = twins.whole.criterion, at_call(BAD + 1, action)
+
+    def criterion(outputs, batch):
+        hook()
+        return own(outputs, batch)
+
+    twins.whole.criterion = criterion
+
+
+PLACES = {
+    "forward": (in_forward, "forward"),
+    "criterion": (in_criterion, "forward"),
+    "backward": (in_backward, "backward"),
+}
+
+
+def run_with(place: str, schedule: str, pp_size: int, action, arguments=None) -> tuple[str, str, float]:
+    """Returns class and text of what a rank meets in its second batch, and how long that took."""
+    twins = StagedTwins("glued_chain", schedule, pp_size, num_microbatches=4, **(arguments or {})).train(1)
+    if dist.get_rank() < pp_size:  # of several replicas, in the first
+        PLACES[place][0](twins, action)
+    begin = time.monotonic()
+    try:
+        twins.execute(twins.batch(1)[1])
+        twins.optimizer.step()
+    except Exception as error:
+        seconds = time.monotonic() - begin
+        texts = [str(error), *getattr(error, "__notes__", [])]
+        with pytest.raises(BoosterError):  # and what stands half done is not used
+            twins.execute(twins.batch(2)[1])
+        return type(error).__name__, "\n".join(texts), seconds
+    return "", "no error", 0.0
+
+
+def stage_of(place: str, schedule: str, pp_size: int) -> int:
+    if place == "backward" or schedule == "zbv":
+        return 0
+    return pp_size - 1
+
+
+def assert_all_say(found, place: str, stage: int, num_ranks: int) -> None:
+    where = f"pipeline stage {stage}, {PLACES[place][1]} of micro-batch {BAD} (of 0 to 3)"
+    assert len(found) == num_ranks
+    for rank, (name, text, seconds) in enumerate(found):
+        assert name == ("MadeUpError" if rank == stage else "RankFailedError"), (rank, name, text)
+        assert where in text, (rank, text)
+        assert "what the user's code says" in text, (rank, text)
+        assert seconds < MAX_SECONDS, (rank, seconds)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@BY_SCHEDULE
+def test_what_fails_on_one_of_two_stages_fails_on_both(schedule, place):
+    found = run_ranks(run_with, 2, place, schedule, 2, fail, fresh=True)
+    assert_all_say(found, place, stage_of(place, schedule, 2), 2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_fails_on_one_of_four_stages_fails_on_all(place):
+    found = run_ranks(run_with, 4, place, "1f1b", 4, fail, fresh=True)
+    assert_all_say(found, place, stage_of(place, "1f1b", 4), 4)
+
+
+@pytest.mark.parametrize("arguments", [{"tp_size": 1}, {"dp_outside": False}, {"zero_stage": 1}], ids=str)
+def test_what_fails_in_one_replica_fails_in_all(arguments):
+    found = run_ranks(run_with, 4, "forward", "1f1b", 2, fail, arguments, fresh=True)
+    for rank, (name, text, seconds) in enumerate(found):
+        assert name, rank
+        assert "micro-batch" in text or "rank" in text, (rank, text)
+        assert seconds < MAX_SECONDS, (rank, seconds)
+    assert any(name == "MadeUpError" and f"micro-batch {BAD} " in text for name, text, _ in found)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stage_that_is_killed_is_noticed_by_the_other(place):
+    with pytest.raises(RanksFailed, match="killed by SIGKILL") as caught:
+        run_ranks(run_with, 2, place, "1f1b", 2, die, fresh=True)
+    killed = stage_of(place, "1f1b", 2)
+    assert [failure.rank for failure in caught.value.failures] == [killed]
+    name, text, seconds = caught.value.results[1 - killed]
+    assert name == "RankFailedError", (name, text)
+    assert f"rank {killed}" in text, text
+    assert "micro-batch" in text, text
+    assert seconds < MAX_SECONDS
+
+
+def run_until_killed(num_batches: int) -> tuple[str, str, float]:
+    twins = StagedTwins("glued_chain").train(num_batches)
+    if dist.get_rank() == 1:
+        die()
+    begin = time.monotonic()
+    try:
+        twins.execute(twins.batch(1)[0])
+    except BoosterError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "no error", 0.0
+
+
+@pytest.mark.parametrize("num_batches", [0, 1])
+def test_a_stage_that_is_killed_between_batches_is_noticed_by_the_other(num_batches):
+    with pytest.raises(RanksFailed, match="killed by SIGKILL") as caught:
+        run_ranks(run_until_killed, 2, num_batches, fresh=True)
+    name, text, seconds = caught.value.results[0]
+    assert name == "RankFailedError", (name, text)
+    assert "rank 1" in text
+    assert seconds < MAX_SECONDS
+
+
+# What ranks give.
+
+
+@distributed(world_size=2)
+def test_an_iterator_that_ends_on_one_rank_alone():
+    twins = StagedTwins("glued_chain")
+    batches = [twins.batch(step)[0] for step in range(2)][: 2 - dist.get_rank()]
+    batches = iter(batches)
+    for _ in range(1):
+        twins.booster.execute_pipeline(batches, twins.model, twins.whole.criterion, twins.optimizer)
+    with pytest.raises(DesyncError, match=r"ended on the ranks \[1\] and not on the ranks \[0\]"):
+        twins.booster.execute_pipeline(batches, twins.model, twins.whole.criterion, twins.optimizer)
+    twins.execute(twins.batch(2)[0])  # nothing has begun, so that nothing is broken
+
+
+def broken_loader(batch):
+    yield batch
+    if dist.get_rank() == 1:
+        raise MadeUpError("a file is gone")
+    yield batch
+
+
+@distributed(world_size=2)
+def test_an_iterator_that_raises_on_one_rank_alone():
+    twins = StagedTwins("glued_chain")
+    batches = broken_loader(twins.batch(0)[0])
+    twins.booster.execute_pipeline(batches, twins.model, twins.whole.criterion, twins.optimizer)
+    with pytest.raises(Exception, match="a file is gone"):
+        twins.booster.execute_pipeline(batches, twins.model, twins.whole.criterion, twins.optimizer)
+
+
+@distributed(world_size=4)
+def test_stages_with_other_batches():
+    twins = StagedTwins("glued_chain")
+    with pytest.raises(DesyncError, match=r"batches with other contents.*plugin\.dp_rank of plugin\.dp_size"):
+        twins.execute(twins.batch(dist.get_rank())[1])
+    with pytest.raises(DesyncError, match=r"batches of other shapes"):
+        twins.execute(twins.batch(0, 4 + dist.get_rank())[1])
+    twins.train()
+    twins.assert_equal()
+
+
+@distributed(world_size=2)
+def test_stages_that_are_asked_for_other_things():
+    twins = StagedTwins("glued_chain")
+    batch, _ = twins.batch(0)
+    with pytest.raises(DesyncError, match="another call"):
+        twins.execute(batch, trains=dist.get_rank() == 0)
+    with pytest.raises(DesyncError, match="another call"):
+        twins.execute(batch, return_outputs=dist.get_rank() == 0)
+    twins.model.train(dist.get_rank() == 0)
+    with pytest.raises(DesyncError, match="another call"):
+        twins.execute(batch)
+    twins.model.train()
+    twins.train()
+    twins.assert_equal()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [({}, "no tensor with a dimension"), ({"x": torch.zeros(0, 6, 7)}, "without samples"), ([], "no tensor")],
+    ids=str,
+)
+def test_batches_of_nothing(batch, said):
+    twins = StagedTwins("glued_chain")
+    with pytest.raises(ConfigError, match=said):
+        twins.booster.execute_pipeline(iter([batch]), twins.model, twins.whole.criterion, twins.optimizer)
+    twins.train()
+    twins.assert_equal()
+
+
+def run_with_criterion(kind: str) -> tuple[str, str]:
+    twins = StagedTwins("glued_chain")
+    losses = {
+        "vector": lambda outputs, _: outputs.sum(dim=1),
+        "detached": lambda outputs, _: outputs.detach().sum(),
+        "nothing": lambda outputs, _: None,
+    }
+    try:
+        batch, _ = twins.batch(0)
+        twins.booster.execute_pipeline(iter([batch]), twins.model, losses[kind], twins.optimizer)
+    except Exception as error:
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "", "no error"
+
+
+@pytest.mark.parametrize("kind", ["vector", "detached", "nothing"])
+def test_a_criterion_that_gives_no_loss(kind):
+    (first, first_text), (last, last_text) = run_ranks(run_with_criterion, 2, kind, fresh=True)
+    assert last == "ConfigError", last_text
+    assert first == "RankFailedError", first_text
+    assert "stage 1" in last_text
+    assert "stage 1" in first_text
+
+
+# What models do.
+
+
+class Skipping(nn.Module):
+    """Leaves a layer out where a number of the batch says it, and looks at values, so that nobody can tell before."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.around = around
+        self.embed = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x, skips):
+        first = torch.tanh(self.embed(x))
+        hidden, skipped = first, int(skips[0])
+        for index, layer in enumerate(self.layers):
+            if index != skipped:
+                hidden = torch.tanh(layer(hidden))
+        return self.head(hidden + first if self.around else hidden)
+
+
+def run_skipping(skipped: int, around: bool) -> list[tuple[str, str]]:
+    torch.manual_seed(0)
+    raw = Skipping(around)
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", split=["layers.2"]))
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    batch = {"x": torch.randn(4, 4), "skips": torch.full((4,), skipped)}
+    try:
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer)
+    except Exception as error:
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "", "no error"
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2, 3])
+def test_a_layer_that_does_not_run(skipped):
+    found = run_ranks(run_skipping, 2, skipped, False, fresh=True)
+    assert all(name in ("ConfigError", "RankFailedError") for name, _ in found), found
+    assert any(name == "ConfigError" and "layers must" in text for name, text in found), found
+    assert all(f"'layers.{skipped}'" in text for _, text in found), found
+
+
+def test_a_value_that_goes_round_the_layers():
+    found = run_ranks(run_skipping, 2, -1, True, fresh=True)
+    assert [name for name, _ in found] == ["RankFailedError", "ConfigError"], found
+    assert "'embed', which an earlier stage holds" in found[1][1]
+
+
+def test_a_model_that_runs_all_layers_is_trained():
+    assert run_ranks(run_skipping, 2, -1, False) == [("", "no error")] * 2
+
+
+# What is given at boost.
+
+
+def boosted(name="glued_chain", num_layers=None, model=None, **arguments):
+    raw = model if model is not None else WholeBatches(get_model(name, num_layers)).build()
+    given = {"pp_size": 2, "precision": "fp32", "num_microbatches": 2, **arguments}
+    booster = Booster(plugin=HybridParallelPlugin(**given))
+    return booster, *booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))[:2]
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_microbatches": None}, "give num_microbatches=4, or microbatch_size=1"),
+        ({"microbatch_size": 1}, "leave one of them out"),
+        ({"num_microbatches": 0}, "num_microbatches=0"),
+        ({"pp_style": "zigzag"}, "pp_style='zigzag' is not known: choose one of"),
+        ({"pp_style": "interleaved"}, "num_model_chunks"),
+        ({"pp_style": "zbv"}, "num_model_chunks=2"),
+        ({"pp_style": "1f1b", "num_model_chunks": 2}, "num_model_chunks"),
+        ({"zero_stage": 2}, "zero_stage=1"),
+        ({"num_layers_per_stage": [4]}, "num_layers_per_stage"),
+        ({"num_layers_per_stage": [2, 3]}, "adds up to 5 layers, but the model has 4"),
+        ({"num_layers_per_stage": [4, 0]}, "num_layers_per_stage"),
+        ({"split": ["layers.7"]}, "'layers.7'"),
+        ({"split": ["layers.1", "layers.2"]}, "split"),
+        ({"execution_sequence": ["embed", "layers.9"]}, "'layers.9'"),
+        ({"execution_sequence": ["embed", "head"]}, "leaves out modules with parameters"),
+        ({"pp_size": 3}, "3"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        boosted(**arguments)
+
+
+@distributed(world_size=4)
+def test_more_pieces_than_layers():
+    with pytest.raises(ConfigError, match=r"has 2 layers to divide .* but the pipeline has 4 places"):
+        boosted("llama", pp_size=4)
+    with pytest.raises(ConfigError, match=r"has 4 layers to divide .* but the pipeline has 8 places"):
+        boosted(pp_size=4, pp_style="zbv", num_model_chunks=2)
+
+
+@distributed(world_size=2)
+def test_models_that_nobody_knows_how_to_divide():
+    with pytest.raises(ConfigError, match="give split="):
+        boosted("mlp_odd")
+    with pytest.raises(ConfigError, match="one group of layers again and again"):
+        boosted("albert_pretraining")
+
+
+@distributed(world_size=2)
+def test_other_arguments_on_another_rank():
+    rank = dist.get_rank()
+    with pytest.raises(DesyncError, match="num_layers_per_stage"):
+        boosted(num_layers_per_stage=[2 + rank, 2 - rank])
+    with pytest.raises(DesyncError, match="num_microbatches"):
+        boosted(num_microbatches=2 + rank)
+    with pytest.raises(DesyncError, match="pp_style"):
+        boosted(pp_style="gpipe" if rank else "1f1b")
+
+
+@distributed(world_size=2)
+def test_mistakes_at_boost_leave_the_model_whole():
+    raw = WholeBatches(get_model("glued_chain")).build()
+    expected = {name: tensor.clone() for name, tensor in raw.state_dict().items()}
+    for arguments in ({"num_layers_per_stage": [2, 3]}, {"split": ["layers.7"]}):
+        with pytest.raises(ConfigError):
+            boosted(model=raw, **arguments)
+    batch = get_model("glued_chain").make_batch(0, 2)
+    raw(**batch)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in raw.state_dict().items())
+
+
+@distributed(world_size=2)
+def test_losses_of_ones_own_backward_are_refused():
+    """Gradients come of execute_pipeline alone: a loss has no graph to the other stages."""
+    twins = StagedTwins("glued_chain")
+    loss = twins.execute(twins.batch(0)[0])["loss"]
+    with pytest.raises(ConfigError):
+        twins.booster.backward(loss, twins.optimizer)
+
+
+@distributed(world_size=2)
+def test_no_sync_without_the_optimizer():
+    booster, model, _ = boosted()
+    with pytest.raises(ConfigError, match=r"write booster\.no_sync\(model, optimizer\)"):
+        booster.no_sync(model)
+
+
+@distributed(world_size=2)
+def test_an_optimizer_of_another_model():
+    booster, model, _ = boosted()
+    other = boosted()[2]
+    batch = get_model("glued_chain").make_batch(0, 2)
+    with pytest.raises(ConfigError):
+        booster.execute_pipeline(iter([batch]), model, lambda outputs, _: outputs.sum(), other)
