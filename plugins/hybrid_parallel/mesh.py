@@ -75,6 +75,7 @@ class HybridMesh:
             device_type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
         )
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._further_groups: list[dist.ProcessGroup] = []
         self._cpu_groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def axis_sizes(self) -> dict[str, int]:
@@ -130,11 +131,12 @@ class HybridMesh:
             group = dist.new_group(ranks)
             if group_rank() in ranks:
                 found = group
+                self._further_groups.append(group)
         return found
 
     def groups(self) -> list[dist.ProcessGroup | None]:
         """Returns all groups that were made of this mesh, and the world."""
-        return [None, *self._groups.values(), *self._cpu_groups.values()]
+        return [None, *self._groups.values(), *self._cpu_groups.values(), *self._further_groups]
 
     def _key(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the axes that tell a group apart: those with ranks, or any one of the others where none has any."""

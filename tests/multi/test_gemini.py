@@ -39,11 +39,13 @@ def grid(fast, everything):
 
 
 ALL_POLICIES = grid(
-    lambda policy, model, world_size: world_size in (2, 3) and model in ("tied_lm", "frozen_unused_conditional"),
+    lambda policy, model, world_size: (model, world_size) in (("tied_lm", 3), ("frozen_unused_conditional", 2)),
     itertools.product(POLICIES, model_names(), WORLDS),
 )
 ALL_PRECISIONS = grid(
-    lambda policy, precision, model, world_size: world_size == 2 and model in MODELS and policy in ("static", "cpu"),
+    lambda policy, precision, model, world_size: (
+        world_size == 2 and model in MODELS and (policy, precision) in (("static", "bf16"), ("cpu", "fp16"))
+    ),
     itertools.product(["static", "prefetch", "cpu", "half kept", "auto"], ["bf16", "fp16"], model_names(), (1, 2, 3)),
 )
 ALL_ACCUMULATIONS = grid(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 import resource
 import sys
 from pathlib import Path
@@ -24,6 +25,13 @@ from booster.optim import HybridAdam
 from booster.plugins import GeminiPlugin
 
 MIB = 2**20
+
+
+def slow(*values):
+    """Returns a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 POLICIES = {
     "static": {},
     "prefetch": {"max_prefetch": 2},
@@ -147,8 +155,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("source", LAYOUTS)
+# By default every layout in bf16, which has masters, both as source and as target, and a few in fp32.
+SOME_LAYOUTS = ("static x2", "on disk x1", "states on disk x3")
+
+
+@pytest.mark.parametrize(
+    ("source", "precision"),
+    [
+        case if case[1] == "bf16" or (case[1] == "fp32" and case[0] in SOME_LAYOUTS) else slow(*case)
+        for case in itertools.product(LAYOUTS, ["fp32", "bf16", "fp16"])
+    ],
+)
 def test_every_layout_loads_what_another_wrote_and_writes_the_same(tmp_path, source, precision):
     names = list(LAYOUTS)
     target = names[(names.index(source) + {"fp32": 5, "bf16": 1, "fp16": 8}[precision]) % len(names)]
@@ -187,7 +204,7 @@ def stepped_layers(policy: str, width: int, depth: int, **arguments):
     return booster, model, optimizer
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[slow(2), 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_neither_saves_nor_loads_send_weights(tmp_path, policy):
     booster, model, optimizer = stepped_layers(policy, 128, 4)
@@ -230,7 +247,7 @@ def test_what_is_on_disk_is_not_brought_to_memory_by_a_save_or_a_load(tmp_path):
 # Loads into a run.
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, slow(3)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_a_load_between_steps_is_seen_by_the_next_forward(tmp_path, policy, precision):
@@ -248,7 +265,7 @@ def test_a_load_between_steps_is_seen_by_the_next_forward(tmp_path, policy, prec
     assert_same(other.weights(), job.weights())
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[slow(2), 3])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_a_read_that_fails_on_one_rank_fails_on_all(tmp_path, policy):
     job = Job(policy).train(0)
@@ -300,7 +317,7 @@ def test_files_hold_the_whole_model_under_the_users_names(tmp_path, policy, shar
 # Whole states in memory.
 
 
-@distributed(world_size=[1, 2, 3])
+@distributed(world_size=[slow(1), slow(2), 3])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_state_dict_is_the_users_models_own(policy):
     expected, job = Net(0).state_dict(), Job(policy)
@@ -317,7 +334,7 @@ def test_state_dict_is_the_users_models_own(policy):
     assert list(given) == ["mine", *(f"net.{name}" for name in expected)]
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, slow(3)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_load_state_dict_is_seen_by_the_optimizer(tmp_path, policy, precision):
@@ -365,7 +382,7 @@ def spoiled(state: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]
     return found
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, slow(3)])
 @pytest.mark.parametrize("wrong_ranks", ["all", "one"])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_what_does_not_fit_changes_nothing_on_any_rank(policy, wrong_ranks):
@@ -389,7 +406,7 @@ class Stopped(Exception):
     """What a user's own code raises."""
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, slow(3)])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_changes_inside_of_gathered_are_kept(policy):
     job = Job(policy, precision="bf16").train(0)
@@ -427,7 +444,7 @@ def test_an_error_inside_of_gathered_on_one_rank_is_that_ranks_own():
     job.train(1)
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, slow(3)])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_a_copy_averages_weights(policy):
     job = Job(policy).train(0)
@@ -463,8 +480,8 @@ def with_late_parameters(policy: str, precision: str) -> Job:
     return job.train(2)
 
 
-@distributed(world_size=[2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@distributed(world_size=[2, slow(3)])
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_an_unfrozen_layer_is_saved_and_loaded(tmp_path, policy, precision):
     job = with_late_parameters(policy, precision)
@@ -480,7 +497,7 @@ def test_an_unfrozen_layer_is_saved_and_loaded(tmp_path, policy, precision):
     assert_same(stored(with_late_parameters(policy, precision).load(tmp_path / "a").save(tmp_path / "d")), expected)
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=[slow(2), 3])
 @pytest.mark.parametrize("policy", SOME_POLICIES)
 def test_a_group_that_joins_later_is_saved_and_loaded(tmp_path, policy):
     def build() -> Job:

@@ -28,6 +28,7 @@ SMALL = [
     "deepfm",
 ]
 PRECISIONS = ["bf16", "fp16"]
+STAGES = [1, 2]
 NUM_BUCKETS = 8  # about, so that parameters reach over several of them
 
 
@@ -48,26 +49,36 @@ def assert_equals_serial(model, *, stage, precision=None, **settings):
     assert_parallel_equals_serial("low_level_zero", model, precision=precision, plugin_arguments=arguments, **settings)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("model", model_names())
+def alternating(values, others, always=()):
+    """Every pair; by default every value with one of the others in turn, and those of `always` with all of them."""
+    for number, value in enumerate(values):
+        for index, other in enumerate(others):
+            is_default = value in always or index == number % len(others)
+            case = (value, *other) if isinstance(other, tuple) else (value, other)
+            yield pytest.param(*case, marks=() if is_default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "stage"), alternating(model_names(), STAGES, always=SMALL))
 def test_fp32_equals_serial(model, stage):
     assert_equals_serial(model, stage=stage, max_norm=0.5)
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("fp16", 2)])
-@pytest.mark.parametrize("model", model_names())
+@pytest.mark.parametrize(
+    ("model", "precision", "stage"),
+    alternating(model_names(), [("bf16", 1), ("fp16", 2)], always=["mlp_odd", "frozen_unused_conditional", "tied_lm"]),
+)
 def test_low_precision_equals_serial(model, precision, stage):
     assert_equals_serial(model, stage=stage, precision=precision, max_norm=0.5)
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("bf16", 2), ("fp16", 1)])
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(("model", "precision", "stage"), alternating(SMALL, [("bf16", 2), ("fp16", 1)]))
 def test_low_precision_in_the_other_stage_equals_serial(model, precision, stage):
     assert_equals_serial(model, stage=stage, precision=precision)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(3, 2), (4, 1)])
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(
+    ("model", "world_size", "stage"), alternating(SMALL, [(3, 2), (4, 1)], always=["mlp_odd", "routed_experts"])
+)
 def test_other_world_sizes_equal_serial(model, world_size, stage):
     assert_equals_serial(model, stage=stage, world_size=world_size)
 
@@ -86,31 +97,29 @@ def test_low_precision_in_other_world_sizes_equals_serial(model, world_size, sta
 
 
 @pytest.mark.parametrize("precision", [None, *PRECISIONS])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("model", ["mlp_odd", "convnet_batchnorm"])
+@pytest.mark.parametrize(("model", "stage"), alternating(["mlp_odd", "convnet_batchnorm"], STAGES))
 def test_one_rank_equals_serial(model, stage, precision):
     assert_equals_serial(
         model, stage=stage, world_size=1, precision=precision, accumulation=2, synchronize="accumulate", max_norm=0.5
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("synchronize", ["always", "no_sync", "accumulate"])
-@pytest.mark.parametrize("model", ["mlp_odd", "tied_lm", "frozen_unused_conditional", "routed_experts"])
+@pytest.mark.parametrize(
+    ("model", "stage"), alternating(["mlp_odd", "frozen_unused_conditional", "tied_lm", "routed_experts"], STAGES)
+)
 def test_accumulation_equals_serial(model, synchronize, stage):
     assert_equals_serial(model, stage=stage, accumulation=3, synchronize=synchronize, max_norm=0.1)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("synchronize", ["always", "no_sync", "accumulate"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "stage"), alternating(PRECISIONS, STAGES))
 def test_accumulation_in_low_precision_equals_serial(precision, synchronize, stage):
     assert_equals_serial(
         "byte_gpt", stage=stage, precision=precision, accumulation=2, synchronize=synchronize, max_norm=0.5
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -124,7 +133,7 @@ def test_accumulation_in_low_precision_equals_serial(precision, synchronize, sta
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model", ["byte_gpt", "frozen_unused_conditional"])
+@pytest.mark.parametrize(("model", "stage"), alternating(["byte_gpt", "frozen_unused_conditional"], STAGES))
 def test_arguments_change_nothing(model, arguments, stage):
     assert_equals_serial(model, stage=stage, arguments=arguments, accumulation=2, synchronize="no_sync", max_norm=0.5)
 
@@ -152,9 +161,11 @@ def test_arguments_in_low_precision_change_nothing(precision, stage):
     )
 
 
-@pytest.mark.parametrize("precision", [None, *PRECISIONS])
-@pytest.mark.parametrize(("stage", "extra_dp_size"), [(1, 2), (2, 2), (2, 4)])
-@pytest.mark.parametrize("model", ["mlp_odd", "routed_experts"])
+@pytest.mark.parametrize("model", ["mlp_odd", pytest.param("routed_experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("precision", "stage", "extra_dp_size"),
+    [(None, 1, 2), *alternating([None, *PRECISIONS], [(2, 4), (1, 2), (2, 2)])],
+)
 def test_replicas_of_shards_equal_serial(model, stage, extra_dp_size, precision):
     assert_equals_serial(
         model,
@@ -218,8 +229,7 @@ def _lay_out_flat(groups):
             parameter.data = part.view(parameter.shape)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(("model", "stage"), alternating(SMALL, STAGES))
 @distributed(world_size=2)
 def test_two_ranks_and_ddp_have_the_same_bits(model, stage):
     # (a + b) / 2 and a / 2 + b / 2 are the same number, and SGD's arithmetic is per element.

@@ -31,8 +31,15 @@ def test_other_world_sizes_equal_serial(model, world_size):
     assert_parallel_equals_serial("torch_ddp", model, world_size=world_size)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", model_names())
+def models_and_precisions():
+    """Every pair; by default every precision with the models of ours, and every other model with one or the other."""
+    for number, model in enumerate(model_names()):
+        for precision in PRECISIONS:
+            is_default = model in CUSTOM or precision == PRECISIONS[number % len(PRECISIONS)]
+            yield pytest.param(model, precision, marks=() if is_default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "precision"), models_and_precisions())
 def test_every_precision_equals_serial(model, precision):
     # SGD: its update is linear in the gradient, so that an error is the gradient's own. AdamW in low precision is
     # compared bit for bit with loops written out by hand, in one process, by tests/unit/test_mixed_precision.py.

@@ -265,7 +265,7 @@ MIDWAY = {
 @pytest.mark.parametrize(
     ("source", "shift", "precision"),
     [
-        case if case[1:] == (1, "fp32") or case[1:] == (0, "fp32") and "hybrid" in case[0] else slow(*case)
+        case if case[1:] == (1, "fp32") or (case[1:] == (0, "fp32") and "hybrid" in case[0]) else slow(*case)
         for case in itertools.product(MIDWAY, [0, 1, 3], ["fp32", "bf16", "fp16"])
     ],
 )

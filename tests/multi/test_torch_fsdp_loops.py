@@ -17,7 +17,6 @@ from booster import Booster, ConfigError
 from booster.plugins import TorchFSDPPlugin
 
 
-
 def slow(*values):
     """Returns a case that `make test` leaves to `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -160,7 +160,7 @@ def test_optimizers_of_whole_parameters_over_replicas(name):
     run_ranks(train_whole, 4, name, STRATEGIES["hybrid"])
 
 
-@pytest.mark.parametrize("name", ["muon", slow("muon in groups"), slow("adafactor"), "adafactor in groups", slow("lamb")])
+@pytest.mark.parametrize("name", ["muon", "adafactor in groups", *map(slow, ("muon in groups", "adafactor", "lamb"))])
 def test_optimizers_of_whole_parameters_in_the_smallest_units(name):
     run_ranks(train_whole, 3, name, {"auto_wrap_policy": small_units(1)})
 
@@ -368,7 +368,7 @@ WAYS = [
     (("none", 2), ("hybrid", 4)),
 ]
 # By default each way with one optimizer, and each optimizer in one way.
-DEFAULT_WAYS = list(zip(["muon", "adafactor", "lamb", "muon in groups", "adafactor in groups", "lamb"], WAYS, strict=True))
+DEFAULT_WAYS = [*zip(["muon", "adafactor", "lamb", "muon in groups", "adafactor in groups", "lamb"], WAYS, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -421,7 +421,7 @@ CODES = {"exit": 0, "error": 1, "kill": -signal.SIGKILL}
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """The directory that a process of each end used, and by its end, the code it left with and what it called its own."""
+    """The directory above those of all processes, and by its end the code that each left with and its directory."""
     root = tmp_path_factory.mktemp("ended")
     command = [sys.executable, "-c", USES, str(root), *CODES]
     for end in CODES:

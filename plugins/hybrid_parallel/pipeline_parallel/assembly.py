@@ -66,14 +66,15 @@ def make_runtime(
 
 
 def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
-    """Returns what tells the group of a link.
+    """Returns what tells the group of a link, in which nothing else is sent: torch counts what ranks do in a group.
 
     On an accelerator each link has one of its own, in one direction: messages can't overtake each other there, and one
     that waits would keep those the other way.
     """
-    stage, stage_group = mesh.rank("pp"), mesh.group("pp")
+    stage = mesh.rank("pp")
     if device.type == "cpu":
-        return lambda sender, receiver: (stage_group, sender if stage == receiver else receiver)
+        group = mesh.subgroup("pp", range(division.num_stages))
+        return lambda sender, receiver: (group, sender if stage == receiver else receiver)
     groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
     for one, other in division.neighbours():
         for ends in ((one, other), (other, one)):

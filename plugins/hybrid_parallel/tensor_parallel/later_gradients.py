@@ -92,7 +92,7 @@ def deferrable_product(
         has to see it.
     """
     later = later_gradient(layer)
-    if later is None or not _is_plain_product(x, later.weight):
+    if later is None or x.is_meta or not _is_plain_product(x, later.weight):
         return None
     y: torch.Tensor = _Product.apply(x.flatten(0, -2), later.weight, bias, later, is_transposed, num_outputs)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], y.shape[-1]) if x.dim() > 2 else y
