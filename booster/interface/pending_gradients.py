@@ -143,6 +143,10 @@ class PendingGradients:
         named = self.optimizer.checkpoint_state().named_parameters()
         return {name: self.optimizer.working_parameter(parameter) for name, parameter in named.items()}
 
+    def logical_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the same for all ranks that hold the model between them: `parameters` of each, here this one's."""
+        return self.parameters()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns this rank's raw gradients by parameter name; parameters without one are left out."""
         return {name: p.grad for name, p in self.parameters().items() if p.grad is not None}

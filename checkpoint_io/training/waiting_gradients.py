@@ -84,7 +84,8 @@ class GradientsLoad:
     def _compare(self) -> None:
         self._pending: PendingGradients = self._optimizer.pending_gradients()
         self._counts = _of_data_ranks([WindowCounts.from_plain(plain) for plain in self._plain_counts])
-        self._parameters = parameters = self._pending.parameters()
+        parameters = self._pending.logical_parameters()
+        self._parameters = self._pending.parameters()
         self._owns: dict[str, list[str]] = {}  # names of the stored tensors, by parameter
         self._sums: dict[str, dict[str, str]] = {}  # the same, by parameter and first rank
         for full_name, spec in self._stored.specs.items():
@@ -100,6 +101,8 @@ class GradientsLoad:
                     f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, and this optimizer has no"
                     " such parameter, nothing was loaded: build it over the same model as the one that was saved"
                 )
+            if name not in self._parameters:
+                continue
             if kind == "reduced":
                 self._sums.setdefault(name, {})[rank] = full_name
             elif not self._is_same_world or rank == str(self._pending.data_rank):

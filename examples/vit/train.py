@@ -77,8 +77,8 @@ def train(booster, arguments: argparse.Namespace) -> tuple[list[float], float]:
     batch_size = arguments.batch_size // booster.plugin.dp_size
     loader = booster.prepare_dataloader(images, batch_size, shuffle=True, drop_last=True)
     model = build_model(arguments)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scheduler = OneCycleLR(optimizer, max_lr=2e-3, total_steps=arguments.steps + 1, pct_start=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7e-4, fused=True)
+    scheduler = OneCycleLR(optimizer, max_lr=7e-4, total_steps=arguments.steps + 1, pct_start=0.2)
     model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
 
     losses = []

@@ -177,6 +177,9 @@ class _StagePendingGradients(ShardedPendingGradients):
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: one for name, one in super().parameters().items() if self.optimizer.holds(name)}
 
+    def logical_parameters(self) -> dict[str, nn.Parameter]:
+        return super().parameters()
+
     def _replace(
         self,
         gradients: Iterable[tuple[str, torch.Tensor]],

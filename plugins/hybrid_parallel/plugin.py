@@ -395,10 +395,10 @@ class HybridParallelPlugin(Plugin):
             return super().execute_pipeline(
                 data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
             )
-        if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
+        if optimizer is not None and (not isinstance(optimizer, HybridOptimizer) or optimizer.model is not model):
             raise ConfigError(
-                f"execute_pipeline() got a {type(optimizer).__name__} that this plugin has not boosted, and pipeline"
-                " stages sum gradients in their own optimizer: pass the one that boost() returned with the model"
+                f"execute_pipeline() got a {type(optimizer).__name__} that was not boosted together with this model,"
+                " whose gradients it would not collect: pass the one that boost() returned with the model"
             )
         return runtime.run(
             data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items

@@ -96,7 +96,7 @@ def check_kills(tmp_path, seeds):
 
 
 def test_ranks_killed_at_any_time(tmp_path):
-    check_kills(tmp_path, range(25))
+    check_kills(tmp_path, range(10))
 
 
 @pytest.mark.slow

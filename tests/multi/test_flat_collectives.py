@@ -29,7 +29,12 @@ def _sum_of_piece(rank, size, numel, dtype, draw=0):
     return total
 
 
-@distributed([1, 2, 3, 4])
+def slow(*values):
+    """Returns a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@distributed([slow(1), 2, 3, slow(4)])
 @pytest.mark.parametrize(("dtype", "output_dtype"), [*zip(DTYPES, DTYPES, strict=True), *INTO_FP32])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_reduce_scatter_is_a_sum_in_fp32(world_size, dtype, output_dtype, accumulate):
@@ -45,7 +50,7 @@ def test_reduce_scatter_is_a_sum_in_fp32(world_size, dtype, output_dtype, accumu
         assert torch.equal(payload, _payload(rank, world_size * numel, dtype))
 
 
-@distributed([1, 2, 3, 4])
+@distributed([slow(1), slow(2), 3, slow(4)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sum_may_go_into_the_payload(world_size, dtype):
     rank, numel = dist.get_rank(), BLOCK + 5
@@ -69,7 +74,7 @@ def test_fp64_and_integers_keep_their_precision(world_size):
         assert torch.equal(output, expected.to(dtype))
 
 
-@distributed([1, 2, 3, 4])
+@distributed([slow(1), slow(2), slow(3), 4])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
 def test_all_gather_brings_every_piece(world_size, dtype):
     rank = dist.get_rank()

@@ -25,6 +25,11 @@ preload(*TRANSFORMERS_MODULES)
 STEPS = 3  # in the default run; the slow grids take 5
 
 
+def slow(*values):
+    """Returns a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("model", [*DENSE, *EXPERTS])
 def test_two_ranks_share_every_model(model):
     assert_hybrid_equals_serial(model, TP_2, max_norm=0.5, steps=STEPS)
@@ -42,27 +47,55 @@ def test_three_ranks_share_a_model(model):
     assert_hybrid_equals_serial(model, TP_3, steps=STEPS)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "user_transformer", "mixtral"])
+@pytest.mark.parametrize(
+    ("model", "zero_stage"),
+    [
+        *[("llama", 0), ("llama", 1), ("llama", 2), ("gpt2", 1), ("bert", 2), ("user_transformer", 0), ("mixtral", 1)],
+        *[slow("gpt2", 0), slow("bert", 0), slow("mixtral", 0), slow("bert", 1), slow("user_transformer", 1)],
+        *[slow("gpt2", 2), slow("user_transformer", 2), slow("mixtral", 2)],
+    ],
+)
 def test_replicas_of_shared_models_equal_serial(model, zero_stage):
     assert_hybrid_equals_serial(model, TP_2_DP_2, zero_stage=zero_stage, max_norm=0.5, steps=STEPS)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("model", ["tied_lm", "frozen_unused_conditional", "multi_output_groups", "convnet_batchnorm"])
+@pytest.mark.parametrize(
+    ("model", "zero_stage"),
+    [
+        (model, stage) if (number + stage) % 2 == 0 else slow(model, stage)
+        for number, model in enumerate(
+            ["tied_lm", "frozen_unused_conditional", "multi_output_groups", "convnet_batchnorm"]
+        )
+        for stage in (0, 1, 2)
+    ],
+)
 def test_data_parallelism_alone_equals_serial(model, zero_stage):
     assert_hybrid_equals_serial(model, (2, {}), zero_stage=zero_stage, max_norm=0.5, steps=STEPS)
 
 
-@pytest.mark.parametrize("layout", MODES)
-@pytest.mark.parametrize("model", ["llama", "user_transformer"])
+# Every way to divide it over four ranks of one model, and over two of the other.
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (model, layout) if layout.endswith(size) else slow(model, layout)
+        for model, size in (("llama", "4"), ("user_transformer", "2"))
+        for layout in MODES
+    ],
+)
 def test_ranks_that_divide_the_sequence_equal_serial(model, layout):
     assert_hybrid_equals_serial(model, MODES[layout], zero_stage=1, max_norm=0.5, steps=STEPS)
 
 
 # Not causal; encoder and decoder; a position bias; sequences of odd length; padding; a window; biases by distance.
-@pytest.mark.parametrize("mode", ["split_gather", "all_to_all", "ring_attn"])
-@pytest.mark.parametrize("model", ["bert", "t5", "vit", "opt", "llama_padded", "mistral_sliding", "gpt2", "gemma"])
+# By default every kind in two of the modes.
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        (model, mode) if number % 3 != index else slow(model, mode)
+        for number, model in enumerate(["bert", "t5", "vit", "opt", "llama_padded", "mistral_sliding", "gpt2", "gemma"])
+        for index, mode in enumerate(["split_gather", "all_to_all", "ring_attn"])
+    ],
+)
 def test_every_kind_of_sequence_is_divided(model, mode):
     assert_hybrid_equals_serial(model, MODES[f"{mode} 2"], steps=STEPS)
 
@@ -87,17 +120,24 @@ def test_axes_combine(model, layout):
     assert_hybrid_equals_serial(model, layout, zero_stage=2, max_norm=0.5, steps=STEPS)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+LOW_PRECISION = [
+    ("llama", "tp 2", 0),
+    ("gpt2", "tp 2 dp 2", 1),
+    ("bert", "tp 2 dp 2", 2),
+    ("llama", "split_gather 2", 1),
+    ("llama", "all_to_all 2", 2),
+    ("llama", "ring_attn 2", 0),
+    ("user_transformer", "tp 4", 0),
+]
+
+
+# By default the precisions in turn.
 @pytest.mark.parametrize(
-    ("model", "layout", "zero_stage"),
+    ("model", "layout", "zero_stage", "precision"),
     [
-        ("llama", "tp 2", 0),
-        ("gpt2", "tp 2 dp 2", 1),
-        ("bert", "tp 2 dp 2", 2),
-        ("llama", "split_gather 2", 1),
-        ("llama", "all_to_all 2", 2),
-        ("llama", "ring_attn 2", 0),
-        ("user_transformer", "tp 4", 0),
+        (*case, precision) if number % 2 == index else slow(*case, precision)
+        for number, case in enumerate(LOW_PRECISION)
+        for index, precision in enumerate(["bf16", "fp16"])
     ],
 )
 def test_low_precision_equals_serial(model, layout, zero_stage, precision):
@@ -121,7 +161,7 @@ def test_low_precision_equals_serial(model, layout, zero_stage, precision):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", slow("gpt2")])
 def test_arguments_change_nothing(model, arguments):
     assert_hybrid_equals_serial(model, TP_2_DP_2, zero_stage=1, arguments=arguments, max_norm=0.5, steps=STEPS)
 

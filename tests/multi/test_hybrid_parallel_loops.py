@@ -16,11 +16,24 @@ from torch import nn
 from zoo import TRANSFORMERS_MODULES, get_model
 
 preload(*TRANSFORMERS_MODULES)
-STAGES = pytest.mark.parametrize("zero_stage", [0, 1, 2])
 
 
-@STAGES
-@pytest.mark.parametrize("synchronize", ["always", "no_sync", "accumulate"])
+def slow(*values):
+    """Returns a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+STAGES = pytest.mark.parametrize("zero_stage", [0, slow(1), 2])
+
+
+@pytest.mark.parametrize(
+    ("synchronize", "zero_stage"),
+    [
+        (way, stage) if (way, stage) in (("always", 1), ("no_sync", 2), ("accumulate", 0)) else slow(way, stage)
+        for way in ("always", "no_sync", "accumulate")
+        for stage in (0, 1, 2)
+    ],
+)
 def test_accumulation_equals_serial(synchronize, zero_stage):
     assert_hybrid_equals_serial(
         "user_transformer",
@@ -40,8 +53,10 @@ def test_accumulation_over_divided_sequences_equals_serial(layout):
     )
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize(
+    ("zero_stage", "norm_type"),
+    [(0, 2.0), slow(0, 1.0), slow(0, 3.0), slow(0, float("inf")), slow(2, 2.0), (2, 1.0), (2, 3.0), (2, float("inf"))],
+)
 @distributed(world_size=4)
 def test_norms_of_any_order_equal_one_process(norm_type, zero_stage):
     # Two heads of keys on two ranks, ties, padding: everything is counted once.
@@ -133,7 +148,7 @@ def checkpointing_llama() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", ["tp 2", "split_gather 2", "ring 2", "all_to_all 2", "ring_attn 2"])
+@pytest.mark.parametrize("layout", ["tp 2", slow("split_gather 2"), "ring 2", slow("all_to_all 2"), "ring_attn 2"])
 @distributed(world_size=2)
 def test_layers_that_are_computed_again_equal_one_process(layout):
     arguments = LAYOUTS[layout][1]

@@ -51,11 +51,13 @@ def assert_equals_serial(model, *, stage, precision=None, **settings):
 
 def alternating(values, others, always=()):
     """Every pair; by default every value with one of the others in turn, and those of `always` with all of them."""
+    found = []
     for number, value in enumerate(values):
         for index, other in enumerate(others):
             is_default = value in always or index == number % len(others)
             case = (value, *other) if isinstance(other, tuple) else (value, other)
-            yield pytest.param(*case, marks=() if is_default else pytest.mark.slow)
+            found.append(pytest.param(*case, marks=() if is_default else pytest.mark.slow))
+    return found
 
 
 @pytest.mark.parametrize(("model", "stage"), alternating(model_names(), STAGES, always=SMALL))

@@ -41,7 +41,7 @@ def _branch_losses(twins: Twins, step: int, taken: list[int]) -> tuple[torch.Ten
 @STAGES
 @pytest.mark.parametrize("overlap_communication", [True, False])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_rank_uses_other_parameters(stage, overlap_communication, optimizer, world_size):
     twins = Twins(
         lambda: Branches(world_size + 2), optimizer, stage=stage, overlap_communication=overlap_communication
@@ -111,7 +111,7 @@ class Tiny(nn.Module):
 
 @STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@distributed(world_size=[2, 4])
+@distributed(world_size=[pytest.param(2, marks=pytest.mark.slow), 4])
 def test_parameters_smaller_than_the_world(stage, precision):
     twins = Twins(Tiny, adamw, stage=stage, precision=precision).boost().train()
     if precision == "fp32":
@@ -148,7 +148,7 @@ class Checkpointed(nn.Module):
 @STAGES
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("overlap_allgather", [True, False])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, pytest.param(3, marks=pytest.mark.slow)])
 def test_activation_checkpoints_equal_one_process_without(stage, use_reentrant, overlap_allgather):
     twins = Twins(lambda: Checkpointed(use_reentrant), stage=stage, overlap_allgather=overlap_allgather).boost()
     twins.plain.use_reentrant = None
@@ -296,7 +296,7 @@ def test_two_steps_with_the_same_gradients(stage, overlap_allgather):
 
 
 @pytest.mark.parametrize("look", ["no_grad", "eval", "state_dict", "parameters", "unwrap"])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_on_their_way_are_waited_for(look):
     twins = Twins(overlap_allgather=True).boost()
     for step in range(3):

@@ -28,7 +28,7 @@ def same(one, other):
 
 
 @STAGES
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, pytest.param(3, marks=pytest.mark.slow)])
 def test_overflow_on_one_rank_skips_the_step_on_all(stage):
     booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, initial_scale=2**10, hysteresis=1))
     model, optimizer, *_ = booster.boost(model := nn.Linear(4, 1), adamw(model))
@@ -150,7 +150,7 @@ def test_clipping_by_value_equals_one_process(stage):
 
 @STAGES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[pytest.param(2, marks=pytest.mark.slow), 3])
 def test_communication_dtype_rounds_each_ranks_gradient_once(stage, dtype):
     twins = Twins(
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, communication_dtype=dtype
@@ -198,7 +198,7 @@ def _three_groups(model):
 
 
 @STAGES
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, pytest.param(3, marks=pytest.mark.slow)])
 def test_hyperparameters_of_groups_are_live(stage):
     twins = Twins(optimizer=_three_groups, stage=stage).boost()
     for step in range(4):
@@ -292,7 +292,7 @@ def _frozen_first(model):
 
 
 @STAGES
-@distributed(world_size=[2, 3])
+@distributed(world_size=[2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parameters_that_came_frozen_train_later(stage):
     twins = Twins(optimizer=_frozen_first, stage=stage).boost().train()
     twins.assert_equal()
@@ -318,7 +318,7 @@ def test_unfreezing_while_gradients_wait_is_refused(stage):
 
 @STAGES
 @pytest.mark.parametrize("optimizer", [sgd, adamw, _three_groups])
-@distributed(world_size=[2, 3])
+@distributed(world_size=[pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps_before_boost_are_remembered(stage, optimizer):
     twins = Twins(optimizer=optimizer, stage=stage)
     for step in range(3):

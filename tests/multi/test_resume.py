@@ -201,6 +201,15 @@ def _random_state():
     torch.set_rng_state(before[2])
 
 
+def in_turn(sizes, cases):
+    """Every case in every world; by default the worlds in turn, one for each case."""
+    return [
+        pytest.param(*case, size, marks=() if number % len(sizes) == index else pytest.mark.slow)
+        for number, case in enumerate(cases)
+        for index, size in enumerate(sizes)
+    ]
+
+
 @pytest.mark.parametrize("cut", ["mid-accumulation", "epoch end", "after rotation"])
 def test_one_device_resumes_bit_for_bit(tmp_path, cut):
     assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: SingleDevicePlugin("cpu"))
@@ -227,19 +236,22 @@ def zero_plugin(stage: int, precision: str = "fp32", **arguments):
     )
 
 
-@distributed(world_size=(2, 3))
-@pytest.mark.parametrize(
-    ("stage", "precision", "cut"),
-    [
-        *[(stage, "fp32", cut) for stage in (1, 2) for cut in ("mid-accumulation", "epoch end", "after rotation")],
-        (1, "bf16", "mid-accumulation"),
-        (2, "bf16", "mid-accumulation"),
-        (1, "fp16", "mid-epoch"),
-        (2, "fp16", "mid-accumulation"),
-    ],
-)
-def test_sharded_ranks_resume_bit_for_bit(tmp_path, stage, precision, cut):
-    assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: zero_plugin(stage, precision))
+ZERO_CASES = [
+    *[(stage, "fp32", cut) for cut in ("mid-accumulation", "epoch end", "after rotation") for stage in (1, 2)],
+    (1, "bf16", "mid-accumulation"),
+    (2, "bf16", "mid-accumulation"),
+    (2, "fp16", "mid-accumulation"),
+    (1, "fp16", "mid-epoch"),
+]
+
+
+def assert_zero_resume_is_exact(path: Path, stage: int, precision: str, cut: str) -> None:
+    assert_resume_is_exact(path, "fp32", cut, lambda: zero_plugin(stage, precision))
+
+
+@pytest.mark.parametrize(("stage", "precision", "cut", "world_size"), in_turn((2, 3), ZERO_CASES))
+def test_sharded_ranks_resume_bit_for_bit(tmp_path, stage, precision, cut, world_size):
+    run_ranks(assert_zero_resume_is_exact, world_size, tmp_path / "c", stage, precision, cut)
 
 
 def gemini_plugin(precision: str = "fp32", **arguments):
@@ -263,21 +275,24 @@ GEMINI_POLICIES = {
 }
 
 
-@distributed(world_size=(2, 3))
-@pytest.mark.parametrize(
-    ("precision", "cut", "policy"),
-    [
-        ("fp32", "mid-accumulation", "static"),
-        ("fp32", "epoch end", "on disk"),
-        ("fp32", "after rotation", "kept"),
-        ("bf16", "mid-accumulation", "static"),
-        ("bf16", "mid-epoch", "states on disk"),
-        ("fp16", "mid-accumulation", "on disk"),
-        ("fp16", "after an overflow", "static"),
-    ],
-)
-def test_ranks_with_chunks_resume_bit_for_bit(tmp_path, precision, cut, policy):
-    assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: gemini_plugin(precision, **GEMINI_POLICIES[policy]))
+GEMINI_CASES = [
+    ("fp32", "mid-accumulation", "static"),
+    ("fp32", "epoch end", "on disk"),
+    ("fp32", "after rotation", "kept"),
+    ("bf16", "mid-accumulation", "static"),
+    ("bf16", "mid-epoch", "states on disk"),
+    ("fp16", "mid-accumulation", "on disk"),
+    ("fp16", "after an overflow", "static"),
+]
+
+
+def assert_gemini_resume_is_exact(path: Path, precision: str, cut: str, policy: str) -> None:
+    assert_resume_is_exact(path, "fp32", cut, lambda: gemini_plugin(precision, **GEMINI_POLICIES[policy]))
+
+
+@pytest.mark.parametrize(("precision", "cut", "policy", "world_size"), in_turn((2, 3), GEMINI_CASES))
+def test_ranks_with_chunks_resume_bit_for_bit(tmp_path, precision, cut, policy, world_size):
+    run_ranks(assert_gemini_resume_is_exact, world_size, tmp_path / "c", precision, cut, policy)
 
 
 @pytest.mark.slow
@@ -323,25 +338,24 @@ def assert_fsdp_resume_is_exact(path: Path, precision: str, cut: str, *arguments
     assert_resume_is_exact(path, of_booster, cut, lambda: fsdp_plugin(precision, *arguments))
 
 
-@distributed(world_size=(2, 3))
-@pytest.mark.parametrize(
-    ("precision", "cut", "strategy"),
-    [
-        *[("fp32", cut, "FULL_SHARD") for cut in ("mid-accumulation", "epoch end", "after rotation")],
-        ("fp32", "mid-accumulation", "SHARD_GRAD_OP"),
-        ("fp32", "mid-epoch", "NO_SHARD"),
-        ("bf16", "mid-accumulation", "FULL_SHARD"),
-        ("fp16", "mid-accumulation", "FULL_SHARD"),
-        ("fp16_naive", "mid-accumulation", "FULL_SHARD"),
-        ("fp8", "mid-epoch", "FULL_SHARD"),
-        ("fsdp_bf16", "mid-accumulation", "FULL_SHARD"),
-        ("fsdp_bf16_fp32_reduce", "mid-accumulation", "SHARD_GRAD_OP"),
-        ("fsdp_fp16", "after an overflow", "FULL_SHARD"),
-        ("fsdp_fp16", "mid-accumulation", "SHARD_GRAD_OP"),
-    ],
-)
-def test_ranks_with_units_resume_bit_for_bit(tmp_path, precision, cut, strategy):
-    assert_fsdp_resume_is_exact(tmp_path / "c", precision, cut, strategy)
+FSDP_CASES = [
+    *[("fp32", cut, "FULL_SHARD") for cut in ("mid-accumulation", "epoch end", "after rotation")],
+    ("fp32", "mid-accumulation", "SHARD_GRAD_OP"),
+    ("fp32", "mid-epoch", "NO_SHARD"),
+    ("bf16", "mid-accumulation", "FULL_SHARD"),
+    ("fp16", "mid-accumulation", "FULL_SHARD"),
+    ("fp16_naive", "mid-accumulation", "FULL_SHARD"),
+    ("fp8", "mid-epoch", "FULL_SHARD"),
+    ("fsdp_bf16", "mid-accumulation", "FULL_SHARD"),
+    ("fsdp_bf16_fp32_reduce", "mid-accumulation", "SHARD_GRAD_OP"),
+    ("fsdp_fp16", "after an overflow", "FULL_SHARD"),
+    ("fsdp_fp16", "mid-accumulation", "SHARD_GRAD_OP"),
+]
+
+
+@pytest.mark.parametrize(("precision", "cut", "strategy", "world_size"), in_turn((2, 3), FSDP_CASES))
+def test_ranks_with_units_resume_bit_for_bit(tmp_path, precision, cut, strategy, world_size):
+    run_ranks(assert_fsdp_resume_is_exact, world_size, tmp_path / "c", precision, cut, strategy)
 
 
 @distributed(world_size=4)
@@ -381,19 +395,22 @@ def hybrid_plugin(precision: str = "fp32", zero_stage: int = 0, tp_size: int = 2
     )
 
 
-@distributed(world_size=(2, 4))
-@pytest.mark.parametrize(
-    ("precision", "cut", "zero_stage"),
-    [
-        *[("fp32", cut, stage) for cut in ("mid-accumulation", "epoch end") for stage in (0, 1, 2)],
-        ("fp32", "after rotation", 1),
-        ("bf16", "mid-accumulation", 0),
-        ("fp16", "after an overflow", 1),
-        ("fp16", "mid-accumulation", 2),
-    ],
-)
-def test_ranks_that_share_layers_resume_bit_for_bit(tmp_path, precision, cut, zero_stage):
-    assert_resume_is_exact(tmp_path / "c", "fp32", cut, lambda: hybrid_plugin(precision, zero_stage))
+HYBRID_CASES = [
+    *[("fp32", cut, stage) for cut in ("mid-accumulation", "epoch end") for stage in (0, 1, 2)],
+    ("bf16", "mid-accumulation", 0),
+    ("fp32", "after rotation", 1),
+    ("fp16", "mid-accumulation", 2),
+    ("fp16", "after an overflow", 1),
+]
+
+
+def assert_hybrid_resume_is_exact(path: Path, precision: str, cut: str, zero_stage: int) -> None:
+    assert_resume_is_exact(path, "fp32", cut, lambda: hybrid_plugin(precision, zero_stage))
+
+
+@pytest.mark.parametrize(("precision", "cut", "zero_stage", "world_size"), in_turn((2, 4), HYBRID_CASES))
+def test_ranks_that_share_layers_resume_bit_for_bit(tmp_path, precision, cut, zero_stage, world_size):
+    run_ranks(assert_hybrid_resume_is_exact, world_size, tmp_path / "c", precision, cut, zero_stage)
 
 
 @pytest.mark.slow
@@ -605,35 +622,42 @@ PLUGINS = {
 }
 
 
-@pytest.mark.parametrize("has_items", [False, True], ids=["mean", "items"])
+CROSSINGS = [
+    (("zero 1", 2), ("zero 1", 2)),
+    (("zero 2", 2), ("zero 2", 2)),
+    (("zero 1", 3), ("ddp", 2)),
+    (("zero 2", 3), ("ddp", 2)),
+    (("ddp", 2), ("zero 1", 3)),
+    (("ddp", 2), ("zero 2", 2)),
+    (("zero 2", 4), ("zero 1", 2)),
+    (("zero 2", 2), ("zero 2", 3)),
+    (("zero 1", 2), ("zero 2", 4)),
+    (("zero 2", 2), ("ddp", 2)),
+    (("gemini", 2), ("gemini", 2)),
+    (("gemini", 3), ("gemini on disk", 2)),
+    (("gemini on disk", 2), ("zero 2", 4)),
+    (("gemini", 4), ("ddp", 2)),
+    (("zero 1", 2), ("gemini", 3)),
+    (("ddp", 3), ("gemini on disk", 2)),
+    (("fsdp", 2), ("fsdp", 2)),
+    (("fsdp", 2), ("fsdp", 3)),
+    (("fsdp grad op", 3), ("ddp", 2)),
+    (("fsdp hybrid", 4), ("fsdp grad op", 2)),
+    (("ddp", 2), ("fsdp", 3)),
+    (("zero 2", 2), ("fsdp", 4)),
+    (("fsdp", 3), ("zero 1", 2)),
+    (("gemini", 2), ("fsdp hybrid", 4)),
+    (("fsdp", 2), ("gemini", 3)),
+]
+
+
+# By default with items and without in turn.
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
+    ("saved", "loaded", "has_items"),
     [
-        (("zero 1", 2), ("zero 1", 2)),
-        (("zero 2", 2), ("zero 2", 2)),
-        (("zero 1", 3), ("ddp", 2)),
-        (("zero 2", 3), ("ddp", 2)),
-        (("ddp", 2), ("zero 1", 3)),
-        (("ddp", 2), ("zero 2", 2)),
-        (("zero 2", 4), ("zero 1", 2)),
-        (("zero 2", 2), ("zero 2", 3)),
-        (("zero 1", 2), ("zero 2", 4)),
-        (("zero 2", 2), ("ddp", 2)),
-        (("gemini", 2), ("gemini", 2)),
-        (("gemini", 3), ("gemini on disk", 2)),
-        (("gemini on disk", 2), ("zero 2", 4)),
-        (("gemini", 4), ("ddp", 2)),
-        (("zero 1", 2), ("gemini", 3)),
-        (("ddp", 3), ("gemini on disk", 2)),
-        (("fsdp", 2), ("fsdp", 2)),
-        (("fsdp", 2), ("fsdp", 3)),
-        (("fsdp grad op", 3), ("ddp", 2)),
-        (("fsdp hybrid", 4), ("fsdp grad op", 2)),
-        (("ddp", 2), ("fsdp", 3)),
-        (("zero 2", 2), ("fsdp", 4)),
-        (("fsdp", 3), ("zero 1", 2)),
-        (("gemini", 2), ("fsdp hybrid", 4)),
-        (("fsdp", 2), ("gemini", 3)),
+        pytest.param(*crossing, has_items, marks=() if number % 2 == has_items else pytest.mark.slow)
+        for number, crossing in enumerate(CROSSINGS)
+        for has_items in (False, True)
     ],
 )
 def test_a_step_may_begin_under_one_plugin_and_end_under_another(tmp_path, saved, loaded, has_items):

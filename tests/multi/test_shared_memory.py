@@ -42,6 +42,11 @@ REDUCED = [*FLOATS, torch.uint8, torch.int32, torch.int64]
 MOVED = [*REDUCED, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
+def slow(*values):
+    """Returns a case that `make test` leaves to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _kernel():
     assert kernel.is_available()
@@ -76,7 +81,7 @@ def _by(way, call):
 # Results
 
 
-@distributed([2, 3, 4])
+@distributed([slow(2), 3, slow(4)])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_reduce_scatter_has_the_bits_of_gloo_s(world_size, dtype, accumulate):
@@ -95,7 +100,7 @@ def test_a_reduce_scatter_has_the_bits_of_gloo_s(world_size, dtype, accumulate):
             assert _same(payload, before)
 
 
-@distributed([2, 3, 4])
+@distributed([2, slow(3), 4])
 @pytest.mark.parametrize("dtype", MOVED)
 def test_an_all_gather_brings_every_piece(world_size, dtype):
     for numel in _lengths(dtype, world_size):
@@ -115,7 +120,7 @@ def _sum_from_rank_0(dtype, numel, world_size):
     return total.to(dtype)
 
 
-@distributed([2, 3, 4])
+@distributed([slow(2), 3, slow(4)])
 @pytest.mark.parametrize("dtype", REDUCED)
 def test_an_all_reduce_goes_from_rank_0_on(world_size, dtype):
     for numel in (*_lengths(dtype, world_size), *(32_768 * factor // dtype.itemsize + 1 for factor in (4, 8, 17))):
@@ -139,7 +144,7 @@ def test_inf_and_nan_reach_every_rank(world_size):
         assert largest[0].isnan()
 
 
-@distributed([2, 3, 4])
+@distributed([slow(2), 3, slow(4)])
 @pytest.mark.parametrize("way", [MEMORY, GLOO])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_all_to_all(world_size, way, dtype):
@@ -179,7 +184,7 @@ def test_what_is_not_equal_pieces_is_refused():
             all_to_all_single(output, payload)
 
 
-@distributed([2, 3, 4])
+@distributed([slow(2), slow(3), 4])
 @pytest.mark.parametrize("dtype", MOVED)
 def test_broadcast(world_size, dtype):
     for source, numel in enumerate(_lengths(dtype, world_size)[: world_size + 1]):
@@ -278,7 +283,7 @@ def test_ranks_may_wait_in_different_orders(world_size):
         assert torch.equal(output, torch.full((numels[k],), float(k * world_size)))
 
 
-@distributed([2, 3])
+@distributed([2, slow(3)])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_sum_that_is_performed_before_it_is_asked_for_has_the_same_bits(world_size, dtype, accumulate):

@@ -39,7 +39,7 @@ def models_and_precisions():
             yield pytest.param(model, precision, marks=() if is_default else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("model", "precision"), models_and_precisions())
+@pytest.mark.parametrize(("model", "precision"), list(models_and_precisions()))
 def test_every_precision_equals_serial(model, precision):
     # SGD: its update is linear in the gradient, so that an error is the gradient's own. AdamW in low precision is
     # compared bit for bit with loops written out by hand, in one process, by tests/unit/test_mixed_precision.py.

@@ -66,7 +66,7 @@ def step(booster, model, optimizer):
 BF16 = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=[pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 def test_memory_equals_theory(strategy, precision):
@@ -97,7 +97,7 @@ def test_everything_is_freed_with_the_wrappers():
     assert alive_bytes() - before < 64 * 2**10
 
 
-@distributed(world_size=[2, 3, 4])
+@distributed(world_size=[pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("precision", "element"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_bytes_on_the_wire_equal_theory(strategy, precision, element):

@@ -83,7 +83,10 @@ def test_a_model_as_it_is_trains_as_in_one_process(strategy, world_size, model):
     run_ranks(train_as_it_is, world_size, model, STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("model", [name for name in AS_THEY_ARE if name not in READS_OTHERS_WEIGHTS])
+IN_SMALLEST_UNITS = [name for name in AS_THEY_ARE if name not in READS_OTHERS_WEIGHTS]
+
+
+@pytest.mark.parametrize("model", [*IN_SMALLEST_UNITS[::2], *map(slow, IN_SMALLEST_UNITS[1::2])])
 def test_a_model_in_the_smallest_units_trains_as_in_one_process(model):
     run_ranks(train_as_it_is, 2, model, {"auto_wrap_policy": small_units(1)})
 

@@ -58,7 +58,7 @@ def by_plugin(entry, precision):
     return {shard.name: sums for shard, sums in optimizer.reduced_gradients()}, loss.detach()
 
 
-@distributed(world_size=[1, 2])
+@distributed(world_size=[pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["byte_gpt", "llama", "t5"])
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

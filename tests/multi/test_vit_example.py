@@ -1,4 +1,4 @@
-"""The vision transformer of examples/vit learns the same on data-parallel ranks, on pipeline stages, and on both kinds."""
+"""The vision transformer of examples/vit learns the same on data-parallel ranks, pipeline stages and tensor parts."""
 
 from __future__ import annotations
 

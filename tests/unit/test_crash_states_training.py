@@ -26,13 +26,17 @@ def _next_step(root):
     return None
 
 
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["its end", "whole"])
 @pytest.mark.parametrize("use_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sync", "async"])
-def test_a_step_and_the_rotation_after_it(tmp_path, use_async):
+def test_a_step_and_the_rotation_after_it(tmp_path, use_async, is_whole):
     """KempnerForge 102 moved `latest` before the data was there; Accelerate deletes before it saves."""
     before = [((version,), {"step": step, "keep_last": 2}) for step, version in ((1, OLDER), (2, OLD))]
     new = ((NEW,), {"step": 3, "keep_last": 2, "use_async": use_async})
     disk, operations = recorded(tmp_path, save_state, new, before)
-    verdict = examine(disk, operations, tmp_path / "crash", read_state, _next_step, has_old=True)
+    # What is written before counts for nobody, as the cases of one model show: from the last file on.
+    last = max(number for number, operation in enumerate(operations) if operation.kind == "create")
+    since = 0 if is_whole else last
+    verdict = examine(disk, operations, tmp_path / "crash", read_state, _next_step, has_old=True, since=since)
     assert_sound(verdict, old="old")
     assert any(operation.kind == "remove_tree" and "step-" in operation.path for operation in operations)
 

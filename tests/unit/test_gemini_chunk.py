@@ -544,7 +544,7 @@ def test_bytes_in_memory_are_those_of_pieces_and_kept_weights(tmp_path):
     tier.close()
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 150))])
 def test_whatever_happens_gradients_are_summed_and_weights_are_the_weights(seed):
     """Random gatherings, releases, pins, looks, gradients, reductions and ends of windows against a plain sum."""
     generator = random.Random(seed)

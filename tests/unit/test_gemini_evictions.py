@@ -88,7 +88,9 @@ def fewest_loads(trace, capacity):
     return fewest(frozenset(), 0)
 
 
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize(
+    "seed", [*range(100), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 400))]
+)
 def test_the_farthest_is_never_worse_than_the_longest_unused(seed):
     generator = random.Random(seed)
     num_chunks = generator.randrange(2, 20)
@@ -97,7 +99,9 @@ def test_the_farthest_is_never_worse_than_the_longest_unused(seed):
     assert loads(trace, capacity, farthest(trace)) <= loads(trace, capacity, longest_unused)
 
 
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize(
+    "seed", [*range(100), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 400))]
+)
 def test_nothing_loads_fewer_than_the_farthest(seed):
     generator = random.Random(seed)
     num_chunks, capacity = generator.randrange(2, 6), generator.choice([2, 3])

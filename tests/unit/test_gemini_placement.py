@@ -80,7 +80,7 @@ def least_at(sizes, homes, at):
 # Fractions.
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100))])
 def test_fractions_take_the_fewest_chunks_from_the_end_that_are_enough(seed):
     generator = random.Random(seed)
     sizes = random_sizes(generator)
@@ -215,7 +215,9 @@ def random_placement(generator, budget):
     )
 
 
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize(
+    "seed", [*range(100), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 400))]
+)
 def test_never_over_the_budget_and_never_under_what_is_needed(seed):
     generator = random.Random(seed)
     sizes = random_sizes(generator, min_trained=1)
@@ -246,7 +248,7 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
     assert two <= beyond <= budget - resident
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100))])
 @pytest.mark.parametrize("with_record", [False, True])
 def test_larger_budgets_never_send_pieces_away(seed, with_record):
     generator = random.Random(seed)

@@ -316,8 +316,19 @@ def test_replicas_and_shards_make_up_the_world(extra, shards):
         assert (size, own) == (4, rank)
 
 
-@pytest.mark.parametrize("states", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize(("shard", "weights"), [(0.0, 0.0), (0.5, 0.0), (0.5, 0.3), (0.5, 0.5), (1.0, 0.6), (1.0, 1.0)])
+WEIGHTS = [(0.0, 0.0), (0.5, 0.0), (0.5, 0.3), (0.5, 0.5), (1.0, 0.6), (1.0, 1.0)]  # those sharded, those offloaded
+STATES = [0.0, 0.4, 1.0]
+
+
+# By default every fraction of the states with two of the weights'.
+@pytest.mark.parametrize(
+    ("shard", "weights", "states"),
+    [
+        pytest.param(*fractions, states, marks=() if number % 3 == index else pytest.mark.slow)
+        for number, fractions in enumerate(WEIGHTS)
+        for index, states in enumerate(STATES)
+    ],
+)
 def test_fractions_go_together_in_any_way(shard, weights, states):
     fractions = {"shard_param_frac": shard, "offload_param_frac": weights, "offload_optim_frac": states}
     arguments = fractions | {"chunk_config_dict": {"chunk_size": 128}}

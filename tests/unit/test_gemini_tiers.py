@@ -37,8 +37,18 @@ def test_blocks_are_as_plain_bytes(tier, seed):
     run_random_actions(tier, random.Random(seed), 150)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [1, 1000, 33 * ALIGNMENT])
+# Lengths that take another way to the disk, by default in some format: in bytes they are what matters.
+LENGTHS = [1, 1000, 33 * ALIGNMENT]
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [
+        pytest.param(numel, dtype, marks=() if number % len(LENGTHS) == index else pytest.mark.slow)
+        for index, numel in enumerate(LENGTHS)
+        for number, dtype in enumerate(DTYPES)
+    ],
+)
 def test_a_tensor_at_an_address_that_is_not_aligned(tier, dtype, numel):
     source = random_bytes((numel + 5) * dtype.itemsize).view(dtype)[3 : numel + 3]
     block = written(tier, source)

@@ -199,7 +199,7 @@ def _small_buffers(monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 20))])
 def test_any_parts_of_any_tensors(tmp_path, monkeypatch, seed, suffix):
     _small_buffers(monkeypatch)
     monkeypatch.setattr(range_writer, "_LONG_RUN_BYTES", random.Random(seed).choice([16, 400, 2**18]))

@@ -87,9 +87,9 @@ class BatchAgreement:
         if any(status != _HAS_BATCH for status in statuses):
             self._raise_without_batch(fetched, statuses)
         for column, what in (
+            (4, "another call (training or evaluation, with or without an optimizer, return_loss, return_outputs)"),
             (2, "batches of other shapes"),
             (3, "batches with other contents"),
-            (4, "another call (training or evaluation, with or without an optimizer, return_loss, return_outputs)"),
         ):
             self._require_equal(table, column, what)
         return any(row[5] for row in table)

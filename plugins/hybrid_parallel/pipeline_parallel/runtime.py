@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,11 +141,13 @@ class PipelineRuntime:
         self._scale = 1.0 if optimizer is None or optimizer.loss_scaler is None else optimizer.loss_scaler.scale
         self._live: dict[tuple[int, int], _Live] = {}
         steps = self._transport.begin(signatures, with_gradients=trains)
-        with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
-            self._work(steps)
+        with self._failures_told():
+            with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
+                self._work(steps)
+            loss = self._loss(run) if return_loss else None
         outputs = self._outputs(run) if return_outputs else None
         self._micro_batches = []
-        return {"loss": self._loss(run) if return_loss else None, "outputs": outputs}
+        return {"loss": loss, "outputs": outputs}
 
     def _trainability_changed(self) -> bool:
         now = tuple(parameter.requires_grad for parameter in self._model.module.parameters())
@@ -155,20 +157,19 @@ class PipelineRuntime:
     # Works.
 
     def _work(self, steps: Sequence[Step]) -> None:
-        place = 0
-        try:
-            for place, step in enumerate(steps):
-                self._transport.post(place)
-                if step.work.kind is Kind.FORWARD:
-                    self._forward(step)
-                elif step.work.kind is Kind.BACKWARD:
-                    self._backward(step)
-                elif self._weights is not None:
-                    self._weights.compute(_key(step))
-            self._transport.finish()
-        except BaseException as error:
-            self._fail(steps[place], error)
-            raise
+        last = len(self._micro_batches) - 1
+        for place, step in enumerate(steps):
+            work = step.work
+            self._place = f"{_KINDS[work.kind]} of micro-batch {work.micro_batch} (of 0 to {last})"
+            self._transport.post(place)
+            if work.kind is Kind.FORWARD:
+                self._forward(step)
+            elif work.kind is Kind.BACKWARD:
+                self._backward(step)
+            elif self._weights is not None:
+                self._weights.compute(_key(step))
+        self._place = f"when its micro-batches (0 to {last}) were done"
+        self._transport.finish()
 
     def _forward(self, step: Step) -> None:
         piece = self._model.pieces[step.work.chunk]
@@ -207,6 +208,12 @@ class PipelineRuntime:
 
     def _loss_of(self, outputs: Any, micro_batch: int) -> torch.Tensor:
         loss = self._criterion(outputs, self._micro_batches[micro_batch].batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"the criterion returned a {what} for a micro-batch, and stages need the tensor of one number that"
+                " backward begins with: return a loss such as F.cross_entropy(...), or loss.mean()"
+            )
         self._current.losses.append(loss.detach().double() * self._shares[micro_batch])
         return loss
 
@@ -244,21 +251,25 @@ class PipelineRuntime:
 
     # Failures.
 
-    def _fail(self, step: Step, error: BaseException) -> None:
-        """Lets all others know, who would wait for this rank until the timeout."""
-        work = step.work
-        last = len(self._micro_batches) - 1
-        where = f"pipeline stage {self._stage}, {_KINDS[work.kind]} of micro-batch {work.micro_batch} (of 0 to {last})"
-        self._failure = f"{where}: {type(error).__name__}"
-        self._live.clear()
-        if self._weights is not None:
-            self._weights.discard()
-        if isinstance(error, RankFailedError):
+    @contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        """Lets all others know where this rank fails, who would wait for it until the timeout."""
+        self._place = "before its first micro-batch"
+        try:
+            yield
+        except BaseException as error:
+            where = f"pipeline stage {self._stage}, {self._place}"
+            self._failure = f"{where}: {type(error).__name__}"
+            self._live.clear()
+            if self._weights is not None:
+                self._weights.discard()
+            if not isinstance(error, RankFailedError):
+                note_failure(f"{where}: {type(error).__name__}: {error}")
+                error.add_note(f"This happened in {where}.")
             hang_up(self._groups())
-            raise RankFailedError(f"{where}: {error}") from error
-        note_failure(f"{where}: {type(error).__name__}: {error}")
-        hang_up(self._groups())
-        error.add_note(f"This happened in {where}.")
+            if isinstance(error, RankFailedError):
+                raise RankFailedError(f"{where}: {error}") from error
+            raise
 
 
 def _key(step: Step) -> tuple[int, int]:
