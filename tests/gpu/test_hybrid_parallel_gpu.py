@@ -64,10 +64,10 @@ class Layer(nn.Module):
 class Language(nn.Module):
     """A small language model."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -77,9 +77,9 @@ class Language(nn.Module):
         return self.head(x)
 
 
-def build() -> Language:
+def build(num_layers: int = 2) -> Language:
     torch.manual_seed(0)
-    return Language()
+    return Language(num_layers)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -91,9 +91,9 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY).float(), ids[:, 1:].reshape(-1))
 
 
-def plain_losses(precision: str) -> list[float]:
+def plain_losses(precision: str, num_layers: int = 2) -> list[float]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    model = build().to(current_device())
+    model = build(num_layers).to(current_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     losses = []
     for step in range(STEPS):
@@ -121,6 +121,21 @@ def boosted_losses(precision: str, **arguments: Any) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+    return losses
+
+
+def staged_losses(precision: str, num_layers: int, **arguments: Any) -> list[float]:
+    settings = {"initial_scale": LOSS_SCALE} if precision == "fp16" else {}
+    plugin = HybridParallelPlugin(precision=precision, max_norm=0.5, num_microbatches=4, **settings, **arguments)
+    booster = Booster(plugin=plugin)
+    raw = build(num_layers)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=1e-3, eps=1e-5))
+    losses = []
+    for step in range(STEPS):
+        result = booster.execute_pipeline(iter([batch(step)]), model, loss_of, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(result["loss"]))
     return losses
 
 
@@ -184,3 +199,14 @@ def test_sequence_parallel(mode: str, precision: str, tmp_path: Path) -> None:
     with group_of_devices(tmp_path):
         sequence = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode, "sp_size": 2}
         assert_trains_as_plain_torch(precision, zero_stage=1, **sequence)
+
+
+@needs_two
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize(("style", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)])
+@distributed(2, fresh=True, timeout=TIMEOUT)
+def test_pipeline_parallel(style: str, num_chunks: int, precision: str, tmp_path: Path) -> None:
+    with group_of_devices(tmp_path):
+        expected = plain_losses(precision, num_layers=4)
+        found = staged_losses(precision, num_layers=4, pp_size=2, pp_style=style, num_model_chunks=num_chunks)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=TOLERANCES[precision], atol=0.0)

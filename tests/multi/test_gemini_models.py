@@ -31,8 +31,16 @@ from booster.plugins import GeminiPlugin
 PLACED = pytest.mark.parametrize("policy", ["static", pytest.param("prefetch", marks=pytest.mark.slow), "cpu"])
 
 
-@PLACED
-@pytest.mark.parametrize("model", MODELS)
+def in_turn(names):
+    """Everything under all policies; by default each under one of two, in turn."""
+    return [
+        pytest.param(policy, name, marks=() if policy == ("static", "cpu")[number % 2] else pytest.mark.slow)
+        for number, name in enumerate(names)
+        for policy in ("static", "prefetch", "cpu")
+    ]
+
+
+@pytest.mark.parametrize(("policy", "model"), in_turn(MODELS))
 @distributed(world_size=2)
 def test_a_model_as_it_is_trains_as_in_one_process(model, policy):
     build = seeded(MODELS[model])
@@ -40,8 +48,7 @@ def test_a_model_as_it_is_trains_as_in_one_process(model, policy):
     Twins(build, build_plain=plain, **POLICIES[policy]).train().assert_equal()
 
 
-@PLACED
-@pytest.mark.parametrize("way", CHECKPOINTED)
+@pytest.mark.parametrize(("policy", "way"), in_turn(CHECKPOINTED))
 @distributed(world_size=2)
 def test_activation_checkpoints_and_hooks_of_saved_tensors_equal_one_process_without(way, policy):
     twins = Twins(lambda: Stack(way=way), build_plain=Stack, **POLICIES[policy])
@@ -184,7 +191,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("policy", ["static", "prefetch"])
+@pytest.mark.parametrize("policy", [pytest.param("static", marks=pytest.mark.slow), "prefetch"])
 @pytest.mark.parametrize("what", COMPILED)
 @distributed(world_size=2, timeout=120)
 def test_what_was_compiled_before_boost_trains_in_pieces_between_the_modules(what, policy):

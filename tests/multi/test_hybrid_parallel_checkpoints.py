@@ -67,7 +67,12 @@ def whole_states(optimizer) -> dict[str, torch.Tensor]:
 MODELS = ["llama", "gpt2", "bert", "t5", "gemma", "falcon_groups", "mixtral", "whisper", "user_transformer"]
 
 
-@pytest.mark.parametrize("model", MODELS)
+SLOW_MODELS = ("bert", "gemma", "whisper")  # like gpt2, llama and t5
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW_MODELS else one for one in MODELS]
+)
 def test_a_save_has_the_tensors_of_the_users_model(tmp_path, model):
     weights, states = run_ranks(train, 2, model, {"tp_size": 2}, str(tmp_path), timeout=120)[0]
     plain = get_model(model).build().state_dict()

@@ -77,7 +77,7 @@ SLOW_CASES = [
     for way in WITNESSES
 ]
 SLOW_CASES.append(pytest.param("reduce_scatter", GLOO, marks=pytest.mark.slow))
-# By messages, a rank that raises is one whose connections break as well.
+# By default ranks die that share memory, and raise that send messages.
 FAST_CASES = [("reduce_scatter", MEMORY), ("barrier", MEMORY)]
 OPERATIONS = {"all_gather_equal": "all_gather", "barrier": "all_reduce"}  # of the others the name is the operation's
 
@@ -133,7 +133,7 @@ def test_a_rank_that_hangs_is_named_and_learns_it(call, way):
     assert f"rank 0 is at {call} number 2" in late
 
 
-@pytest.mark.parametrize("way", WITNESSES)
+@pytest.mark.parametrize("way", [pytest.param(MEMORY, marks=pytest.mark.slow), GLOO])
 def test_a_rank_that_raises_is_named(way):
     fault = Fault(rank=2, operation="reduce_scatter", action="raise")
     results = run_ranks(_call_twice, 3, "reduce_scatter", way, fault, fresh=True)

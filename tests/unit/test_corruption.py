@@ -154,13 +154,12 @@ def _run(case, seed, number):
     assert found > 0.6 * number
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_damaged_bytes_are_found_or_not_read(case, seed):
-    _run(case, seed, 110)
+def test_damaged_bytes_are_found_or_not_read(case):
+    _run(case, 0, 50)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 33))
+@pytest.mark.parametrize("seed", range(33))
 def test_many_damaged_bytes_are_found_or_not_read(case, seed):
     _run(case, seed, 110)
 

@@ -55,8 +55,8 @@ SCENARIOS = {
 
 
 # What these do is done by others as well: the same files over an older save by "async overwrite" and "overwrite of
-# another layout", bin files over bin files by "overwrite of a bin file".
-SLOW_SCENARIOS = ("overwrite", "overwrite of bin shards")
+# another layout", one file over one file by "overwrite of a bin file".
+SLOW_SCENARIOS = ("overwrite", "overwrite of bin shards", "overwrite of a file")
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,9 @@ def test_a_step_and_the_rotation_after_it(tmp_path, use_async, is_whole):
     before = [((version,), {"step": step, "keep_last": 2}) for step, version in ((1, OLDER), (2, OLD))]
     new = ((NEW,), {"step": 3, "keep_last": 2, "use_async": use_async})
     disk, operations = recorded(tmp_path, save_state, new, before)
-    # What is written before counts for nobody, as the cases of one model show: from the last file on.
-    last = max(number for number, operation in enumerate(operations) if operation.kind == "create")
+    # What is written before counts for nobody, as the cases of one model show: from the last file of the step on.
+    commit = next(number for number, operation in enumerate(operations) if operation.kind == "rename")
+    last = max(number for number in range(commit) if operations[number].kind == "create")
     since = 0 if is_whole else last
     verdict = examine(disk, operations, tmp_path / "crash", read_state, _next_step, has_old=True, since=since)
     assert_sound(verdict, old="old")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from harness import run_ranks
 
 from booster import device
 from booster.errors import ConfigError
@@ -34,22 +31,17 @@ def test_cpu(cpu_only):
     device.synchronize()
 
 
-_MEMORY = """
-import torch
-from booster import device
-device.reset_peak_memory()
-before = device.memory_allocated()
-block = torch.ones(16 * 2**20)
-assert device.memory_allocated() - before > 0.9 * block.nbytes
-assert device.max_memory_allocated() >= before + 0.9 * block.nbytes
-"""
+def _allocate():
+    device.reset_peak_memory()
+    before = device.memory_allocated()
+    block = torch.ones(16 * 2**20)
+    assert device.memory_allocated() - before > 0.9 * block.nbytes
+    assert device.max_memory_allocated() >= before + 0.9 * block.nbytes
 
 
 def test_cpu_memory_is_the_process_own():
     # In a process of its own: here malloc may hold memory that an earlier test gave back, and take the block from it.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, "-c", _MEMORY], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_ranks(_allocate, 1, fresh=True)
 
 
 def test_backends():

@@ -70,7 +70,7 @@ def train_classifier(precision):
     return losses
 
 
-@pytest.mark.parametrize("emulate", [None, False])
+@pytest.mark.parametrize("emulate", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_fp8_learns_as_fp32_does(emulate):
     problem = native_problem("cpu", torch.float8_e5m2, torch.float8_e4m3fn)
     if emulate is False and problem is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from booster.comm import all_reduce_sum
 from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
 from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement
 from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
@@ -78,5 +79,7 @@ def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) 
     groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
     for one, other in division.neighbours():
         for ends in ((one, other), (other, one)):
-            groups[ends] = mesh.subgroup("pp", ends)
+            groups[ends] = group = mesh.subgroup("pp", ends)
+            if group is not None:  # connects now, by all in one order: a first message would wait for its receiver
+                all_reduce_sum(torch.zeros(1, device=device), group)
     return lambda sender, receiver: (groups[sender, receiver], 0 if stage == receiver else 1)
