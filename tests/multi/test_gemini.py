@@ -52,7 +52,9 @@ ALL_PRECISIONS = grid(
     itertools.product(["static", "prefetch", "cpu", "half kept", "auto"], ["bf16", "fp16"], model_names(), (1, 2, 3)),
 )
 ALL_ACCUMULATIONS = grid(
-    lambda policy, synchronize, model, world_size: world_size == 2 and model in MODELS and policy == "static",
+    lambda policy, synchronize, model, world_size: (
+        (policy, world_size) == ("static", 2) and (model == "tied_lm" or (synchronize == "no_sync" and model in MODELS))
+    ),
     itertools.product(["static", "prefetch", "cpu"], ["always", "no_sync", "accumulate"], model_names(), (2, 3)),
 )
 ALL_REPLICAS = grid(

@@ -178,8 +178,15 @@ def alive_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(("tp_size", "zero_stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (4, 0)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+# By default the precisions in turn.
+@pytest.mark.parametrize(
+    ("precision", "tp_size", "zero_stage"),
+    [
+        pytest.param(precision, *sizes, marks=() if number % 2 == index else pytest.mark.slow)
+        for index, precision in enumerate(["fp32", "bf16"])
+        for number, sizes in enumerate([(1, 0), (2, 0), (2, 1), (2, 2), (4, 0)])
+    ],
+)
 @distributed(world_size=4)
 def test_memory_equals_theory(tp_size, zero_stage, precision):
     before = alive_bytes()

@@ -196,7 +196,7 @@ def half_a_step(layout: str, name: str, is_second: bool, path: str):
     """Saves in the middle of a step, or ends it."""
     job = Job(layout, name)
     if is_second:
-        job.backward(7)  # gradients of another history, to be replaced
+        job.backward(7, 12)  # gradients of another history, to be replaced
         job.step()
         job.booster.load(Path(path), job.model, job.optimizer)
         assert job.optimizer.num_micro_steps == 1

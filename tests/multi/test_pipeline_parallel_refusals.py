@@ -1,4 +1,4 @@
-"""What is asked of pipeline stages and can't be: one error on all ranks that says what to write, and nothing changed."""
+"""What pipeline stages are asked for and cannot be: one error on all ranks that says what to write, nothing changed."""
 
 from __future__ import annotations
 

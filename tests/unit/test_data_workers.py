@@ -53,7 +53,7 @@ def test_workers_read_what_the_main_process_reads(persistent):
         assert [[row[0] for row in batch] for batch in workers] == [[row[0] for row in batch] for batch in main]
 
 
-@pytest.mark.parametrize("kind", [Augmented, Batchwise])
+@pytest.mark.parametrize("kind", [Augmented, pytest.param(Batchwise, marks=pytest.mark.slow)])
 def test_augmentation_does_not_depend_on_the_number_of_workers(kind):
     two, one = loader(kind()), loader(kind(), num_workers=1, persistent_workers=True)
     epochs = [list(two), list(two)]
@@ -63,7 +63,7 @@ def test_augmentation_does_not_depend_on_the_number_of_workers(kind):
         assert len({row[column] for row in rows}) == 22  # no two samples, and no two epochs of one, are alike
 
 
-@pytest.mark.parametrize("kind", [Augmented, Batchwise])
+@pytest.mark.parametrize("kind", [pytest.param(Augmented, marks=pytest.mark.slow), Batchwise])
 def test_augmentation_is_the_same_after_going_on_inside_an_epoch(kind):
     unstopped = loader(kind())
     first, second = list(unstopped), list(unstopped)

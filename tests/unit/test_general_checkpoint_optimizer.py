@@ -48,17 +48,17 @@ OPTIMIZERS = {
 }
 
 
-# Before its first step an optimizer has no state: one kind stands for all by default.
-@pytest.mark.parametrize(
-    ("num_steps", "optimizer_class", "options"),
-    [
-        pytest.param(
-            num_steps, *made, id=f"{num_steps}-{name}", marks=() if num_steps or name == "adamw" else pytest.mark.slow
-        )
-        for num_steps in (0, 2)
-        for name, made in OPTIMIZERS.items()
-    ],
-)
+def goes_on():
+    """Everything; by default one kind in all forms and before its first step, the others in one of the forms each."""
+    for number, (name, made) in enumerate(OPTIMIZERS.items()):
+        for index, (form_name, one) in enumerate(FORMS.items()):
+            for num_steps in (0, 2):
+                is_default = name == "adamw" or (num_steps == 2 and number % len(FORMS) == index)
+                marks = () if is_default else pytest.mark.slow
+                yield pytest.param(one, num_steps, *made, id=f"{form_name}-{num_steps}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("form", "num_steps", "optimizer_class", "options"), [*goes_on()], indirect=["form"])
 def test_an_optimizer_goes_on_as_if_it_never_stopped(tmp_path, form, optimizer_class, options, num_steps):
     name, save_options = form
     model, optimizer = stepped(Net(), optimizer_class, num_steps, **options)
