@@ -78,7 +78,7 @@ class HybridModel(ZeroModel):
         if carved is not None and hasattr(module, "save_pretrained"):
             module.save_pretrained = _refuse_to_save_parts  # type: ignore[assignment]
         self._num_compared = 0
-        self._may_draw_differently = bool(self._ranks)
+        self._may_draw_differently = self._shares_batches
         self.register_load_hook(self._expect_other_random_states)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,11 +113,12 @@ class HybridModel(ZeroModel):
     def begin_batch(self) -> None:
         """Does what comes before the forwards of a batch's micro-batches. Collective."""
         self.wait_for_weights()
-        if self.training:
-            if self._broadcasts_buffers:
-                broadcast_joined(list(self.module.buffers()), self._group)
-            if self._ranks:
-                self._draw_alike()
+        if self.training and self._broadcasts_buffers:
+            broadcast_joined(list(self.module.buffers()), self._group)
+
+    def draw_alike(self) -> None:
+        """Gives stages the same random numbers, at the first batch and after a load: data may be drawn from them."""
+        self._draw_alike()
 
     def run_piece(self, piece: Piece, received: Boundary | None, batch: Any) -> tuple[Boundary | None, Any]:
         """Returns what goes to the next piece, or the model's outputs where the piece is the last; see `run_piece`."""
@@ -186,8 +187,12 @@ class HybridModel(ZeroModel):
         )
         require_same_on_all_ranks(what, facts, self._replica_group)
 
+    @property
+    def _shares_batches(self) -> bool:
+        return bool(self._ranks) or self._carved is not None
+
     def _expect_other_random_states(self) -> None:
-        self._may_draw_differently = bool(self._ranks)
+        self._may_draw_differently = self._shares_batches
 
     def _draw_alike(self) -> None:
         """Gives ranks with the same batch the same random numbers, which dropout of what they all compute needs.

@@ -348,7 +348,7 @@ class HybridParallelPlugin(Plugin):
             tensor_ranks=self._split.tensor_ranks,
             sequence_ranks=self._split.sequence_ranks,
             data_group=mesh.group("dp", "sp"),
-            replica_group=mesh.group("sp", "tp"),
+            replica_group=mesh.group("pp", "sp", "tp"),
             is_primary=mesh.rank("dp", "sp") == 0,
             broadcasts_buffers=arguments.broadcast_buffers and mesh.size("dp", "sp") > 1,
             carved=carved,

@@ -21,6 +21,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.settings import PipelineA
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import Boundary
 from booster.plugins.hybrid_parallel.pipeline_parallel.transport import Received, Sent, Transport
 from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients
+from booster.random_state import capture_random_state, derive_random_state, restore_random_state
 from booster.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class PipelineRuntime:
                 f"the pipeline was left when it failed ({self._failure}), and its stages are not connected any more:"
                 " end all processes and start again from a checkpoint"
             )
+        self._model.draw_alike()
         fetched = fetch(data_iter)
         error, micro_batches = _split(fetched.batch, self._arguments) if fetched.status == 0 else (fetched.error, [])
         if error is not None and fetched.error is None:
@@ -141,13 +143,27 @@ class PipelineRuntime:
         self._scale = 1.0 if optimizer is None or optimizer.loss_scaler is None else optimizer.loss_scaler.scale
         self._live: dict[tuple[int, int], _Live] = {}
         steps = self._transport.begin(signatures, with_gradients=trains)
-        with self._failures_told():
+        with self._failures_told(), self._own_random_numbers():
             with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
                 self._work(steps)
             loss = self._loss(run) if return_loss else None
         outputs = self._outputs(run) if return_outputs else None
         self._micro_batches = []
         return {"loss": loss, "outputs": outputs}
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Has each stage draw other numbers, and leaves all of them with the same state, from which data may be drawn.
+
+        A stage draws as many as its layers ask for: afterwards they would never agree again.
+        """
+        torch.rand(())  # so that the next batch gets others
+        common = capture_random_state(self._device)
+        restore_random_state(derive_random_state(common, self._stage), self._device)
+        try:
+            yield
+        finally:
+            restore_random_state(common, self._device)
 
     def _trainability_changed(self) -> bool:
         now = tuple(parameter.requires_grad for parameter in self._model.module.parameters())

@@ -63,7 +63,7 @@ class PieceRun:
 
     Attributes:
         is_live: What is computed now counts; see Note [Running a piece].
-        next_unit: The unit that has to run next.
+        next_unit: The first unit that may run next; those between may be left out, as a conditional one.
         carried: Outputs of modules that are complete, by name.
     """
 
@@ -117,7 +117,7 @@ def run_piece(
         batch: The micro-batch.
 
     Raises:
-        ConfigError: Units ran in another order than planned, or some did not run.
+        ConfigError: Units ran in another order than planned, or the last one did not.
     """
     run = PieceRun(piece, received)
     context.run = run
@@ -131,11 +131,11 @@ def run_piece(
         return boundary, None
     finally:
         context.run = None
-    if run.next_unit != piece.stop:
+    if not piece.is_last:
         raise ConfigError(
-            f"the model's forward ended without {context.plan.units[run.next_unit]!r}, a layer of this pipeline stage:"
-            " layers must all run, in every forward. Turn layer dropping off (layerdrop=0), or give an"
-            " execution_sequence"
+            f"the model's forward ended without {context.plan.units[piece.stop - 1]!r}, the last layer of a pipeline"
+            " stage, whose output is sent on: it has to run in every forward. Turn layer dropping off (layerdrop=0), or"
+            " choose num_layers_per_stage or split= so that a layer that always runs ends the stage"
         )
     return None, outputs
 
@@ -181,16 +181,17 @@ class _Unit(nn.Module):
         if index < run.piece.start:
             assert run.received is not None
             return run.received.output
-        if index != run.next_unit:
-            expected = context.plan.units[run.next_unit] if run.next_unit < run.piece.stop else "no further layer"
+        if not run.next_unit <= index < run.piece.stop:
+            before = context.plan.units[run.next_unit - 1]
             raise ConfigError(
-                f"the model ran {context.plan.units[index]!r} where the pipeline's plan has {expected!r}: layers must"
-                " run once each, in the order in which they are registered. Give split= and execution_sequence= to say"
-                " how your model runs, or turn layer dropping off (layerdrop=0)"
+                f"the model ran {context.plan.units[index]!r} after {before!r}, in another order than the pipeline's"
+                " plan has it, or twice, or left out the last layer of a stage: layers run at most once each, in the"
+                " order in which they are registered, and a stage's last one always. Turn layer dropping off"
+                " (layerdrop=0), or give split= or execution_sequence= to say how your model runs"
             )
         run.is_live = True
         output = super().__call__(*args, **kwargs)
-        run.next_unit += 1
+        run.next_unit = index + 1
         if run.next_unit == run.piece.stop and not run.piece.is_last:
             raise PieceFinished(output)
         return output
