@@ -23,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo/sample.py $(DEMO)/checkpoint
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu" --durations=20
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest -m "not slow and not gpu" --durations=20
 
 test-all: $(STAMP)
 	$(BIN)/pytest -m "not gpu" --durations=20

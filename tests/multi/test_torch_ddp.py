@@ -270,6 +270,7 @@ def test_batch_norm_equals_one_process(shape, momentum):
     torch.testing.assert_close(ours.eval()(mine), reference.eval()(whole)[part], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # `make test` runs without it
 @distributed(world_size=2)
 def test_detailed_debugging_does_not_end_the_process():
     assert dist.get_debug_level() == dist.DebugLevel.DETAIL
