@@ -13,7 +13,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # DETAIL compares all collectives, and doubles the time of some tests: `make test` turns it off, `make test-all` not.
+    # DETAIL compares all collectives, and doubles the time of some tests: `make test` turns it off.
     "TORCH_DISTRIBUTED_DEBUG": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
 }
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
