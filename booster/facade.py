@@ -229,6 +229,11 @@ class Booster(CheckpointMethods):
             DesyncError: Stages have different batches, or only some ranks have one.
             RankFailedError: Another stage has failed; the message says where.
         """
+        if not hasattr(data_iter, "__next__"):
+            raise ConfigError(
+                f"execute_pipeline() was given a {type(data_iter).__name__}, which is no iterator, and each call takes"
+                " the next batch of one: write data_iter = iter(dataloader) once an epoch, and pass that"
+            )
         model = require_boosted_model(model, "execute_pipeline")
         if optimizer is not None:
             optimizer = require_boosted_optimizer(optimizer, "execute_pipeline")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ REPORT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.02
 _NEVER_SENT = 2**24 - 1  # a tag
 _AT_ONCE = timedelta(milliseconds=1)
+_MAX_NOTE = 400  # characters of what a rank says about its failure
 _MAX_TEXT = 300
 _MAX_LISTED = 10  # ranks in a message
 _MAX_NOTES = 3  # in a message
@@ -96,7 +98,7 @@ def _explanation(place: Place, group: dist.ProcessGroup, error: RuntimeError) ->
             f"{head}, and the store of torch.distributed is gone too ({_first_line(failure)}): the process that serves"
             f" it (rank 0 or torchrun) has ended, see its log; {tail}"
         )
-    return f"{head}: {finding}; {tail}"
+    return f"{head}: {finding}" if _noted_failures() else f"{head}: {finding}; {tail}"
 
 
 def _known_to_have_ended(error: RuntimeError, group: dist.ProcessGroup) -> list[int]:
@@ -170,7 +172,7 @@ def note_failure(text: str) -> None:
     """
     if dist.is_initialized():
         with suppress(RuntimeError):  # the process that serves the store has ended
-            _append(_notes_store(), _NOTES_KEY, [dist.get_rank(), " ".join(text.split())[:_MAX_TEXT]])
+            _append(_notes_store(), _NOTES_KEY, [dist.get_rank(), shorten(text, _MAX_NOTE, placeholder=" ...")])
 
 
 def hang_up(groups: Sequence[dist.ProcessGroup | None]) -> None:

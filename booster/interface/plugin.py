@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from booster.errors import ConfigError
+from booster.interface.batch_call import call_with_batch
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 
@@ -139,7 +139,7 @@ class Plugin(ABC):
         """Runs forward and backward for the next batch; here as one stage. See `Booster.execute_pipeline`."""
         batch = next(data_iter)
         with nullcontext() if optimizer is not None else torch.no_grad():
-            outputs = _call_with_batch(model, batch)
+            outputs = call_with_batch(model, batch)
             loss = criterion(outputs, batch)
         if optimizer is not None:
             optimizer.backward(loss, num_items=num_items)
@@ -198,15 +198,3 @@ class Plugin(ABC):
             distributed_sampler_cls=distributed_sampler_cls,
             **kwargs,
         )
-
-
-def _call_with_batch(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        if not batch:
-            raise ConfigError(
-                "the data iterator gave an empty batch: execute_pipeline needs the model's arguments in it"
-            )
-        return model(*batch)
-    return model(batch)

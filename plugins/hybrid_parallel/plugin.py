@@ -291,6 +291,18 @@ class HybridParallelPlugin(Plugin):
         return self._mesh.rank("dp")
 
     @property
+    def has_outputs(self) -> bool:
+        """Whether this rank holds the end of the model: `execute_pipeline` gives the outputs there.
+
+        That is the last pipeline stage; with pp_style="zbv" the first. Without stages every rank.
+        """
+        pipeline = self._arguments.pipeline
+        if pipeline is None:
+            return True
+        end = pipeline.schedule.place(pipeline.num_positions - 1, pipeline.num_stages)
+        return end[0] == self._mesh.rank("pp")
+
+    @property
     def data_group(self) -> dist.ProcessGroup:
         return self._mesh.group("dp")
 

@@ -217,6 +217,14 @@ def test_stages_with_other_batches():
 
 
 @distributed(world_size=2)
+def test_stages_with_other_batches_late_in_an_epoch():
+    twins = StagedTwins("glued_chain")
+    twins.train(5)
+    with pytest.raises(DesyncError, match="batches with other contents"):
+        twins.execute(twins.batch(dist.get_rank())[1])
+
+
+@distributed(world_size=2)
 def test_stages_that_are_asked_for_other_things():
     twins = StagedTwins("glued_chain")
     batch, _ = twins.batch(0)

@@ -130,7 +130,7 @@ def test_every_parameter_has_one_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_CHAIN))
 def test_models_without_a_chain_are_refused(name: str) -> None:
-    words = "runs one group of layers again and again" if "albert" in name else "give split="
+    words = "runs one group of layers again and again" if "albert" in name else r"give split=|goes around"
     with pytest.raises(ConfigError, match=words):
         choose_stage_plan(on_meta(name))
 
@@ -334,7 +334,7 @@ def test_equal_towers_are_ambiguous() -> None:
 
 
 def test_modules_side_by_side_are_no_chain() -> None:
-    with pytest.raises(ConfigError, match="no list of layers that are known to run one after the other"):
+    with pytest.raises(ConfigError, match=r"returns goes around|no list of layers that are known to run one after"):
         choose_stage_plan(Heads())
 
 
@@ -437,9 +437,9 @@ def test_split_in_the_wrong_order() -> None:
 
 
 def test_split_where_values_go_around() -> None:
-    with pytest.raises(ConfigError, match=r"hands on more than the output of 'layers.1'"):
+    with pytest.raises(ConfigError, match=r"what 'layers\.[01]' returns goes around 'layers\.1'"):
         choose_stage_plan(ResidualsAround(), split=["layers.2"])
-    with pytest.raises(ConfigError, match="no list of layers"):
+    with pytest.raises(ConfigError, match=r"the layers 'layers\.0' to .* goes around"):
         choose_stage_plan(ResidualsAround())
 
 

@@ -17,7 +17,7 @@ from booster.tensor_tree import map_tensors
 __all__ = ["BatchAgreement", "Fetched", "fetch"]
 
 _HAS_BATCH, _ENDED, _FAILED = range(3)
-_COMPARED_BATCHES = 3  # batches in training of which stages compare the contents, too
+_COMPARED_BATCHES = 3  # batches of which stages compare also what lies on an accelerator, which they wait for then
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class BatchAgreement:
             fetched.status,
             self._data_rank,
             crc32(repr(signatures).encode()),
-            _checksum(fetched.batch) if compares else 0,
+            _checksum(fetched.batch, everywhere=compares),
             sum(wish << place for place, wish in enumerate(wishes)),
             int(changed),
         ]
@@ -119,10 +119,13 @@ class BatchAgreement:
                 )
 
 
-def _checksum(batch: Any) -> int:
+def _checksum(batch: Any, *, everywhere: bool) -> int:
+    """Returns a number of what a batch holds in host memory, or everywhere."""
     sums: list[int] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
+        if not everywhere and tensor.device.type != "cpu":
+            return tensor
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         sums.append(crc32(content))
         return tensor

@@ -223,9 +223,13 @@ class PipelineRuntime:
         self._model.require_independent(tensors)
 
     def _loss_of(self, outputs: Any, micro_batch: int) -> torch.Tensor:
-        loss = self._criterion(outputs, self._micro_batches[micro_batch].batch)
+        try:
+            loss = self._criterion(outputs, self._micro_batches[micro_batch].batch)
+        except Exception as error:
+            error.add_note("It was raised in the criterion, which is called with (outputs, batch) of a micro-batch.")
+            raise
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(
                 f"the criterion returned a {what} for a micro-batch, and stages need the tensor of one number that"
                 " backward begins with: return a loss such as F.cross_entropy(...), or loss.mean()"

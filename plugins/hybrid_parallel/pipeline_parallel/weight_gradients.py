@@ -22,6 +22,7 @@ from torch import nn
 
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import VocabularyHead
 from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import (
+    add_products,
     deferrable_product,
     keep_gradients_in,
     sum_of_products,
@@ -109,7 +110,7 @@ class WeightGradients:
             raise AssertionError("a gradient was left by a backward that was not to leave any")
         if id(weight) not in self._silenced:
             self._silenced[id(weight)] = _SilencedHooks(weight)
-        self._current.setdefault(id(weight), _Waiting(weight)).add(pairs)
+        self._current.setdefault(id(weight), _Waiting(weight)).keep(pairs)
 
 
 def defer_weight_gradients(model: nn.Module, gradients: WeightGradients) -> None:
@@ -140,7 +141,7 @@ class _Waiting:
         self._pairs: list[_Pair] = []
         self._versions: list[tuple[int, int]] = []
 
-    def add(self, pairs: Sequence[_Pair]) -> None:
+    def keep(self, pairs: Sequence[_Pair]) -> None:
         """Keeps pairs without what they were computed from."""
         for left, right in pairs:
             self._pairs.append((left.detach(), right.detach()))
@@ -148,6 +149,18 @@ class _Waiting:
 
     def take(self) -> torch.Tensor:
         """Returns the gradient, and lets go of what it is made of."""
+        return sum_of_products(self._taken(), self.weight.shape)
+
+    def add(self) -> bool:
+        """Adds the gradient to the one that is there already, in one pass; False: there is none, or hooks want it."""
+        gradient = self.weight.grad
+        is_plain = gradient is not None and gradient.layout == torch.strided and gradient.dtype == self.weight.dtype
+        if gradient is None or not is_plain or self.weight._backward_hooks:
+            return False
+        add_products(gradient, self._taken())
+        return True
+
+    def _taken(self) -> list[_Pair]:
         pairs, self._pairs = self._pairs, []
         if self._versions != [(left._version, right._version) for left, right in pairs]:
             raise RuntimeError(
@@ -155,11 +168,14 @@ class _Waiting:
                 " output, was changed in place before the weight's gradient was computed, which a schedule that defers"
                 " weight gradients does after the backward: change a copy of it"
             )
-        return sum_of_products(pairs, self.weight.shape)
+        return pairs
 
 
 class _Gradient(torch.autograd.Function):
-    """Nothing, made of a weight; its backward makes the gradient, which reaches the weight as any other."""
+    """Nothing, made of a weight; its backward makes the gradient, which reaches the weight as any other.
+
+    Where another one is there already it is added to that at once; what follows an accumulation is called all the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, waiting: _Waiting) -> torch.Tensor:
@@ -167,8 +183,8 @@ class _Gradient(torch.autograd.Function):
         return weight.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.waiting.take(), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return None if ctx.waiting.add() else ctx.waiting.take(), None
 
 
 # Note [Hooks of gradients that don't arrive]

@@ -19,6 +19,7 @@ from torch import nn
 __all__ = [
     "GradientKeeper",
     "LaterGradient",
+    "add_products",
     "deferrable_product",
     "keep_gradients_in",
     "later_gradient",
@@ -104,9 +105,14 @@ def sum_of_products(pairs: Sequence[_Pair], shape: torch.Size) -> torch.Tensor:
     total = left.t() @ right
     if total.shape != shape:
         total = nn.functional.pad(total, (0, shape[1] - total.shape[1], 0, shape[0] - total.shape[0]))
-    for left, right in others:
-        total[: left.shape[1], : right.shape[1]].addmm_(left.t(), right)
+    add_products(total, others)
     return total
+
+
+def add_products(total: torch.Tensor, pairs: Sequence[_Pair]) -> None:
+    """Adds `left.t() @ right` of each pair to the first rows and columns of a matrix, in place."""
+    for left, right in pairs:
+        total[: left.shape[1], : right.shape[1]].addmm_(left.t(), right)
 
 
 def _is_plain_product(x: torch.Tensor, weight: torch.Tensor) -> bool:

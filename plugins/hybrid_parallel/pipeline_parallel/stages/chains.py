@@ -115,6 +115,10 @@ def _traced_chain(
             return Chain(units=units, source=source, known=trace.gaps(units))
     if (pair := _encoder_and_decoder(model, stacks)) is not None:
         return pair
+    for items in (*stacks, *lists):
+        places = [trace.order(item) for item in items] if trace.runs_once(items) else []
+        if len(items) > 1 and places and places == sorted(places):
+            raise _passed_by(model, trace, items)
     raise _no_chain(model)
 
 
@@ -260,6 +264,15 @@ def _parent(items: tuple[str, ...]) -> str:
 
 def _num_parameters(model: nn.Module, items: tuple[str, ...]) -> int:
     return sum(parameter.numel() for item in items for parameter in model.get_submodule(item).parameters())
+
+
+def _passed_by(model: nn.Module, trace: Trace, items: tuple[str, ...]) -> ConfigError:
+    blocked = next(item for item in items[:-1] if not trace.may_end_at(item))
+    return ConfigError(
+        f"the layers {items[0]!r} to {items[-1]!r} of {type(model).__name__} run one after the other, but what"
+        f" {trace.going_around(blocked)!r} returns goes around {blocked!r} to what comes behind, and only a layer's"
+        " output travels from stage to stage: let the layers take it and hand it on with their output, or use pp_size=1"
+    )
 
 
 def _no_chain(model: nn.Module) -> ConfigError:

@@ -111,9 +111,10 @@ def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) ->
         if name != units[0] and not trace.may_end_at(before):
             possible = [after for unit, after in pairwise(units) if trace.may_end_at(unit)]
             raise ConfigError(
-                f"split names {name!r}, but the model's forward hands on more than the output of {before!r} to what"
-                " comes behind (such as a residual around it), and only that travels from stage to stage: "
-                + (f"of these modules stages can begin at {_listed(possible)}" if possible else "split it elsewhere")
+                f"split names {name!r}, but what {trace.going_around(before)!r} returns goes around {before!r} to what"
+                " comes behind, and only the output of the module before travels from stage to stage: "
+                + (f"of these modules stages can begin at {_listed(possible)}, or " if possible else "")
+                + "let the modules between take it and hand it on with their output"
             )
 
 

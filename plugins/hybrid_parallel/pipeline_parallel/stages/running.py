@@ -18,10 +18,11 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigError
+from booster.interface.batch_call import call_with_batch
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import Piece
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
 
-__all__ = ["Boundary", "PieceContext", "PieceRun", "call_with_batch", "make_carried", "make_unit", "run_piece"]
+__all__ = ["Boundary", "PieceContext", "PieceRun", "make_carried", "make_unit", "run_piece"]
 
 
 class Boundary:
@@ -138,19 +139,6 @@ def run_piece(
             " choose num_layers_per_stage or split= so that a layer that always runs ends the stage"
         )
     return None, outputs
-
-
-def call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
-    """Returns what the model makes of a batch: a mapping of keyword arguments, a sequence, or the only argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        if not batch:
-            raise ConfigError(
-                "the data iterator gave an empty batch: execute_pipeline needs the model's arguments in it"
-            )
-        return model(*batch)
-    return model(batch)
 
 
 def make_unit(module: nn.Module, index: int, context: PieceContext) -> None:

@@ -63,6 +63,21 @@ class Trace:
             for before in node.all_input_nodes
         )
 
+    def going_around(self, name: str) -> str:
+        """Returns the name of a module, or of a parameter, whose value goes around a module to what comes behind."""
+        end = self.order(name)
+        for node in self._nodes[end + 1 :]:
+            for before in node.all_input_nodes:
+                if self._is_local[before] and self._place[before] < end:
+                    return self._origin(before)
+        raise ValueError(f"nothing goes around {name!r}")
+
+    def _origin(self, node: torch.fx.Node) -> str:
+        """Returns the module or the parameter that a value was last computed by."""
+        while node.op not in ("call_module", "get_attr"):
+            node = max((one for one in node.all_input_nodes if self._is_local[one]), key=self._place.__getitem__)
+        return str(node.target)
+
     def gaps(self, units: tuple[str, ...]) -> dict[str, int | None]:
         """Returns the gaps of the modules that are called, or whose parameters are read; None: there are several."""
         ends = [self.order(unit) for unit in units]

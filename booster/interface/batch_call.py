@@ -1,0 +1,44 @@
+"""How a batch becomes a model's arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from booster.errors import ConfigError
+
+__all__ = ["call_with_batch"]
+
+
+def call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
+    """Returns what a model makes of a batch: a mapping of keyword arguments, a sequence, or the only argument.
+
+    Raises:
+        ConfigError: The batch is empty, or has entries that the model's forward does not take.
+    """
+    args, kwargs = _arguments(batch)
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        signature = inspect.signature(getattr(model, "forward", model))
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as mismatch:
+            given = f"the keys {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} entries"
+            raise ConfigError(
+                f"a batch with {given} was given to {type(model).__name__}, whose forward takes {signature}"
+                f" ({mismatch}): execute_pipeline() passes a dict by keyword and a tuple by position, labels included."
+                " Let forward take them all (forward(self, x, y=None)), or let the data iterator give what it takes"
+            ) from error
+        raise
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if not isinstance(batch, (tuple, list)):
+        return (batch,), {}
+    if not batch:
+        raise ConfigError("the data iterator gave an empty batch: execute_pipeline needs the model's arguments in it")
+    return tuple(batch), {}
