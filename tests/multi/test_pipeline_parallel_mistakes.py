@@ -217,6 +217,20 @@ def test_stages_with_other_batches():
 
 
 @distributed(world_size=2)
+def test_what_every_layer_would_have_to_give():
+    twins = StagedTwins("llama")
+    batch, _ = twins.batch(0)
+    with pytest.raises(ConfigError, match=r"output_hidden_states=True asks .* each stage"):
+        twins.execute({**batch, "output_hidden_states": True})
+    twins.model.unwrap().config.output_attentions = True
+    with pytest.raises(ConfigError, match=r"model\.config\.output_attentions = False"):
+        twins.execute(batch)
+    twins.model.unwrap().config.output_attentions = False
+    twins.train()
+    twins.assert_equal()
+
+
+@distributed(world_size=2)
 def test_stages_with_other_batches_late_in_an_epoch():
     twins = StagedTwins("glued_chain")
     twins.train(5)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from booster.comm import all_reduce_numbers, hang_up, note_failure
 from booster.errors import ConfigError, RankFailedError
@@ -124,7 +124,10 @@ class PipelineRuntime:
             )
         self._model.draw_alike()
         fetched = fetch(data_iter)
-        error, micro_batches = _split(fetched.batch, self._arguments) if fetched.status == 0 else (fetched.error, [])
+        error: Exception | None = fetched.error
+        micro_batches: list[MicroBatch] = []
+        if fetched.status == 0:
+            error, micro_batches = _split(self._model.module, fetched.batch, self._arguments)
         if error is not None and fetched.error is None:
             fetched = type(fetched)(error=error)
         trains = optimizer is not None
@@ -296,11 +299,24 @@ def _key(step: Step) -> tuple[int, int]:
     return step.work.micro_batch, step.work.chunk
 
 
-def _split(batch: Any, arguments: PipelineArguments) -> tuple[Exception | None, list[MicroBatch]]:
+def _split(model: nn.Module, batch: Any, arguments: PipelineArguments) -> tuple[Exception | None, list[MicroBatch]]:
     try:
+        _require_no_collection(model, batch)
         found = split_batch(
             batch, num_micro_batches=arguments.num_microbatches, micro_batch_size=arguments.microbatch_size
         )
     except ConfigError as error:  # raised by all ranks together
         return error, []
-    return None, list(itertools.chain(found))
+    return None, found
+
+
+def _require_no_collection(model: nn.Module, batch: Any) -> None:
+    """Raises if a transformers model is to return something of every layer, of which each stage has its own only."""
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        given = batch.get(name) if isinstance(batch, Mapping) else None
+        wanted = getattr(getattr(model, "config", None), name, False) if given is None else given
+        if not isinstance(wanted, torch.Tensor) and wanted:
+            raise ConfigError(
+                f"{name}={wanted!r} asks the model for something of every layer, and with pp_size > 1 each stage has"
+                f" that of its own layers only: leave it out of the batch, and set model.config.{name} = False"
+            )
