@@ -21,9 +21,8 @@ __all__ = ["IncomingLink", "OutgoingLink", "TensorSpec"]
 # the shapes. The third operation of one end is for the third of the other: so both ends have to agree which messages
 # have headers, and a receiver that meets a message of unknown shapes can't begin with those behind it before it has
 # read the header. Gloo starts to move a tensor when both ends have begun with it, and moves it in a thread of its own.
-# So a receiver begins early, and a sender never waits for a message with a header before the end: its receiver may
-# itself wait for this rank.
-_MAX_UNDER_WAY = 8
+# So a receiver begins early, and a sender waits only for what it knows to have been begun: its receiver may itself wait
+# for this rank.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,6 @@ class _Outgoing:
     parts: Sequence[_Part]
     header: TensorSend | None
 
-    @property
-    def is_seen_to_be_done(self) -> bool:
-        return self.header is None and all(part.work.is_completed() for part in self.parts)
-
     def wait(self) -> None:
         if self.header is not None:
             self.header.wait()
@@ -75,20 +70,15 @@ class OutgoingLink:
     Args:
         receiver: Rank in the group.
         group: None: the world. With NCCL, one that no other link uses.
-        max_under_way: Messages without header that may be under way before `reap` waits. The receiver has to begin with
-            as many ahead of the one it takes, or the two may wait for each other. None: `reap` never waits.
 
     Raises:
         ConfigError: There is no such rank beside this one.
     """
 
-    def __init__(
-        self, receiver: int, group: dist.ProcessGroup | None, max_under_way: int | None = _MAX_UNDER_WAY
-    ) -> None:
+    def __init__(self, receiver: int, group: dist.ProcessGroup | None) -> None:
         _check_peer(receiver, group)
         self._receiver = receiver
         self._group = group
-        self._max_under_way = max_under_way
         self._messages: deque[_Outgoing] = deque()
 
     @property
@@ -97,7 +87,7 @@ class OutgoingLink:
         return len(self._messages)
 
     def send(self, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> None:
-        """Starts to send a message; its tensors must not be changed until the end, which `wait` or `reap` sees.
+        """Starts to send a message; its tensors must not be changed until the end, which `wait` or `finish` sees.
 
         Args:
             tensors: Dense ones of any shape, on any device; may be empty or not contiguous.
@@ -113,19 +103,6 @@ class OutgoingLink:
         if header is not None:
             ahead = start_send_tensor(_tensor_of(header), self._receiver, self._group)
         self._messages.append(_Outgoing([self._start(payload) for payload in payloads if payload.numel()], ahead))
-
-    def reap(self) -> None:
-        """Lets go of messages that are done, and waits for the oldest ones where too many are under way.
-
-        Raises:
-            RankFailedError: The receiver is lost or too late.
-        """
-        while self._messages and self._messages[0].is_seen_to_be_done:
-            self._messages.popleft().wait()  # which tells about errors
-        if self._max_under_way is None:
-            return
-        while len(self._messages) > self._max_under_way and self._messages[0].header is None:
-            self._wait_for_oldest()
 
     def wait(self) -> None:
         """Waits for all messages.

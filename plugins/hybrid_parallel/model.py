@@ -70,13 +70,12 @@ class HybridModel(ZeroModel):
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._ranks = [ranks for ranks in (tensor_ranks, sequence_ranks) if ranks is not None]
         self._replica_group = replica_group
-        if tensor_ranks is not None and hasattr(module, "save_pretrained"):
+        holds_parts = tensor_ranks is not None or carved is not None
+        if holds_parts and hasattr(module, "save_pretrained"):
             module.save_pretrained = _refuse_to_save_parts  # type: ignore[assignment]
         self._carved = carved
         self._stage = stage
         self.last_pipeline_run = None
-        if carved is not None and hasattr(module, "save_pretrained"):
-            module.save_pretrained = _refuse_to_save_parts  # type: ignore[assignment]
         self._num_compared = 0
         self._may_draw_differently = self._shares_batches
         self.register_load_hook(self._expect_other_random_states)
@@ -96,7 +95,7 @@ class HybridModel(ZeroModel):
         self.reset_ranks()
         if self._ranks and self.training:
             self._require_same_batch(args, kwargs)
-            self._draw_alike()
+            self.draw_alike()
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -115,10 +114,6 @@ class HybridModel(ZeroModel):
         self.wait_for_weights()
         if self.training and self._broadcasts_buffers:
             broadcast_joined(list(self.module.buffers()), self._group)
-
-    def draw_alike(self) -> None:
-        """Gives stages the same random numbers, at the first batch and after a load: data may be drawn from them."""
-        self._draw_alike()
 
     def run_piece(self, piece: Piece, received: Boundary | None, batch: Any) -> tuple[Boundary | None, Any]:
         """Returns what goes to the next piece, or the model's outputs where the piece is the last; see `run_piece`."""
@@ -194,7 +189,7 @@ class HybridModel(ZeroModel):
     def _expect_other_random_states(self) -> None:
         self._may_draw_differently = self._shares_batches
 
-    def _draw_alike(self) -> None:
+    def draw_alike(self) -> None:
         """Gives ranks with the same batch the same random numbers, which dropout of what they all compute needs.
 
         At the first forward in training, and at the first after a load, which may have derived the ranks' random states

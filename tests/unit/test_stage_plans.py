@@ -325,6 +325,16 @@ def test_two_towers_leave_one_beside() -> None:
     assert not plan.carried
 
 
+def test_layers_of_several_classes_are_divided_as_transformers_plan_says() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.OlmoHybridConfig(num_hidden_layers=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    plan = choose_stage_plan(model)
+    assert len({type(model.get_submodule(unit)) for unit in plan.units}) > 1
+    assert plan.units == tuple(f"model.layers.{index}" for index in range(4))
+
+
 def test_equal_towers_are_ambiguous() -> None:
     model = Towers(is_traceable=False)
     with pytest.raises(ConfigError, match=r"several lists of layers of the same size, text.layers and image.layers"):

@@ -133,7 +133,8 @@ class PipelineRuntime:
         trains = optimizer is not None
         wishes = (self._model.training, trains, return_loss, return_outputs, num_items is not None)
         signatures = [(one.signature, self._model.training) for one in micro_batches]
-        if self._agreement.check(fetched, signatures, wishes, changed=self._trainability_changed()):
+        is_stale = self._trainability_changed() or self._transport.knows_many_forms
+        if self._agreement.check(fetched, signatures, wishes, changed=is_stale):
             self._transport.forget_forms()
             self._checked.clear()
         self._model.begin_batch()

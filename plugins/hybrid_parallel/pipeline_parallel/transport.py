@@ -35,6 +35,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeF
 
 __all__ = ["Received", "Sent", "Transport"]
 
+_MANY_FORMS = 1024
 _AHEAD = 2  # works whose messages are under way before their turn
 
 Ends = Callable[[int, int], tuple["dist.ProcessGroup | None", int]]
@@ -95,6 +96,11 @@ class Transport:
         self._incoming: dict[int, IncomingLink] = {}
         self._headers_due: dict[int, Message] = {}
         self._checked: set[int] = set()  # numbers of micro-batches for which the schedule is known to work
+
+    @property
+    def knows_many_forms(self) -> bool:
+        """Whether it is time to forget them: batches with other values each time have other signatures each time."""
+        return len(self._forms) > _MANY_FORMS
 
     def forget_forms(self) -> None:
         """Has the next output of each kind go with a header; all stages at once."""
@@ -277,7 +283,7 @@ class Transport:
     def _link_to(self, receiver: int) -> OutgoingLink:
         if receiver not in self._outgoing:
             group, rank = self._ends(self._stage, receiver)
-            self._outgoing[receiver] = OutgoingLink(rank, group, max_under_way=None)
+            self._outgoing[receiver] = OutgoingLink(rank, group)
         return self._outgoing[receiver]
 
     def _link_from(self, sender: int) -> IncomingLink:

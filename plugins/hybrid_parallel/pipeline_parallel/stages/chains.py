@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -85,7 +85,7 @@ def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Cha
     """Returns the chain that transformers' pipeline plans name; None: there is none, or it names several."""
     for prefix, module, config in pretrained_models(model):
         keys = [f"{prefix}.{key}" if prefix else key for key in (getattr(module, "_pp_plan", None) or {})]
-        planned = [stack for stack in stacks if _parent(stack) in keys]
+        planned = _planned_lists(model, keys)
         if len(planned) != 1:
             continue
         units = planned[0]
@@ -101,6 +101,14 @@ def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Cha
             towers=tuple(layer for stack in stacks if stack != units for layer in stack),
         )
     return None
+
+
+def _planned_lists(model: nn.Module, keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """Returns the lists of layers that a plan names; the layers may be of several classes, as in hybrid models."""
+    modules = dict(model.named_modules())
+    lists = [key for key in keys if isinstance(modules.get(key), nn.ModuleList)]
+    items = [tuple(f"{key}.{own}" for own, _ in modules[key].named_children()) for key in lists]
+    return [one for one in items if one]
 
 
 def _traced_chain(

@@ -9,6 +9,7 @@ from itertools import pairwise
 from torch import nn
 
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import position_of_gap
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
 
 __all__ = ["Piece", "StageDivision"]
@@ -76,9 +77,7 @@ class StageDivision:
 
     def stage_of_gap(self, gap: int) -> int:
         """Returns the stage that runs what comes before a unit, or behind the last one."""
-        num_positions = len(self.bounds) - 1
-        inside = (one for one in range(num_positions) if self.bounds[one] <= gap < self.bounds[one + 1])
-        return self.schedule.place(next(inside, num_positions - 1), self.num_stages)[0]
+        return self.schedule.place(position_of_gap(gap, self.bounds), self.num_stages)[0]
 
     def stages_of(self, module_name: str) -> frozenset[int]:
         """Returns the stages that hold the parameters that a module has itself.
@@ -93,7 +92,7 @@ class StageDivision:
         """Returns the stage of the unit or the module of a gap that a module is in; None: it is in neither."""
         for index, unit in enumerate(self.plan.units):
             if _is_within(module_name, unit):
-                return self.stage_of_gap(index)
+                return self.stage_of_gap(index)  # the gap before a unit is its piece's
         for name, gap in self.plan.gaps.items():
             if _is_within(module_name, name):
                 return self.stage_of_gap(gap)
