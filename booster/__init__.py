@@ -15,6 +15,7 @@ from booster.checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from booster.cluster import DistCoordinator
 from booster.config import Config
 from booster.errors import BoosterError, CheckpointError, ConfigError, DesyncError, RankFailedError
+from booster.estimate import MemoryEstimate, estimate_memory
 from booster.facade import Booster
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, TensorSlice
 from booster.launch import (
@@ -34,6 +35,7 @@ from booster.mixed_precision import (
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
 )
+from booster.monitor import Monitor
 from booster.random_state import set_seed
 
 __all__ = [
@@ -52,12 +54,15 @@ __all__ = [
     "FP16TorchMixedPrecision",
     "GeneralCheckpointIO",
     "LazyInitContext",
+    "MemoryEstimate",
     "MixedPrecision",
     "ModelWrapper",
+    "Monitor",
     "OptimizerWrapper",
     "Plugin",
     "RankFailedError",
     "TensorSlice",
+    "estimate_memory",
     "get_config",
     "get_default_parser",
     "get_dist_logger",

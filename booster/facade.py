@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 
 from booster.boost_checks import check_can_boost, require_boosted_model, require_boosted_optimizer
 from booster.checkpoint_io import CheckpointIO
-from booster.comm import barrier, group_rank
+from booster.comm import barrier, group_rank, group_size
 from booster.data import active_loader
 from booster.errors import ConfigError
 from booster.facade_checkpoints import CheckpointMethods
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.metrics import gather_for_metrics
 from booster.mixed_precision import mixed_precision_from_name
+from booster.phases import in_phase
 from booster.registry import plugin_from_name
 from booster.single_device import SingleDevicePlugin
 from booster.summary import summarize
@@ -63,6 +64,7 @@ class Booster(CheckpointMethods):
 
     # Boosting.
 
+    @in_phase("boost")
     def boost(
         self,
         model: nn.Module,
@@ -97,6 +99,7 @@ class Booster(CheckpointMethods):
         )
         if self.mixed_precision is not None:
             boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion)
+        boosted.num_ranks_of_batch = max(1, group_size() // self.plugin.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -189,6 +192,7 @@ class Booster(CheckpointMethods):
             )
         return require_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
 
+    @in_phase("pipeline")
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],

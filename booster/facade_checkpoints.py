@@ -22,6 +22,7 @@ from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingP
 from booster.comm import group_rank
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
+from booster.phases import in_phase
 from booster.random_state import ProcessRandomState
 
 __all__ = ["CheckpointMethods"]
@@ -41,6 +42,7 @@ class CheckpointMethods:
 
     # The whole training state.
 
+    @in_phase("save")
     def save(
         self,
         path: str | PathLike[str],
@@ -102,6 +104,7 @@ class CheckpointMethods:
             use_async=use_async,
         )
 
+    @in_phase("load")
     def load(
         self,
         path: str | PathLike[str],
@@ -140,6 +143,7 @@ class CheckpointMethods:
         parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
         return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify)
 
+    @in_phase("save")
     def wait_for_checkpoints(self) -> None:
         """Returns when no save is under way in the background any more. Collective.
 
@@ -162,6 +166,7 @@ class CheckpointMethods:
 
     # One thing at a time.
 
+    @in_phase("save")
     def save_model(
         self,
         model: ModelWrapper,
@@ -189,6 +194,7 @@ class CheckpointMethods:
             use_async=use_async,
         )
 
+    @in_phase("load")
     def load_model(
         self,
         model: ModelWrapper,
@@ -201,6 +207,7 @@ class CheckpointMethods:
         model = require_boosted_model(model, "load_model")
         self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
 
+    @in_phase("save")
     def save_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -228,6 +235,7 @@ class CheckpointMethods:
             use_async=use_async,
         )
 
+    @in_phase("load")
     def load_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -238,10 +246,12 @@ class CheckpointMethods:
         """Fills the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
         self._checkpoint_io.load_optimizer(require_optimizer(optimizer, "load_optimizer"), checkpoint, verify=verify)
 
+    @in_phase("save")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Writes the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
         self._checkpoint_io.save_lr_scheduler(require_scheduler(lr_scheduler, "save_lr_scheduler"), checkpoint)
 
+    @in_phase("load")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Takes over what `save_lr_scheduler` wrote. Collective."""
         self._checkpoint_io.load_lr_scheduler(require_scheduler(lr_scheduler, "load_lr_scheduler"), checkpoint)

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from booster.config import Config
 from booster.device import current_device, default_backend, device_type, set_device
 from booster.errors import ConfigError
-from booster.launch_environment import Place, has_torch_variables, read_openmpi, read_slurm, read_torch
+from booster.launch_environment import Place, has_torch_rank, has_torch_variables, read_torch
+from booster.launch_openmpi import num_openmpi_processes, read_openmpi
 from booster.launch_settings import LaunchSettings
+from booster.launch_slurm import num_slurm_tasks, read_slurm
 from booster.logger import get_dist_logger
+from booster.network_interface import choose_gloo_interface, local_address
 from booster.random_state import set_seed
 from booster.rendezvous import Card, meet, open_store
 
@@ -123,9 +126,10 @@ def launch_from_torch(
     Collective: every rank must call it.
 
     Raises:
-        ConfigError: Some of the variables are missing or no numbers, or see `launch`.
+        ConfigError: Some of the variables are missing or no numbers, srun or mpirun started several processes without
+            them, or see `launch`.
     """
-    if has_torch_variables():
+    if has_torch_rank():
         place = read_torch()
     elif dist.is_initialized() and _world is not None:  # launched in another way: this call is the second
         known = _world.settings
@@ -139,16 +143,13 @@ def launch_from_torch(
     elif dist.is_initialized():
         place = Place(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
     else:
-        place = Place(rank=0, world_size=1, local_rank=0)
-        get_dist_logger().info(
-            "no launcher's variables in the environment: a world of one; for more start with `booster run`"
-        )
+        place = _place_without_torch()
     _launch_at(place, backend, seed, verbose, config, timeout_seconds)
 
 
 def launch_from_slurm(
-    host: str,
-    port: int,
+    host: str | None = None,
+    port: int | None = None,
     backend: str | None = None,
     seed: int = 1024,
     verbose: bool = True,
@@ -156,13 +157,28 @@ def launch_from_slurm(
     *,
     timeout_seconds: float = 600,
 ) -> None:
-    """Launches with SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID, as `srun` sets them; see `launch`."""
+    """Launches with what `srun` put into the environment: `srun python train.py`, one task per rank.
+
+    Reads SLURM_PROCID, SLURM_STEP_NUM_TASKS (or SLURM_NTASKS, SLURM_NPROCS) and SLURM_LOCALID.
+    Collective: every rank must call it.
+
+    Args:
+        host: Address of rank 0's machine; None for MASTER_ADDR if it is set, else the first node of the job step,
+            which is that of rank 0 in every distribution of tasks but "arbitrary".
+        port: A free port there; None for MASTER_PORT if it is set, else one in 15000 .. 29999 that follows from the
+            numbers of job and step.
+        backend: As all others, see `launch`.
+
+    Raises:
+        ConfigError: Variables are missing or no numbers, `srun` did not start this process, host or port can't be told,
+            or see `launch`.
+    """
     _launch_at(read_slurm(host, port), backend, seed, verbose, config, timeout_seconds)
 
 
 def launch_from_openmpi(
-    host: str,
-    port: int,
+    host: str | None = None,
+    port: int | None = None,
     backend: str | None = None,
     seed: int = 1024,
     verbose: bool = True,
@@ -170,7 +186,22 @@ def launch_from_openmpi(
     *,
     timeout_seconds: float = 600,
 ) -> None:
-    """Launches with OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK, as OpenMPI's `mpirun` sets them; see `launch`."""
+    """Launches with what OpenMPI's `mpirun` put into the environment: `mpirun -n 4 python train.py`.
+
+    Reads OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_LOCAL_RANK; MPI itself is not used.
+    Collective: every rank must call it.
+
+    Args:
+        host: Address of rank 0's machine; None for MASTER_ADDR if it is set (`mpirun -x MASTER_ADDR`), else this
+            machine if all ranks are on it, else that of mpirun. Rank 0 raises an error if it is on another, and so do
+            all ranks where OpenMPI does not tell, as from version 5 on.
+        port: A free port there; None for MASTER_PORT if it is set, else one in 15000 .. 29999 that follows from the
+            name of the job.
+        backend: As all others, see `launch`.
+
+    Raises:
+        ConfigError: Variables are missing or no numbers, host or port can't be told, or see `launch`.
+    """
     _launch_at(read_openmpi(host, port), backend, seed, verbose, config, timeout_seconds)
 
 
@@ -216,6 +247,24 @@ def leave() -> None:
     _world = None
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _place_without_torch() -> Place:
+    for launcher, count, function in (
+        ("srun", num_slurm_tasks(), "launch_from_slurm"),
+        ("mpirun", num_openmpi_processes(), "launch_from_openmpi"),
+    ):
+        if count > 1:
+            raise ConfigError(
+                f"{launcher} started {count} processes, but not with the variables of `booster run`, so each would "
+                f"train alone in a world of one: call booster.{function}() in place of launch_from_torch()"
+            )
+    if has_torch_variables():
+        return read_torch()  # says which are missing
+    get_dist_logger().info(
+        "no launcher's variables in the environment: a world of one; for more start with `booster run`"
+    )
+    return Place(rank=0, world_size=1, local_rank=0)
 
 
 def _launch_at(
@@ -281,9 +330,16 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
     rank, world_size, seconds = settings.rank, settings.world_size, settings.timeout_seconds
     settings.check_meeting_place()
     store = open_store(settings.host, settings.port, rank, world_size, seconds)
-    card = Card(host=socket.gethostname(), world_size=world_size, backend=settings.backend, seed=settings.seed)
-    counted = meet(store, rank, card, seconds)
-    local_rank = counted if settings.local_rank is None else settings.local_rank
+    card = Card(
+        host=socket.gethostname(),
+        address=local_address(settings.host, settings.port) if world_size > 1 else "",
+        world_size=world_size,
+        backend=settings.backend,
+        seed=settings.seed,
+    )
+    meeting = meet(store, rank, card, seconds)
+    choose_gloo_interface(meeting.hosts, meeting.addresses, rank)
+    local_rank = meeting.local_rank if settings.local_rank is None else settings.local_rank
     device = set_device(local_rank)
     dist.init_process_group(
         settings.backend,

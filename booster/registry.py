@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from booster.errors import ConfigError
 from booster.interface import Plugin
 
-__all__ = ["plugin_from_name", "plugin_names"]
+__all__ = ["plugin_class", "plugin_from_name", "plugin_names"]
 
 ENTRY_POINT_GROUP = "booster.plugins"
 
@@ -19,10 +21,31 @@ def plugin_names() -> list[str]:
     return sorted({*_built_in(), *_registered()})
 
 
-def plugin_from_name(name: str) -> Plugin:
-    """Returns a new plugin of that name with its default arguments.
+def plugin_from_name(name: str, **arguments: Any) -> Plugin:
+    """Returns a new plugin of that name.
 
     A built-in name can't be taken over by another package.
+
+    Args:
+        name: Of the plugin.
+        **arguments: Of its constructor.
+
+    Raises:
+        ConfigError: No plugin of that name, what another package registered is no Plugin, or it has no such arguments.
+    """
+    cls = plugin_class(name)
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{cls.__name__} can't be made with {', '.join(arguments)}: {error}; it takes"
+            f" {', '.join(inspect.signature(cls).parameters)}"
+        ) from error
+    return cls(**arguments)
+
+
+def plugin_class(name: str) -> type[Plugin]:
+    """Returns the class of a plugin.
 
     Raises:
         ConfigError: No plugin of that name, or what another package registered is no Plugin.
@@ -41,7 +64,7 @@ def plugin_from_name(name: str) -> Plugin:
             f"plugin={name!r} is registered as {cls!r}, which is not a subclass of booster.Plugin: fix the"
             f" {ENTRY_POINT_GROUP!r} entry point of the package that brings it"
         )
-    return cls()
+    return cls
 
 
 def _built_in() -> dict[str, tuple[str, str]]:

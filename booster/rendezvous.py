@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from booster.errors import BoosterError, ConfigError, RankFailedError
 
-__all__ = ["Card", "meet", "open_store"]
+__all__ = ["Card", "Meeting", "meet", "open_store"]
 
 # Note [Restarts]: torch's elastic launcher keeps its store over a restart of the ranks, with the addresses of the
 # dead ones in it, and init_method="env://" reads those. Keys of our own per attempt, and per launch within a process
@@ -28,10 +28,11 @@ _GRACE_SECONDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a rank shows at the meeting. All but the host has to be equal on every rank.
+    """What a rank shows at the meeting. All but host and address has to be equal on every rank.
 
     Attributes:
         host: The machine's name, from which ranks that were not told count their local rank.
+        address: The machine's address on the way to the meeting place, "" where unknown.
         world_size: Number of ranks.
         backend: Communication backend.
         seed: Seed of all generators.
@@ -41,6 +42,22 @@ class Card:
     world_size: int
     backend: str
     seed: int
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What a rank learns at the meeting.
+
+    Attributes:
+        local_rank: This rank's number among those on the same host.
+        hosts: Every rank's host.
+        addresses: Every rank's address.
+    """
+
+    local_rank: int
+    hosts: list[str]
+    addresses: list[str]
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds: float) -> Store:
@@ -50,7 +67,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds
     Collective: every rank must call it; the others wait for the server up to the timeout.
 
     Raises:
-        ConfigError: Rank 0 can't serve at that port.
+        ConfigError: Rank 0 can't serve at that port, or the host is not its own machine.
         RankFailedError: The server can't be reached in time.
     """
     global _num_opened
@@ -67,8 +84,8 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds
     return PrefixStore(prefix, store)
 
 
-def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> int:
-    """Waits for every rank, compares their cards and returns this rank's number among those on the same host.
+def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> Meeting:
+    """Waits for every rank, compares their cards and returns where all of them are.
 
     Collective: every rank must call it.
 
@@ -92,7 +109,7 @@ def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> int:
     if verdict["difference"]:
         raise ConfigError(verdict["difference"])
     hosts: list[str] = verdict["hosts"]
-    return hosts[:rank].count(hosts[rank])
+    return Meeting(local_rank=hosts[:rank].count(hosts[rank]), hosts=hosts, addresses=verdict["addresses"])
 
 
 def _judge(store: Store, mine: Card, timeout_seconds: float) -> dict[str, object]:
@@ -106,6 +123,7 @@ def _judge(store: Store, mine: Card, timeout_seconds: float) -> dict[str, object
         "missing": [],
         "difference": _first_difference(cards),
         "hosts": [card.host for card in cards],
+        "addresses": [card.address for card in cards],
     }
 
 
@@ -131,6 +149,11 @@ def _missing(ranks: list[int], world_size: int, timeout_seconds: float) -> RankF
 def _unreachable(
     host: str, port: int, rank: int, serves: bool, timeout_seconds: float, error: Exception
 ) -> BoosterError:
+    if serves and "failed to listen" not in str(error):
+        return ConfigError(
+            f"rank 0 serves the store on {socket.gethostname()}, but can't reach itself at {host}:{port} within "
+            f"{timeout_seconds:g} s ({_first_line(error)}): give the address of rank 0's own machine as host"
+        )
     if serves:
         return ConfigError(
             f"rank 0 can't serve at port={port} of this machine ({_first_line(error)}): "

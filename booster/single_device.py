@@ -16,7 +16,8 @@ from booster.comm import group_size
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.estimate.replicas import replica_memory
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.placement import move_to_device
 
@@ -85,6 +86,9 @@ class SingleDevicePlugin(Plugin):
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the order that several ranks would read
         return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+        return replica_memory(question)
 
     def control_checkpoint_io(self) -> bool:
         return False

@@ -16,13 +16,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import group_rank, group_size, is_initialized
+from booster.comm.counter import record
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.estimate.replicas import replica_memory
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_names
+from booster.phases import observers, spend_rest_of
 from booster.placement import make_replicas_equal, move_to_device
 from booster.plugins.sync_batch_norm import convert_batch_norm
+from booster.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
@@ -151,6 +155,16 @@ class TorchDDPPlugin(Plugin):
             return nullcontext()
         return replicas.no_sync()
 
+    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+        size = self.dp_size
+        averaged = question.activations().gradients
+        return replica_memory(
+            question,
+            bucket_bytes=averaged,
+            sent=2 * (size - 1) * averaged // size,
+            views=bool(self._ddp_arguments["gradient_as_bucket_view"]),
+        )
+
     def control_checkpoint_io(self) -> bool:
         return False
 
@@ -179,7 +193,26 @@ class _WithFixedBuckets(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.has_synchronized |= self.require_backward_grad_sync and torch.is_grad_enabled()
-        return super().forward(*args, **kwargs)
+        outputs = super().forward(*args, **kwargs)
+        if self.require_backward_grad_sync and torch.is_grad_enabled() and observers():
+            self._have_the_wait_seen(outputs)
+        return outputs
+
+    def _have_the_wait_seen(self, outputs: Any) -> None:
+        """Has the end of backward, in which torch waits for the sums over the ranks, count as communication."""
+        differentiable: list[torch.Tensor] = []
+        map_tensors(lambda one: differentiable.append(one) if one.requires_grad else None, outputs)
+        if differentiable:
+            differentiable[0].register_hook(self._queue_behind_the_graph)
+
+    def _queue_behind_the_graph(self, _: torch.Tensor) -> None:
+        # Called before the reducer hears of any gradient: the engine then runs this before what the reducer queues.
+        torch.autograd.Variable._execution_engine.queue_callback(self._begin_to_wait)  # type: ignore[attr-defined]
+
+    def _begin_to_wait(self) -> None:
+        volume = 2 * (group_size() - 1) * sum(one.nbytes for one in self.parameters() if one.requires_grad)
+        record("all_reduce", sent=volume // group_size(), received=volume // group_size())
+        spend_rest_of("backward", "communication")
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, expects_sparse = super()._build_params_for_reducer()

@@ -18,13 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None for those of this process.
     """
     # Here, so that none costs a user of `import booster` anything.
-    from booster.cli import check, checkpoint, run
+    from booster.cli import benchmark, check, checkpoint, estimate, plot, run
 
     parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run.add_parser(commands)
     check.add_parser(commands)
     checkpoint.add_parser(commands)
+    benchmark.add_parser(commands)
+    estimate.add_parser(commands)
+    plot.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.handle(arguments))

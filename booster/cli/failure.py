@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Failure", "exit_code_of", "report"]
+__all__ = ["Failure", "RankFailure", "exit_code_of", "has_cause", "report"]
 
 # What ranks report when it was another one that failed.
 _CONSEQUENCES = (
@@ -29,6 +30,22 @@ class Failure(Protocol):
     pid: int
     exitcode: int
     error_file_data: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class RankFailure:
+    """A rank that failed on another host, as the launcher there told it."""
+
+    host: str
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file_data: dict[str, Any]
+
+
+def has_cause(failures: Mapping[int, Failure]) -> bool:
+    """Returns whether a rank is among them that failed for a reason of its own, not only for another's failure."""
+    return any(not any(_order(failure)[:2]) for failure in failures.values())
 
 
 def exit_code_of(failures: Mapping[int, Failure]) -> int:
@@ -67,7 +84,8 @@ def _extra(failure: Failure) -> dict[str, Any]:
 
 
 def _line(rank: int, failure: Failure, world_size: int) -> str:
-    who = f"rank {rank} of {world_size} (local rank {failure.local_rank}, pid {failure.pid})"
+    on_host = f" on {failure.host}" if isinstance(failure, RankFailure) else ""
+    who = f"rank {rank} of {world_size}{on_host} (local rank {failure.local_rank}, pid {failure.pid})"
     if failure.exitcode >= 0:
         return f"{who} failed with exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGTERM:

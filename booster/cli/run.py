@@ -1,44 +1,82 @@
-"""`booster run`: starts a script on several ranks of this machine, with torch's own elastic launcher below."""
+"""`booster run`: starts a script on several ranks of this machine or of several hosts."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import sys
-import tempfile
+import shlex
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from booster.errors import ConfigError
+from booster.cli.hosts import Host, choose_hosts, first_hosts, is_loopback
+from booster.cli.launch_arguments import parse_extra_arguments
+from booster.cli.machine_settings import (
+    DEFAULT_PORT,
+    NumMachines,
+    parse_num_machines,
+    parse_num_ranks,
+    torchrun_command,
+)
+from booster.cli.ssh_commands import exported_variables, host_commands
+from booster.errors import BoosterError, ConfigError, RankFailedError
 
 __all__ = ["add_parser", "run"]
 
-_WORKER = Path(__file__).with_name("worker.py")
-_DEFAULT_PORT = 29500
+_DESCRIPTION = """\
+Start a script on several ranks of this machine, or by ssh of several hosts, and end with the exit code of the rank that
+failed first, its traceback last.
+"""
+_EXAMPLES = """\
+Every host must log you in with a key and no question, and have this folder, the script and this Python at the same
+paths. The ranks meet at the first host, under the name by which you call it (or --master-addr), at port 29500 (or
+--master-port). PATH, PYTHON*, VIRTUAL_ENV, LD_LIBRARY_PATH and BOOSTER_*, TORCH_*, PYTORCH_*, NCCL_*, GLOO_*, OMP_*,
+MKL_*, KMP_* are set there as here.
+
+examples:
+  booster run --nproc-per-node 2 train.py --lr 1e-3
+  booster run --nproc-per-node auto -m package.train
+  booster run --host node-1,node-2 --nproc-per-node 8 train.py
+  booster run --hostfile hosts.txt --exclude node-3 --export HF_HOME --dry-run train.py
+  booster run --hostfile hosts.txt --nnodes 2:4 --max-restarts 3 train.py
+  booster run --nnodes 2 --node-rank 1 --master-addr node-1 train.py   (by hand, on each machine)
+
+hosts.txt:
+  node-1 slots=8
+  node-2 slots=8   # a comment
+"""
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command's parser to argparse's subparsers."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "run", help="start a script on several ranks", description="Start a script on several ranks."
+        "run",
+        help="start a script on several ranks, of one machine or more",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--nproc-per-node", "--nproc_per_node", default="1", metavar="N", help="ranks on this machine, or auto (1)"
-    )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines; run this on each of them (1)")
-    parser.add_argument(
-        "--node-rank", "--node_rank", type=int, default=0, metavar="N", help="number of this machine, from 0 (0)"
-    )
-    parser.add_argument("--master-addr", "--master_addr", metavar="HOST", help="address of machine 0")
-    parser.add_argument("--master-port", "--master_port", type=int, metavar="PORT", help="port there (a free one)")
-    parser.add_argument(
-        "--max-restarts", "--max_restarts", type=int, default=0, metavar="N", help="starts anew after a failure (0)"
-    )
+    _add(parser, "--nproc-per-node", metavar="N", help="ranks of a machine, or auto (1, or its slots in the host file)")
+    _add(parser, "--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX to go on with fewer (1, or all hosts)")
+    _add(parser, "--node-rank", type=int, metavar="N", help="number of this machine, from 0, where each is started (0)")
+    _add(parser, "--master-addr", metavar="HOST", help="address of machine 0 (the first host)")
+    _add(parser, "--master-port", type=int, metavar="PORT", help="port there (a free one; of several machines 29500)")
+    _add(parser, "--max-restarts", type=int, default=0, metavar="N", help="starts anew after a failure (0)")
+    _add(parser, "--extra-launch-args", metavar="TEXT", help='more for torch\'s launcher: "name=value name=value"')
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("-m", dest="is_module", action="store_true", help="script is the name of a module")
+    hosts = parser.add_argument_group("several hosts")
+    hosts.add_argument("-H", "--host", metavar="A,B", help="hosts to start ranks on")
+    _add(hosts, "--hostfile", metavar="FILE", help="file with a host a line, its slots=N after it if it has several")
+    _add(hosts, "--include", metavar="A,B", help="of these hosts, only some")
+    _add(hosts, "--exclude", metavar="A,B", help="of these hosts, all but some")
+    _add(hosts, "--ssh-port", type=int, metavar="PORT", help="port of sshd (as ssh's configuration says)")
+    _add(hosts, "--ssh-user", metavar="NAME", help="who logs in (as ssh's configuration says)")
+    _add(hosts, "--ssh-options", metavar="TEXT", help='more for ssh: "-i key -o ProxyJump=gate"')
+    hosts.add_argument(
+        "--export", action="append", metavar="NAMES|NAME=VALUE", help="more variables to set there; may be repeated"
+    )
+    parser.add_argument("--as-host", help=argparse.SUPPRESS)  # the launcher on each host is told by which name
     parser.add_argument("script", help="path of a Python file")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     parser.set_defaults(handle=run)
@@ -52,110 +90,112 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: The arguments can't work; nothing was started.
     """
-    num_ranks = _num_ranks(arguments.nproc_per_node)
-    _check(arguments)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    try:
+        return _run(arguments)
+    except BoosterError as error:
+        if arguments.as_host is None:
+            raise
+        from booster.cli.host_messages import tell_refusal
 
-    from booster.cli.failure import exit_code_of, report
-
-    with tempfile.TemporaryDirectory(prefix="booster_run_") as log_dir, _environment(num_ranks):
-        _silence_elastic_logs()
-        try:
-            elastic_launch(_launch_config(arguments, num_ranks, log_dir), sys.executable)(*_command(arguments))
-        except ChildFailedError as error:
-            print(report(error.failures, arguments.nnodes * num_ranks), file=sys.stderr, flush=True)
-            return exit_code_of(error.failures)
-        except SignalException as error:
-            print(f"booster run: ended by {error.sigval.name}, and all ranks with it", file=sys.stderr)
-            return 128 + int(error.sigval)
-        except KeyboardInterrupt:  # before the launcher had its handlers in place
-            return 130
-    return 0
+        tell_refusal(str(error), is_consequence=isinstance(error, RankFailedError))
+        return 2
 
 
-def _num_ranks(text: str) -> int:
-    if text == "auto":
-        from booster.device import device_type, num_devices
+def _run(arguments: argparse.Namespace) -> int:
+    machines = parse_num_machines(arguments.nnodes) if arguments.nnodes is not None else None
+    _check_numbers(arguments)
+    if arguments.host is not None or arguments.hostfile is not None:
+        hosts = _hosts(arguments, machines)
+        if len(hosts) > 1 or not is_loopback(hosts[0].name):
+            return _run_on_hosts(arguments, hosts, machines)
+        arguments.nproc_per_node = arguments.nproc_per_node or str(hosts[0].slots or 1)  # this machine, without ssh
+    else:
+        _check_no_host_options(arguments)
+    num_ranks = parse_num_ranks(arguments.nproc_per_node or "1")
+    _check_machine(arguments, machines or NumMachines(least=1, most=1, is_range=False))
+    if arguments.dry_run:
+        print(torchrun_command(arguments, num_ranks))
+        return 0
+    from booster.cli.machine import start_ranks
 
-        return _num_cores() if device_type() == "cpu" else num_devices()
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--nproc-per-node={text} is no number of ranks: give a number from 1, or auto")
-    return int(text)
+    return start_ranks(arguments, num_ranks)
 
 
-def _num_cores() -> int:
-    """Returns how many cores this process may use, which a container or a scheduler may have made fewer."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], machines: NumMachines | None) -> int:
+    if arguments.node_rank is not None:
+        raise ConfigError(
+            f"--node-rank={arguments.node_rank} with hosts can't be followed: they are numbered as they are listed; "
+            "leave it out, or start each machine by hand, without --host and --hostfile"
+        )
+    if arguments.nproc_per_node not in (None, "auto"):
+        parse_num_ranks(arguments.nproc_per_node)
+    extra = parse_extra_arguments(arguments.extra_launch_args or "")
+    commands = host_commands(
+        arguments,
+        hosts,
+        port=arguments.master_port or DEFAULT_PORT,
+        run_id=None if "run_id" in extra.launch else f"booster-{uuid.uuid4().hex[:8]}",
+        environment=exported_variables(os.environ, arguments.export or []),
+    )
+    if arguments.dry_run:
+        for command in commands:
+            print(shlex.join(command.command))
+        return 0
+    from booster.cli.fleet import run_fleet
+
+    return run_fleet(commands, least=min(machines.least, len(hosts)) if machines is not None else len(hosts))
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _hosts(arguments: argparse.Namespace, machines: NumMachines | None) -> list[Host]:
+    hosts = choose_hosts(
+        listed=arguments.host, hostfile=arguments.hostfile, include=arguments.include, exclude=arguments.exclude
+    )
+    if machines is None:
+        return first_hosts(hosts, len(hosts))
+    return first_hosts(
+        hosts, min(machines.most, max(machines.least, len(hosts))) if machines.is_range else machines.most
+    )
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    if arguments.max_restarts < 0:
+        raise ConfigError(f"--max-restarts={arguments.max_restarts} is negative: give 0 for none, or how many")
+    for name in ("master_port", "ssh_port"):
+        port = getattr(arguments, name)
+        if port is not None and not 0 <= port < 2**16:
+            raise ConfigError(f"--{name.replace('_', '-')}={port} is no port: give a number in 1 .. 65535")
+    parse_extra_arguments(arguments.extra_launch_args or "")
+
+
+def _check_no_host_options(arguments: argparse.Namespace) -> None:
+    names = ("include", "exclude", "ssh_port", "ssh_user", "ssh_options", "export")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} without hosts has nothing to act on, as all ranks start on this machine: add --host "
+            "or --hostfile, or leave it out"
+        )
+
+
+def _check_machine(arguments: argparse.Namespace, machines: NumMachines) -> None:
     if not arguments.is_module and not Path(arguments.script).is_file():
         raise ConfigError(
             f"there is no file {arguments.script!r} (seen from {Path.cwd()}): correct the path, or write -m before a "
             "module's name"
         )
-    if not 0 <= arguments.node_rank < arguments.nnodes:
+    if arguments.node_rank is not None and not 0 <= arguments.node_rank < machines.most:
         raise ConfigError(
-            f"--node-rank={arguments.node_rank} with --nnodes={arguments.nnodes} is outside: machines count from 0 to "
-            "nnodes - 1"
+            f"--node-rank={arguments.node_rank} with --nnodes={arguments.nnodes or 1} is outside: machines count from "
+            "0 to nnodes - 1"
         )
-    if arguments.nnodes > 1 and not arguments.master_addr:
+    if machines.most > 1 and not arguments.master_addr:
         raise ConfigError(
             f"--nnodes={arguments.nnodes} without --master-addr: the machines can't find each other; "
-            "give the address of machine 0, the same on all"
+            "give the address of machine 0, the same on all, or the machines themselves with --host A,B"
         )
-    if arguments.max_restarts < 0:
-        raise ConfigError(f"--max-restarts={arguments.max_restarts} is negative: give 0 for none, or how many")
 
 
-def _launch_config(arguments: argparse.Namespace, num_ranks: int, log_dir: str) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    if arguments.nnodes == 1:
-        host = arguments.master_addr or "localhost"
-        # An address that is this machine's for sure: looking up its full name can take long or fail in a container.
-        place: dict[str, Any] = {"rdzv_backend": "c10d", "local_addr": host}
-        place |= {"run_id": uuid.uuid4().hex, "rdzv_endpoint": f"{host}:{arguments.master_port or 0}"}
-    else:
-        port = arguments.master_port or _DEFAULT_PORT
-        place = {"rdzv_backend": "static", "rdzv_configs": {"rank": arguments.node_rank}}
-        place |= {"run_id": "booster", "rdzv_endpoint": f"{arguments.master_addr}:{port}"}
-    return LaunchConfig(
-        min_nodes=arguments.nnodes,
-        max_nodes=arguments.nnodes,
-        nproc_per_node=num_ranks,
-        role="rank",
-        max_restarts=arguments.max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        **place,
-    )
-
-
-def _command(arguments: argparse.Namespace) -> list[str]:
-    module_flag = ["-m"] if arguments.is_module else []
-    command = [str(_WORKER), *module_flag, arguments.script, *arguments.script_args]
-    return [part.replace("$", "$$") for part in command]  # torch fills in ${local_rank} and eats half of each $$
-
-
-@contextmanager
-def _environment(num_ranks: int) -> Iterator[None]:
-    """Shares the cores out among the ranks, unless the user did: by default every rank would take all of them."""
-    before = dict(os.environ)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _silence_elastic_logs() -> None:
-    """Leaves it to `report` to say what failed, unless the user asked for torch's logs."""
-    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
-        return
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def _add(parser: Any, name: str, **settings: Any) -> None:
+    """Adds an option in both spellings, `--node-rank` and `--node_rank`."""
+    spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+    parser.add_argument(*spellings, **settings)

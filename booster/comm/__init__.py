@@ -19,6 +19,7 @@ from booster.comm.counter import CommunicationCount, count_communication
 from booster.comm.exchange import gather_distinct
 from booster.comm.faults import Fault, InjectedFault, inject_faults
 from booster.comm.flat_collectives import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
+from booster.comm.imagined import are_others_imagined, imagine_others, imagined_world
 from booster.comm.links import IncomingLink, OutgoingLink, TensorSpec
 from booster.comm.point_to_point import (
     TensorReceive,
@@ -54,6 +55,7 @@ __all__ = [
     "all_reduce_numbers",
     "all_reduce_sum",
     "all_to_all_single",
+    "are_others_imagined",
     "barrier",
     "broadcast",
     "collective_device",
@@ -63,6 +65,8 @@ __all__ = [
     "group_rank",
     "group_size",
     "hang_up",
+    "imagine_others",
+    "imagined_world",
     "inject_faults",
     "is_initialized",
     "new_cpu_group",

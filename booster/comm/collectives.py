@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from booster.comm.imagined import are_others_imagined
 from booster.comm.operation import Operation, begin
 from booster.device import current_device
 from booster.kernels.shared_memory import SharedMemory, can_reduce
@@ -70,6 +71,8 @@ def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None
     """
     if group_size(group) == 1:
         return [float(number) for number in numbers]
+    if are_others_imagined():
+        return [float(number) * group_size(group) for number in numbers]
     packed = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
     _all_reduce(packed, "sum", group)
     return [float(number) for number in packed.tolist()]
@@ -120,7 +123,7 @@ def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: di
 
     if can_reduce(tensor.dtype) and tensor.is_contiguous():
         operation.run(tensor, lambda memory: memory.all_reduce(tensor, operator, operation.number), by_backend)
-    else:  # the backend's affair, and its error where that can't reduce it either
+    elif not are_others_imagined():  # the backend's affair, and its error where that can't reduce it either
         with operation.waiting():
             by_backend()
 
@@ -258,7 +261,7 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 
     Collective: every rank of the group must call it with tensors of the same shapes and dtypes in the same order.
     """
-    if group_size(group) == 1:
+    if group_size(group) == 1 or are_others_imagined():
         return
     device = collective_device(group)
     for tensor in tensors:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster.comm.collectives import group_rank, group_size
+from booster.comm.imagined import are_others_imagined
 from booster.comm.operation import Operation, begin
 from booster.comm.shared_memory import GroupMemory
 from booster.comm.started import Started
@@ -214,7 +215,7 @@ class SharedSum:
 
 
 def _goes_by_messages(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" or are_others_imagined()
 
 
 def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from booster.comm.shared_memory import GroupMemory, memory_of
 from booster.comm.started import Started, perform_started
 from booster.comm.waiting import Place, failures_named
 from booster.kernels.shared_memory import SharedMemory
+from booster.phases import Phase
 
 __all__ = ["Operation", "begin"]
 
@@ -121,9 +122,14 @@ class Operation:
         with self.failures_named():
             yield
 
-    def failures_named(self) -> AbstractContextManager[None]:
-        """Returns a context in which torch's error about a lost or late rank becomes one that names the rank."""
-        return failures_named(Place(self.name, self.number, self.peer), self.group)
+    @contextmanager
+    def failures_named(self) -> Iterator[None]:
+        """Surrounds what this operation asks of its group: torch's error about a lost or late rank then names the rank.
+
+        Meanwhile this rank is in the phase "communication".
+        """
+        with Phase("communication", self), failures_named(Place(self.name, self.number, self.peer), self.group):
+            yield
 
 
 def begin(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from booster.comm.collectives import collective_device, global_rank_of, group_rank, group_size
 from booster.comm.counter import record
+from booster.comm.imagined import are_others_imagined
 from booster.comm.operation import Operation, begin
 from booster.errors import ConfigError
 
@@ -43,6 +44,8 @@ def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
     Collective: every rank of the group must call it.
     """
+    if are_others_imagined() and group is not None:
+        return group
     ranks = [global_rank_of(rank, group) for rank in range(group_size(group))]
     made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
     return made

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
+from booster.comm.imagined import ImaginedMemory, are_others_imagined
 from booster.comm.started import Started, perform_started
 from booster.errors import ConfigError
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, Ticket, is_available
@@ -108,6 +109,8 @@ def memory_of(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> GroupMem
         ConfigError: `BOOSTER_SHARED_MEMORY` has no known value.
         RuntimeError: The backend's, where a rank is lost or too late.
     """
+    if are_others_imagined():
+        return GroupMemory(ImaginedMemory())  # type: ignore[arg-type]  # all that is used of it
     if tensor.device.type != "cpu":
         return None
     chosen = group or _get_default_group()

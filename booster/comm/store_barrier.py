@@ -18,7 +18,7 @@ from booster.comm.collectives import group_rank, group_size
 from booster.comm.started import perform_started
 from booster.errors import BoosterError, DesyncError, RankFailedError
 
-__all__ = ["ErrorBarrier"]
+__all__ = ["ErrorBarrier", "own_store"]
 
 # Note [Error barrier]
 # Every phase has keys of its own. Each rank writes `report/<rank>`: its error or none, and its payload. Rank 0 waits
@@ -59,7 +59,7 @@ class ErrorBarrier:
         self._timeout_seconds = timeout_seconds
         self._name = name
         self._num_phases = 0
-        self._store = None if self._size == 1 else _own_store(group, name)
+        self._store = None if self._size == 1 else own_store(group, name)
 
     def gather(self, phase: str, payload: bytes = b"", error: Exception | None = None) -> list[bytes]:
         """Returns the payloads by rank on rank 0, and an empty list on the others, once every rank is here.
@@ -232,8 +232,8 @@ def _num_chunks(payload: bytes) -> int:
     return max(1, -(-len(payload) // _CHUNK_BYTES))
 
 
-def _own_store(group: dist.ProcessGroup | None, name: str) -> Store:
-    """Returns a store under a prefix that no earlier barrier of these ranks used."""
+def own_store(group: dist.ProcessGroup | None, name: str) -> Store:
+    """Returns a store under a prefix that nothing of these ranks used before, by a client that only this room uses."""
     default: Any = _get_default_store()
     ranks = dist.get_process_group_ranks(group)
     key = f"{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{name}"

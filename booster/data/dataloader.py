@@ -15,6 +15,7 @@ from booster.data.active import Iteration, active_iteration, enter_iteration, le
 from booster.data.loader_state import decode_state, encode_state
 from booster.data.sampler import BatchPlace, EpochSampler
 from booster.data.seeding import SeededDataset, WorkerStart
+from booster.phases import in_phase
 
 __all__ = ["DistributedDataLoader", "EpochIterator"]
 
@@ -52,6 +53,7 @@ class EpochIterator(Iterator[T_co]):
         """Whether more batches may come."""
         return self._source is not None
 
+    @in_phase("data")
     def __next__(self) -> T_co:
         if self._source is None:
             raise StopIteration
@@ -114,6 +116,7 @@ class DistributedDataLoader(DataLoader[T_co]):
         self._next = _Cursor(epoch=0)  # where the next iter() begins
         self._newest: weakref.ref[EpochIterator[T_co]] | None = None
 
+    @in_phase("data")
     def __iter__(self) -> EpochIterator[T_co]:  # type: ignore[override]
         cursor = self._next
         self.epoch_sampler.start_at(cursor.epoch, cursor.position)

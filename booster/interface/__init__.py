@@ -8,17 +8,21 @@ from booster.interface.optimizer_state import OptimizerState, TensorSpec
 from booster.interface.parameter_layout import LayoutPiece, ParameterLayout, layout_of, set_layout
 from booster.interface.pending_gradients import PendingGradients, ReducedGradients, WindowCounts
 from booster.interface.plugin import Boosted, Plugin
+from booster.interface.rank_memory import ActivationProfile, MemoryParts, MemoryQuestion, RankMemory
 from booster.interface.shards import Shard, ShardAware, Shards
 from booster.interface.state_allocation import AllocatesStates
 from booster.interface.tensor_slice import TensorSlice
 
 __all__ = [
+    "ActivationProfile",
     "AllocatesStates",
     "Boosted",
     "FusedUpdate",
     "LayoutPiece",
     "LossScaler",
     "MasterWeights",
+    "MemoryParts",
+    "MemoryQuestion",
     "MixedPrecision",
     "ModelWrapper",
     "OptimizerState",
@@ -26,6 +30,7 @@ __all__ = [
     "ParameterLayout",
     "PendingGradients",
     "Plugin",
+    "RankMemory",
     "ReducedGradients",
     "Shard",
     "ShardAware",

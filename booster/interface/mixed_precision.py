@@ -75,6 +75,11 @@ class MixedPrecision(ABC):
     def compute_dtype(self) -> torch.dtype | None:
         """The format of the matrix multiplications; None where it is the parameters' own."""
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer updates fp32 copies of low-precision weights."""
+        return False
+
     def prepare(self, model: nn.Module) -> None:  # noqa: B027
         """Casts parameters or replaces modules in place, before the plugin wraps the model. Default: nothing.
 

@@ -12,6 +12,7 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface.mixed_precision import MixedPrecision
 from booster.interface.parameter_layout import layout_of
 from booster.interface.tensor_slice import TensorSlice
+from booster.phases import Phase, observers
 
 __all__ = ["ModelWrapper"]
 
@@ -31,12 +32,14 @@ class ModelWrapper(nn.Module):
     module: nn.Module
     forward_module: nn.Module
     precision: MixedPrecision | None
+    num_ranks_of_batch: int  # that compute each batch together, and are given the same
 
     def __init__(self, module: nn.Module, forward_module: nn.Module | None = None, *, is_primary: bool = True) -> None:
         super().__init__()
         self.module = module
         self.precision = None
         self._is_primary = is_primary
+        self.num_ranks_of_batch = 1
         self._load_hooks: list[Callable[[], None]] = []
         self._exact_copies: list[Callable[[], list[TensorSlice]]] = []
         # Kept out of the submodules: its names would appear a second time, with the plugin's prefix.
@@ -47,6 +50,17 @@ class ModelWrapper(nn.Module):
     def unwrap(self) -> nn.Module:
         """Returns the user's model."""
         return self.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `forward` with its hooks, in a phase of its own."""
+        if torch.compiler.is_compiling():  # phases are nothing that can be compiled
+            return super().__call__(*args, **kwargs)
+        trains = torch.is_grad_enabled()
+        if trains:
+            for observer in observers():
+                observer.forward_called(self, args, kwargs)
+        with Phase("forward" if trains or self.training else "evaluate"):
+            return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the plugin's forward; arguments and result are those of the user's model."""

@@ -20,15 +20,16 @@ from booster.interface.gradient_window import GradientWindow
 from booster.interface.loss import require_scalar_loss
 from booster.interface.mixed_precision import LossScaler, MasterWeights
 from booster.interface.model import ModelWrapper
-from booster.interface.optimizer_pass_through import OptimizerPassThrough
+from booster.interface.optimizer_parameters import OptimizerParameters
 from booster.interface.optimizer_state import OptimizerState
 from booster.interface.pending_gradients import PendingGradients
 from booster.interface.state_allocation import AllocatesStates
+from booster.phases import end_step, in_phase, observers
 
 __all__ = ["OptimizerWrapper"]
 
 
-class OptimizerWrapper(OptimizerPassThrough):
+class OptimizerWrapper(OptimizerParameters):
     """The boosted optimizer.
 
     It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are
@@ -61,6 +62,7 @@ class OptimizerWrapper(OptimizerPassThrough):
         self.master_weights: MasterWeights | None = None
         self.step_was_skipped = False
         self.num_skipped_steps = 0
+        self._num_steps = 0
         self._window = GradientWindow()
         self._defers_step = False
         self._counts_next_backward = False
@@ -84,6 +86,7 @@ class OptimizerWrapper(OptimizerPassThrough):
 
     # Backward.
 
+    @in_phase("backward")
     def backward(
         self,
         loss: torch.Tensor,
@@ -109,11 +112,14 @@ class OptimizerWrapper(OptimizerPassThrough):
         """
         require_scalar_loss(loss)
         self._open_window(num_items)
+        for observer in observers():
+            observer.loss_given(self, loss, num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
         with self._collecting_gradients():
             loss.backward(inputs=inputs, retain_graph=retain_graph)
 
+    @in_phase("backward")
     def backward_by_grad(
         self,
         tensor: torch.Tensor,
@@ -176,6 +182,7 @@ class OptimizerWrapper(OptimizerPassThrough):
 
     # Gradients.
 
+    @in_phase("clip")
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor | None:
@@ -209,6 +216,7 @@ class OptimizerWrapper(OptimizerPassThrough):
             nn.utils.clip_grads_with_norm_(self._optimized_parameters(), max_norm, norm)
         return norm
 
+    @in_phase("clip")
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamps every element of the true gradients to [-clip_value, clip_value].
 
@@ -220,6 +228,7 @@ class OptimizerWrapper(OptimizerPassThrough):
         self._apply_factors()
         nn.utils.clip_grad_value_(self._optimized_parameters(), clip_value)
 
+    @in_phase("clip")
     def get_grad_norm(self) -> float | None:
         """Returns the 2-norm of the window's true gradients before clipping, or of the last step's after zero_grad().
 
@@ -290,6 +299,7 @@ class OptimizerWrapper(OptimizerPassThrough):
 
     # Step.
 
+    @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters, or skips if a loss-scaled gradient overflowed on any rank.
 
@@ -315,7 +325,7 @@ class OptimizerWrapper(OptimizerPassThrough):
             self._update_parameters()
         if self.loss_scaler is not None and self._window.num_backwards > 0 and not self._window.has_stepped:
             self.loss_scaler.update(self.step_was_skipped)
-        self._window.has_stepped = True
+        self._end_step()
         return None
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
@@ -325,8 +335,14 @@ class OptimizerWrapper(OptimizerPassThrough):
                 " unscaled: use fp32 or mixed_precision='bf16' with an optimizer that needs a closure"
             )
         result = self.optim.step(closure)
-        self._window.has_stepped = True
+        self._end_step()
         return result
+
+    def _end_step(self) -> None:
+        """Notes that the step is done, or was skipped; last in every `step` that is not held back."""
+        self._window.has_stepped = True
+        self._num_steps += 1
+        end_step(self, self._num_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
@@ -465,36 +481,3 @@ class OptimizerWrapper(OptimizerPassThrough):
     def _multiply(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         if gradients:
             torch._foreach_mul_(list(gradients), factor)
-
-    # Parameters.
-
-    def _optimized_parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optim.param_groups for parameter in group["params"]]
-
-    def _working_parameters(self) -> list[nn.Parameter]:
-        return [self.working_parameter(parameter) for parameter in self._optimized_parameters()]
-
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns the model's parameter for one of `param_groups`, which may hold its fp32 copy."""
-        return parameter if self.master_weights is None else self.master_weights.working_parameter(parameter)
-
-    def _working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Returns the rounded weights that are to follow those of `param_groups`."""
-        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
-        return {one: working.detach() for one, working in pairs if working is not one}
-
-    def _working_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Returns the raw gradients of the rounded weights, by what `param_groups` have in their place."""
-        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
-        return {one: working.grad for one, working in pairs if working is not one and working.grad is not None}
-
-    def group_parameters(self, index: int) -> list[nn.Parameter]:
-        """Returns the model's parameters of a param group, whole, whatever part of them this rank updates."""
-        return [self.working_parameter(parameter) for parameter in self.param_groups[index]["params"]]
-
-    def group_masters(self, index: int) -> list[nn.Parameter]:
-        """Returns the fp32 copies in a param group that this rank updates in place of the model's parameters."""
-        return [one for one in self.param_groups[index]["params"] if self.working_parameter(one) is not one]
-
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._working_parameters())

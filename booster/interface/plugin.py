@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from booster.errors import ConfigError
 from booster.interface.batch_call import call_with_batch
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.rank_memory import MemoryQuestion, RankMemory
 
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
@@ -144,6 +146,24 @@ class Plugin(ABC):
         if optimizer is not None:
             optimizer.backward(loss, num_items=num_items)
         return {"loss": loss.detach() if return_loss else None, "outputs": outputs if return_outputs else None}
+
+    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+        """Returns what training a model takes on the rank that needs the most. See `booster.estimate_memory`.
+
+        Called on one rank, while the others are imagined: see Note [Imagined ranks].
+
+        Raises:
+            ConfigError: The plugin can't tell, or can't train the model.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not say how much memory it needs: ask about another plugin, or give the class"
+            " a method estimate_memory()"
+        )
+
+    @classmethod
+    def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
+        """Returns arguments of the plugin that are worth a look on so many ranks, for `booster estimate`."""
+        return [{}]
 
     @abstractmethod
     def control_checkpoint_io(self) -> bool:

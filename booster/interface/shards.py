@@ -8,6 +8,7 @@ parameters. `ShardAware` is how such an optimizer says that it puts these togeth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -17,10 +18,25 @@ from torch import nn
 
 from booster.comm import all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
-from booster.interface.parameter_layout import ParameterLayout, is_cut, layout_of
+from booster.interface.parameter_layout import Box, ParameterLayout, _overlaps, is_cut, layout_of
 from booster.interface.tensor_slice import TensorSlice
 
-__all__ = ["Shard", "ShardAware", "Shards"]
+__all__ = ["Block", "SeesWholeSteps", "Shard", "ShardAware", "Shards"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Elements of a shard that are a block of the parameter as the user made it.
+
+    Attributes:
+        view: The elements, in the block's shape; with as many dimensions as the parameter.
+        box: Per dimension of the parameter the offset and the length of the block.
+        is_counted: True on exactly one of the ranks that hold the same elements.
+    """
+
+    view: torch.Tensor
+    box: Box
+    is_counted: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +75,19 @@ class Shard:
         All of them, but for padding and for what another rank of a tensor-parallel group counts.
         """
         return self.layout.counted(tensor, self.span) if is_cut(self.working) else [tensor]
+
+    def blocks(self, tensor: torch.Tensor) -> list[Block]:
+        """Returns views of a tensor of the shard's shape by where they lie in the parameter: a few, without padding.
+
+        A stretch of a matrix is some of its first row, whole rows, and some of its last row. Unlike `positions()` this
+        takes no memory.
+        """
+        layout = self.layout
+        return [
+            Block(view=view, box=box, is_counted=piece.is_primary)
+            for piece in layout.pieces
+            for view, box in _overlaps(piece, layout.local_shape, tensor, self.span)
+        ]
 
     def positions(self) -> torch.Tensor:
         """Returns where the shard's elements lie in the row-major flattening of the parameter as the user made it.
@@ -173,16 +202,18 @@ class ShardAware(Protocol):
       `shards.sum_over_ranks(squares, lengths=2)` once, and scales every shard by the ratio of the two roots.
     - LARS (You et al., 2017, section 5) does the same with weights and gradients before it applies momentum.
     - Adafactor (Shazeer and Stern, 2018, Algorithm 4) sums the squared gradient of a matrix by rows and by columns:
-      an element of a shard lies at `divmod(shard.positions()[index], columns)`, and
-      `lengths={name: rows + columns}` comes from `shards.shapes`. Its clipping by the root mean square of the update
-      takes a second call with `lengths=1`.
+      `shard.blocks(gradient)` says of which, and `lengths={name: rows + columns}` comes from `shards.shapes`. Its
+      clipping by the root mean square of the update takes a second call with `lengths=1`.
 
     What `step()` has to keep to:
 
     - Every rank calls `sum_over_ranks` equally often and with the same lengths, also a rank that has no shard, or none
       with a gradient. Whether a parameter has a gradient (`shard.parameter.grad`) is the same on all ranks.
     - A state tensor of the shard's own shape holds one value per element, and is stored and re-cut with the elements.
-      Every other state must be equal on all ranks that hold shards of the parameter.
+      Every other state must be equal on all ranks that hold shards of the parameter. It has two dimensions at least
+      (or none, or is no tensor), as in one it might be as long as a shard.
+    - A plugin may call it several times for one step, every time with the gradients of some parameters; all shards of
+      a parameter are in the same call. What has to see all gradients at once is `SeesWholeSteps` besides.
     - State belongs to the shard in `param_groups`; `Shard.working` is not to be changed.
 
     An optimizer that is elementwise, but draws random numbers or can't be tried out on small tensors, says so by a
@@ -194,5 +225,18 @@ class ShardAware(Protocol):
 
         Called once when the groups were re-pointed to shards, after state of earlier steps was cut; and again with new
         `Shards` when the groups changed. Not collective, so it must not communicate.
+        """
+        ...
+
+
+@runtime_checkable
+class SeesWholeSteps(Protocol):
+    """A `ShardAware` optimizer that looks at all gradients together, as for a norm over all of them."""
+
+    def whole_step(self) -> AbstractContextManager[None]:
+        """Returns a context in which all calls of `step()` are parts of one step.
+
+        It is entered when all gradients are where they belong. In each call some of them are shown, and the parameters
+        of the others have none. Not collective.
         """
         ...

@@ -92,6 +92,10 @@ class FP16ApexMixedPrecision(MixedPrecision):
         """The format of the matrix multiplications; None where it is the parameters' own."""
         return torch.float16 if self._autocast is not None else self.options.cast_model_type
 
+    @property
+    def keeps_masters(self) -> bool:
+        return bool(self.options.master_weights)
+
     def prepare(self, model: nn.Module) -> None:
         """Casts the model's weights in place, as the level says.
 

@@ -78,6 +78,10 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         """The format of the matrix multiplications."""
         return torch.float16
 
+    @property
+    def keeps_masters(self) -> bool:
+        return True
+
     def prepare(self, model: nn.Module) -> None:
         """Casts the model to float16 in place, and remembers its values until `configure`.
 

@@ -20,6 +20,7 @@ def scheduler_state(document: Any, lr_scheduler: Any, path: Path) -> dict[str, A
 
     Raises:
         CheckpointError: It is something else, or of another class of scheduler.
+        ConfigError: The scheduler sees that it is of one with other settings.
     """
     state = document.get("state") if isinstance(document, dict) else None
     if not isinstance(state, dict):
@@ -30,4 +31,7 @@ def scheduler_state(document: Any, lr_scheduler: Any, path: Path) -> dict[str, A
             f"{path} holds the state of a {document.get('scheduler')!s:.80}, not of a {name}: build the scheduler"
             " that was saved"
         )
+    check = getattr(lr_scheduler, "check_state_dict", None)
+    if check is not None:  # now, as models and optimizers may be filled before it is loaded
+        check(state)
     return state

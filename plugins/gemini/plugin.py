@@ -26,10 +26,11 @@ from booster.comm import (
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.plugins.gemini.assembly import Assembly, place_buffers
+from booster.plugins.gemini.memory import gemini_memory
 from booster.plugins.gemini.optimizer import GeminiOptimizer
 from booster.plugins.gemini.placement import Placement
 from booster.plugins.gemini.settings import GeminiArguments, GeminiSettings, PlacementArguments
@@ -344,6 +345,24 @@ class GeminiPlugin(Plugin):
     ) -> AbstractContextManager[None]:
         """Returns a context that changes nothing: every backward reduces, as no rank has room for whole gradients."""
         return nullcontext()
+
+    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+        return gemini_memory(
+            question,
+            self._settings(),
+            self._placement,
+            num_replicas=self._mesh.size(0),
+            outputs_fp32=self._arguments.force_outputs_fp32,
+        )
+
+    @classmethod
+    def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
+        return [
+            {"precision": "bf16"},
+            {"precision": "fp32"},
+            {"precision": "bf16", "offload_optim_frac": 1.0},
+            {"precision": "bf16", "placement_policy": "cpu"},
+        ]
 
     def control_checkpoint_io(self) -> bool:
         return False

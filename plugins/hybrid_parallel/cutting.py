@@ -13,7 +13,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import s
 from booster.plugins.sharding.deep_copies import copy_with_tensors
 from booster.plugins.sharding.materializing import Materializer
 
-__all__ = ["cut_model"]
+__all__ = ["cut_model", "cut_parameter"]
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def cut_model(
         for name, parameter in found.items():
             names[id(parameter)] = name
             if name in held and name not in after:
-                _cut(parameter, layouts[name], optimizer)
+                cut_parameter(parameter, layouts[name], optimizer)
                 after[name] = parameter
         if id(module) in absent:
             show_stand_ins(module, taken)
@@ -81,7 +81,9 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
 
 
-def _cut(parameter: nn.Parameter, layout: ParameterLayout, optimizer: Optimizer | None) -> None:
+@torch.no_grad()
+def cut_parameter(parameter: nn.Parameter, layout: ParameterLayout, optimizer: Optimizer | None = None) -> None:
+    """Takes a parameter down to the part of it that a layout says, in place, with what an optimizer has of it."""
     if not layout.is_whole:
         parameter.data = layout.cut(parameter.data)
         parameter.grad = None

@@ -18,7 +18,7 @@ from booster.plugins.hybrid_parallel.activation_checkpointing import (
     checkpoint_layers,
     require_stacks,
 )
-from booster.plugins.hybrid_parallel.cutting import cut_model
+from booster.plugins.hybrid_parallel.cutting import cut_model, cut_parameter
 from booster.plugins.hybrid_parallel.layouts import planned_layouts
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.parallelize import parallelize
@@ -143,7 +143,7 @@ class ModelSplit:
             ConfigError: It can't.
         """
         self._plans[model] = plan = self.plan(model)
-        self._layouts(model, plan)
+        self.layouts(model, plan)
         if self._arguments.checkpointing is not None:
             require_stacks(model, plan.stacks)
         if self._arguments.sequence_mode is not None and not any(plan.stacks):
@@ -169,7 +169,7 @@ class ModelSplit:
         require_same_on_all_ranks("the plan", [repr(entry) for entry in plan.entries])
         if plan.is_derived or self._verbose:
             log_on_master(f"HybridParallelPlugin divides {type(model).__name__} so:\n{self._table(model, plan)}")
-        layouts = self._layouts(model, plan)
+        layouts = self.layouts(model, plan)
         tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
         own = {name: of_ranks[tensor_rank] for name, of_ranks in layouts.items()}
         division = self._divisions.pop(model, None)
@@ -184,6 +184,19 @@ class ModelSplit:
         if self.weight_gradients is not None:
             defer_weight_gradients(model, self.weight_gradients)
         connect(model, carved, self._stage)
+
+    def divide_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+        """Makes of a whole model what a rank has of its layers, with those of all stages, in place. No communication.
+
+        Args:
+            model: Not divided yet, on the device that it is to be on.
+            plan: See `plan`.
+        """
+        layouts = self.layouts(model, plan)
+        tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
+        for name, parameter in model.named_parameters():
+            cut_parameter(parameter, layouts[name][tensor_rank])
+        self._parallelize(model, plan, layouts)
 
     @property
     def _stage(self) -> int:
@@ -240,7 +253,8 @@ class ModelSplit:
         for stack in plan.stacks:
             attach_stack([modules[name] for name in stack], SequenceAxisSplitter(ranks))
 
-    def _layouts(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ParameterLayout]]:
+    def layouts(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ParameterLayout]]:
+        """Returns by parameter name what every tensor parallel rank holds of it. No communication."""
         return planned_layouts(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
 
     def _materializer(self, model: nn.Module) -> Materializer:

@@ -19,11 +19,12 @@ from booster.comm import group_size, is_initialized, raise_on_all_ranks, require
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
 from booster.plugins.hybrid_parallel.from_config import arguments_from_config
+from booster.plugins.hybrid_parallel.memory import hybrid_memory, hybrid_settings
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.model import HybridModel
 from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
@@ -452,6 +453,13 @@ class HybridParallelPlugin(Plugin):
                 " booster.no_sync(model, optimizer)"
             )
         return optimizer.no_sync()
+
+    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+        return hybrid_memory(question, self._arguments, self._mesh, self._split)
+
+    @classmethod
+    def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
+        return hybrid_settings(num_ranks)
 
     def control_checkpoint_io(self) -> bool:
         return False

@@ -91,7 +91,7 @@ class HybridArguments:
     @property
     def dtype(self) -> torch.dtype | None:
         """Number format of the weights; None: their own."""
-        return self._zero_arguments().dtype
+        return self.zero_arguments().dtype
 
     @property
     def sequence_mode(self) -> str | None:
@@ -122,6 +122,13 @@ class HybridArguments:
         return checkpointing_of(self.gradient_checkpoint_config, self.pp_size)
 
     @property
+    def division_of_layers(self) -> str:
+        """A text that is the same where every layer is divided in the same way."""
+        names = ("tp_size", "sp_size", "enable_sequence_parallelism", "sequence_parallelism_mode", "parallel_output")
+        further = ("plan", "custom_policy", "make_vocab_size_divisible_by", "gradient_checkpoint_config")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *further))
+
+    @property
     def pipeline(self) -> PipelineArguments | None:
         """How model and batches are divided for stages; None: there is one stage."""
         return self._pipeline_arguments() if self.pp_size > 1 else None
@@ -131,7 +138,7 @@ class HybridArguments:
         """Elements of a bucket of gradients: of `ddp_bucket_cap_mb` MiB in fp32, or as ZeRO's argument says."""
         if self.zero_stage == 0:
             return max(1, int(self.ddp_bucket_cap_mb * _MEBI) // torch.float32.itemsize)
-        return self._zero_arguments().max_bucket_numel
+        return self.zero_arguments().max_bucket_numel
 
     def axis_sizes(self, world_size: int) -> dict[str, int]:
         """Returns the number of ranks along each axis; dp has what the others leave."""
@@ -164,7 +171,7 @@ class HybridArguments:
         self._check_world(world_size)
         self._check_plan()
         self._check_gradients()
-        self._zero_arguments().check(world_size)
+        self.zero_arguments().check(world_size)
         checkpointing_of(self.gradient_checkpoint_config, self.pp_size)
 
     def _check_counts(self) -> None:
@@ -307,7 +314,7 @@ class HybridArguments:
             execution_sequence=AlikeOnRanks.value_of(self.execution_sequence),
         )
 
-    def _zero_arguments(self) -> ZeroArguments:
+    def zero_arguments(self) -> ZeroArguments:
         """Returns what ZeRO's own plugin would be given, which checks what both have."""
         return ZeroArguments(
             stage=max(1, self.zero_stage),

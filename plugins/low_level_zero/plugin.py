@@ -25,10 +25,11 @@ from booster.comm import (
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
 from booster.placement import make_replicas_equal, move_to_device
+from booster.plugins.low_level_zero.memory import zero_memory
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.low_level_zero.settings import ZeroArguments, ZeroSettings
@@ -274,6 +275,20 @@ class LowLevelZeroPlugin(Plugin):
                 " booster.no_sync(model, optimizer)"
             )
         return optimizer.no_sync()
+
+    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+        return zero_memory(
+            question,
+            self._arguments,
+            num_shards=self._mesh.size(1),
+            num_replicas=self._mesh.size(0),
+            offloads=self._arguments.cpu_offload and self._device.type != "cpu",
+        )
+
+    @classmethod
+    def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
+        precisions = ("bf16", "fp32")
+        return [{"stage": stage, "precision": precision} for precision in precisions for stage in (1, 2)]
 
     def control_checkpoint_io(self) -> bool:
         return False

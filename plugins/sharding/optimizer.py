@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.interface.mixed_precision import LossScaler
+from booster.interface.shards import SeesWholeSteps
+from booster.phases import in_phase
 from booster.plugins.sharding.masters import follow_weights
 from booster.plugins.sharding.norms import norm_over_ranks
 from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients
@@ -246,6 +249,7 @@ class ShardedOptimizer(OptimizerWrapper):
         super().clip_grad_by_value(clip_value)
         self._known_norm = None
 
+    @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates this rank's shards, or skips if a loss-scaled gradient overflowed on any rank; spreads the weights.
 
@@ -266,6 +270,11 @@ class ShardedOptimizer(OptimizerWrapper):
             self._clip_to_max_norm()
         super().step()
         return result
+
+    def _run_together(self, update: Callable[[], Any]) -> None:
+        whole_step = self.optim.whole_step() if isinstance(self.optim, SeesWholeSteps) else nullcontext()
+        with whole_step:
+            super()._run_together(update)
 
     def _clip_to_max_norm(self) -> None:
         window = self._window

@@ -16,6 +16,8 @@ __all__ = ["shard_state"]
 
 # torch's own numbers per parameter. They are tensors without dimensions, as a scalar parameter's moments are.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+# Our own sums over rows and columns. They may have the shape of what a tensor-parallel rank has of a narrow matrix.
+_OF_WHOLES = frozenset({"exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"})
 
 
 def shard_state(optimizer: Optimizer, parameter: nn.Parameter, shards: Sequence[Shard]) -> None:
@@ -51,4 +53,6 @@ def _part_of(whole: Any, parameter: nn.Parameter, shard: Shard) -> Any:
 
     if not isinstance(whole, Mapping):
         return copy_with_tensors(part, whole)
-    return {key: copy_with_tensors(number if key in _NUMBERS else part, value) for key, value in whole.items()}
+    return {
+        key: copy_with_tensors(number if key in _NUMBERS | _OF_WHOLES else part, value) for key, value in whole.items()
+    }

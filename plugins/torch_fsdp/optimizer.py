@@ -16,6 +16,7 @@ from booster.comm import all_reduce_max, all_reduce_sum, collective_device, grou
 from booster.errors import ConfigError
 from booster.interface import Shard, Shards
 from booster.interface.mixed_precision import LossScaler
+from booster.phases import in_phase
 from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.torch_fsdp.closures import drive
@@ -301,6 +302,7 @@ class FSDPOptimizer(ShardedOptimizer):
         if self._window.num_backwards > 0:
             self._write_weights()
 
+    @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters; see `ShardedOptimizer.step`. LBFGS calls the closure as often as it wants.
 
@@ -328,7 +330,7 @@ class FSDPOptimizer(ShardedOptimizer):
             )
         finally:
             self._is_stepping = False
-        self._window.has_stepped = True
+        self._end_step()
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from booster.comm import (
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
@@ -38,6 +38,7 @@ from booster.plugins.sharding.checks import check_memory_is_apart, error_of, opt
 from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.plugins.torch_fsdp.assembly import Assembly
+from booster.plugins.torch_fsdp.memory import fsdp_memory
 from booster.plugins.torch_fsdp.optimizer import FSDPOptimizer, OptimizerSettings
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
 from booster.plugins.torch_fsdp.settings import FSDPArguments
@@ -309,6 +310,21 @@ class TorchFSDPPlugin(Plugin):
                 " booster.no_sync(model, optimizer)"
             )
         return optimizer.no_sync()
+
+    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+        is_cpu = self._device.type == "cpu"
+        return fsdp_memory(question, self._assembly(), is_cpu=is_cpu, offloads=self._arguments.offloads and not is_cpu)
+
+    @classmethod
+    def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        strategies: list[dict[str, Any]] = [
+            {"sharding_strategy": "FULL_SHARD"},
+            {"sharding_strategy": "SHARD_GRAD_OP"},
+        ]
+        if num_ranks % 2 == 0 and num_ranks > 2:
+            strategies.append({"sharding_strategy": "HYBRID_SHARD", "extra_dp_size": 2})
+        return [strategy | formats for formats in ({"mixed_precision": half}, {}) for strategy in strategies]
 
     def control_checkpoint_io(self) -> bool:
         return False

@@ -1,6 +1,6 @@
 """HybridParallelPlugin in stages: saves are those of the user's model, and every stage writes what is its own.
 
-Pairs with all other plugins are in test_any_to_any.py, runs that stop and start again in test_resume.py.
+Pairs with all other plugins are in test_any_to_any.py, runs that stop and start again in test_resume_sharded.py.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The command line in one process: arguments, the report on failed ranks, and the look at the installation."""
+"""The command line in one process: arguments, and the report on failed ranks."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-import tomllib
 import torch.distributed.launcher.api as launcher
 
-from booster.cli import check, failure, main
-from booster.cli import run as run_command
-from booster.kernels.building import find_toolchain
+from booster.cli import failure, machine_settings, main
 
 
 @dataclass
@@ -114,7 +110,7 @@ def test_run_of_a_module_on_several_machines(started):
 
 
 def test_cores_are_shared_out_unless_the_user_did(started, monkeypatch):
-    monkeypatch.setattr(run_command, "_num_cores", lambda: 8)
+    monkeypatch.setattr(machine_settings, "num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     main(["run", "--nproc-per-node", "3", "-m", "x"])
     assert "OMP_NUM_THREADS" not in os.environ
@@ -126,71 +122,9 @@ def test_cores_are_shared_out_unless_the_user_did(started, monkeypatch):
 
 def test_auto_takes_every_core_or_device(started, monkeypatch):
     monkeypatch.setattr("booster.device.device_type", lambda: "cpu")
-    monkeypatch.setattr(run_command, "_num_cores", lambda: 6)
+    monkeypatch.setattr(machine_settings, "num_cores", lambda: 6)
     main(["run", "--nproc-per-node", "auto", "-m", "x"])
     monkeypatch.setattr("booster.device.device_type", lambda: "cuda")
     monkeypatch.setattr("booster.device.num_devices", lambda: 4)
     main(["run", "--nproc-per-node", "auto", "-m", "x"])
     assert [config.nproc_per_node for config, _, _ in started] == [6, 4]
-
-
-def test_check_says_what_is_there(capsys):
-    assert main(["check", "-i"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("OK")
-    shown = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
-    assert {"python", "booster", "torch", "safetensors", "devices", "c++"} <= shown.keys()
-    assert shown["backends"][:2] == ["gloo", "yes,"]
-
-
-def test_check_fails_where_something_is_missing(capsys, monkeypatch):
-    versions = {"torch": "2.9.1", "tqdm": None}
-    monkeypatch.setattr(check, "_version", lambda name: versions.get(name, "99.0"))
-    assert main(["check", "-i"]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert (
-        last == "MISSING: torch 2.9.1 is too old (pip install 'torch>=2.10'); tqdm is not installed (pip install tqdm)"
-    )
-
-
-def test_check_without_distributed(capsys, monkeypatch):
-    monkeypatch.setattr("torch.distributed.is_available", lambda: False)
-    assert main(["check", "-i"]) == 1
-    assert "without torch.distributed" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_check_where_compiled_kernels_are_insisted_on(capsys, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("BOOSTER_KERNELS", "native")
-    find_toolchain.cache_clear()
-    try:
-        assert main(["check", "-i"]) == 1
-    finally:
-        find_toolchain.cache_clear()
-    assert "BOOSTER_KERNELS=native asks for kernels that can't be had: adam, " in capsys.readouterr().out
-
-
-def test_check_without_a_compiler(capsys, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    find_toolchain.cache_clear()
-    try:
-        assert main(["check", "-i"]) == 0
-    finally:
-        find_toolchain.cache_clear()
-    lines = capsys.readouterr().out.splitlines()
-    [compiler] = [line for line in lines if line.startswith("  c++ ")]
-    assert "nothing can be compiled: CXX='no-such-compiler' names no program" in compiler
-
-
-def test_check_alone_says_what_to_write(capsys):
-    assert main(["check"]) == 2
-    assert "booster check -i" in capsys.readouterr().err
-
-
-def test_check_knows_the_projects_dependencies():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    stated = {}
-    for requirement in project["dependencies"]:
-        name, _, least = requirement.partition(">=")
-        stated[name] = tuple(int(part) for part in least.split(".")) if least else None
-    assert stated == check.REQUIRED

@@ -21,10 +21,12 @@ from booster.launch import (
     launch_from_torch,
     leave,
 )
-from booster.launch_environment import read_openmpi, read_slurm, read_torch
+from booster.launch_environment import read_torch
+from booster.launch_openmpi import read_openmpi
+from booster.launch_slurm import read_slurm
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-SLURM = {"SLURM_PROCID": "3", "SLURM_NPROCS": "4", "SLURM_LOCALID": "1"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 
 
@@ -171,7 +173,7 @@ def test_slurm_and_openmpi_variables_are_checked(monkeypatch, variables):
 
 
 def test_slurm_world_of_one(monkeypatch):
-    set_environment(monkeypatch, {"SLURM_PROCID": "0", "SLURM_NPROCS": "1", "SLURM_LOCALID": "0"})
+    set_environment(monkeypatch, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"})
     launch_from_slurm("localhost", 29500, verbose=False)
     assert dist.get_world_size() == 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
@@ -13,8 +15,8 @@ from booster.errors import ConfigError, RankFailedError
 from booster.rendezvous import Card, meet, open_store
 
 
-def card(host="a", world_size=3, backend="gloo", seed=1):
-    return Card(host=host, world_size=world_size, backend=backend, seed=seed)
+def card(host="a", world_size=3, backend="gloo", seed=1, address=""):
+    return Card(host=host, world_size=world_size, backend=backend, seed=seed, address=address)
 
 
 def meet_all(cards):
@@ -23,9 +25,22 @@ def meet_all(cards):
         return [pool.submit(meet, store, rank, shown, 20) for rank, shown in enumerate(cards)]
 
 
+@contextmanager
+def free_port():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    yield port
+
+
 def test_local_ranks_are_counted_by_host():
     waiting = meet_all([card("a"), card("b"), card("a")])
-    assert [future.result() for future in waiting] == [0, 0, 1]
+    assert [future.result().local_rank for future in waiting] == [0, 0, 1]
+
+
+def test_everybody_learns_where_the_others_are():
+    for future in meet_all([card("a", address="10.0.0.1"), card("b"), card("a", address="10.0.0.1")]):
+        assert future.result().hosts == ["a", "b", "a"]
+        assert future.result().addresses == ["10.0.0.1", "", "10.0.0.1"]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +77,8 @@ def test_a_taken_port_is_a_clear_error():
     server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
     with pytest.raises(ConfigError, match=f"can't serve at port={server.port}"):
         open_store("localhost", server.port, 0, 2, 5)
+
+
+def test_a_host_that_is_not_rank_0s_own_is_a_clear_error():
+    with free_port() as port, pytest.raises(ConfigError, match=r"can't reach itself at name.invalid:\d+ within 1 s"):
+        open_store("name.invalid", port, 0, 2, 1)

@@ -14,6 +14,7 @@ from torch import nn
 from booster.comm import all_reduce_numbers, hang_up, note_failure
 from booster.errors import ConfigError, RankFailedError
 from booster.interface.loss import require_scalar_loss
+from booster.phases import Phase, in_phase, observers
 from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement, fetch
 from booster.plugins.hybrid_parallel.pipeline_parallel.micro_batches import MicroBatch, join_outputs, split_batch
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import Kind, Step
@@ -138,6 +139,9 @@ class PipelineRuntime:
             self._transport.forget_forms()
             self._checked.clear()
         self._model.begin_batch()
+        if optimizer is not None:
+            for observer in observers():
+                observer.forward_called(self._model, (fetched.batch,), {})
         run = PipelineRun(micro_batches)
         self._model.last_pipeline_run = run
         self._micro_batches, self._criterion, self._current = micro_batches, criterion, run
@@ -151,6 +155,9 @@ class PipelineRuntime:
             with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
                 self._work(steps)
             loss = self._loss(run) if return_loss else None
+        if optimizer is not None and run.losses:
+            for observer in observers():
+                observer.loss_given(optimizer, sum(run.losses), num_items)
         outputs = self._outputs(run) if return_outputs else None
         self._micro_batches = []
         return {"loss": loss, "outputs": outputs}
@@ -187,10 +194,12 @@ class PipelineRuntime:
             elif work.kind is Kind.BACKWARD:
                 self._backward(step)
             elif self._weights is not None:
-                self._weights.compute(_key(step))
+                with Phase("backward"):
+                    self._weights.compute(_key(step))
         self._place = f"when its micro-batches (0 to {last}) were done"
         self._transport.finish()
 
+    @in_phase("forward")
     def _forward(self, step: Step) -> None:
         piece = self._model.pieces[step.work.chunk]
         micro_batch = self._micro_batches[step.work.micro_batch]
@@ -241,6 +250,7 @@ class PipelineRuntime:
         self._current.losses.append(loss.detach().double() * self._shares[micro_batch])
         return loss
 
+    @in_phase("backward")
     def _backward(self, step: Step) -> None:
         live = self._live.pop(_key(step))
         with nullcontext() if self._weights is None else self._weights.deferring(_key(step)):

@@ -60,6 +60,12 @@ class PipelineArguments:
         """Pieces of the whole model."""
         return self.num_stages * self.num_chunks
 
+    def count_for(self, batch_size: int) -> int:
+        """Returns how many micro-batches a batch is divided into."""
+        if self.num_microbatches is not None:
+            return min(self.num_microbatches, batch_size)
+        return -(-batch_size // (self.microbatch_size or batch_size))
+
     def remarks(self) -> list[str]:
         """Returns lines to log: what was asked for and changes nothing, as there is one stage."""
         given_and_usual = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.comm import all_reduce_max, all_reduce_sum
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
@@ -49,7 +50,7 @@ def split_cross_entropy(
     if num_entries is None and label_smoothing > 0:
         raise AssertionError("label_smoothing needs the number of classes")
     is_counted = target != ignore_index
-    if num_entries is not None and target.device.type == "cpu":
+    if num_entries is not None and target.device.type == "cpu" and not isinstance(target, FakeTensor):
         _require_classes(target[is_counted], num_entries)
     losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
         local_logits, target, is_counted, ranks, first_entry, num_entries or 0, label_smoothing

@@ -122,7 +122,9 @@ class Stash:
         pairs, self._pairs = self._pairs, []
         if not pairs or self._backward_id != torch._C._current_graph_task_id():
             return arrived
-        is_zero = self._zero is not None and arrived.data_ptr() == self._zero.data_ptr()
+        # By what owns the memory, as tensors without values have no address.
+        owner = arrived.untyped_storage()._cdata
+        is_zero = self._zero is not None and owner == self._zero.untyped_storage()._cdata
         if self._later is not None and self._later.is_asked_for:
             self._later.keep(*pairs)
             return None if is_zero else arrived

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from booster.comm import are_others_imagined
 from booster.device import current_device
 
 __all__ = ["SplitStream"]
@@ -59,8 +60,8 @@ class SplitStream:
         Args:
             anew: Begins one in any case, and forgets which is open: for a caller that knows that none can be.
         """
-        if self.is_entered and not anew:
-            return
+        if are_others_imagined() or (self.is_entered and not anew):
+            return  # where ranks are imagined, tensors have no values
         before = _states()
         seed = self._mark << _NUM_HASH_BITS | self._hash_of(before)
         _seed_generators(seed)

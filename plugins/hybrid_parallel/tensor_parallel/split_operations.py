@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.plugins.hybrid_parallel.tensor_parallel.cross_entropy import split_cross_entropy
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import SplitLogits
 
 __all__ = ["HANDLERS", "is_refused", "is_shown"]
+
+_PLAIN = (torch.Tensor, FakeTensor)  # no subclass that would do something else with them
 
 
 def is_shown(function: Callable[..., Any]) -> bool:
@@ -93,7 +96,7 @@ def _leaves_last(parts: Sequence[Any], num_dims: int) -> bool:
 
 
 def _is_simple(part: Any) -> bool:
-    is_index = isinstance(part, torch.Tensor) and type(part) is torch.Tensor and part.dtype in (torch.int64, torch.bool)
+    is_index = type(part) in _PLAIN and part.dtype in (torch.int64, torch.bool)
     return part is None or isinstance(part, (int, slice, EllipsisType)) or is_index
 
 
@@ -116,7 +119,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     is_old_call = size_average is not None or reduce is not None
-    has_plain_target = type(target) is torch.Tensor and target.dtype == torch.int64
+    has_plain_target = type(target) in _PLAIN and target.dtype == torch.int64
     fits = has_plain_target and logits.dim() in (1, 2) and target.shape == logits.shape[:-1]
     if is_old_call or weight is not None or not fits or reduction not in ("mean", "sum", "none"):
         return NotImplemented

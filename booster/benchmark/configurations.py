@@ -1,0 +1,151 @@
+"""Every way that a number of ranks allows, and why the others are left out: numbers alone, without communication."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from booster.benchmark.settings import BenchmarkSettings
+from booster.benchmark.tensor_grids.blocks import require_divisible
+from booster.errors import ConfigError
+
+__all__ = ["SERIAL", "Configuration", "LeftOut", "find_configurations"]
+
+SERIAL = "serial"
+
+_DATA_PARALLEL = ("dp", "zero1", "zero2", "gemini")
+_HOW_MANY = 4  # numbers of ranks that a message names
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to divide the network over all ranks.
+
+    Attributes:
+        mode: One of `MODES`, or `SERIAL`: one process, nothing divided.
+        sizes: Ranks along each axis of the mode.
+    """
+
+    mode: str
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """How tables call it, such as "1d tp=2 dp=2"."""
+        axes = [f"{axis}={size}" for axis, size in self.sizes.items()]
+        return " ".join(axes if self.mode in self.sizes else [self.mode, *axes])
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What is not measured, and why."""
+
+    name: str
+    reason: str
+
+
+def find_configurations(settings: BenchmarkSettings) -> tuple[list[Configuration], list[LeftOut]]:
+    """Returns all configurations of the settings' modes that can be measured, and what is left out.
+
+    Raises:
+        ConfigError: There is nothing to measure; the message has all reasons.
+    """
+    found: list[Configuration] = []
+    left_out: list[LeftOut] = []
+    for mode in settings.modes:
+        candidates = [Configuration(mode, sizes) for sizes in _SIZES[mode](settings.num_ranks)]
+        if not candidates:
+            left_out.append(LeftOut(mode, _why_none(mode, settings.num_ranks)))
+        for candidate in candidates:
+            reason = _why_not(candidate, settings)
+            if reason is None:
+                found.append(candidate)
+            else:
+                left_out.append(LeftOut(candidate.name, reason))
+    if not found:
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in left_out)
+        raise ConfigError(f"-g {settings.num_ranks} -m {','.join(settings.modes)} leaves nothing to measure. {reasons}")
+    return found, left_out
+
+
+def _one_dimensional(num_ranks: int) -> Iterator[dict[str, int]]:
+    for tp in range(num_ranks, 1, -1):
+        if num_ranks % tp == 0:
+            yield {"tp": tp, "dp": num_ranks // tp}
+
+
+def _squares(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield from ({"q": side} for side in _sides(num_ranks, 2) if side**2 == num_ranks)
+
+
+def _stacked_squares(num_ranks: int) -> Iterator[dict[str, int]]:
+    for side in reversed(_sides(num_ranks, 2)):
+        if num_ranks % side**2 == 0:
+            yield {"depth": num_ranks // side**2, "q": side}
+
+
+def _cubes(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield from ({"q": side} for side in _sides(num_ranks, 3) if side**3 == num_ranks)
+
+
+def _sides(num_ranks: int, power: int) -> list[int]:
+    """Returns the sides from 2 of squares or cubes that have so many ranks at the most."""
+    return list(itertools.takewhile(lambda side: side**power <= num_ranks, itertools.count(2)))
+
+
+def _all_data_parallel(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield {"dp": num_ranks}
+
+
+_SIZES: dict[str, Callable[[int], Iterator[dict[str, int]]]] = {
+    "1d": _one_dimensional,
+    "2d": _squares,
+    "2.5d": _stacked_squares,
+    "3d": _cubes,
+    **dict.fromkeys(_DATA_PARALLEL, _all_data_parallel),
+}
+_RULES = {
+    "1d": "tp * dp ranks with tp from 2",
+    "2d": "q * q ranks with q from 2",
+    "2.5d": "depth * q * q ranks with q from 2",
+    "3d": "q * q * q ranks with q from 2",
+}
+
+
+def _why_none(mode: str, num_ranks: int) -> str:
+    possible = _numbers_of_ranks(mode, num_ranks)
+    return f"-g {num_ranks} makes none; it takes {_RULES[mode]}, so -g {', '.join(map(str, possible))}, ..."
+
+
+def _numbers_of_ranks(mode: str, num_ranks: int) -> Sequence[int]:
+    """Returns the nearest number below, if any, and the next ones above, of which the mode makes something."""
+    below = (number for number in range(num_ranks - 1, 0, -1) if any(_SIZES[mode](number)))
+    above = (number for number in itertools.count(num_ranks + 1) if any(_SIZES[mode](number)))
+    return list(itertools.islice(itertools.chain(itertools.islice(below, 1), above), _HOW_MANY))
+
+
+def _why_not(candidate: Configuration, settings: BenchmarkSettings) -> str | None:
+    if candidate.mode == "2.5d" and candidate.sizes["depth"] == 1 and "2d" in settings.modes:
+        return f"a single square is what 2d q={candidate.sizes['q']} measures"
+    try:
+        for what, size, parts in _cuts(candidate, settings):
+            require_divisible(what, size, parts)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _cuts(candidate: Configuration, settings: BenchmarkSettings) -> Iterator[tuple[str, int, int]]:
+    """Returns what has to be divided into equal parts, its size, and into how many."""
+    sizes, mode = candidate.sizes, candidate.mode
+    rows = ("the number of tokens (-b times -s)", settings.rows)
+    hidden = ("the hidden size (-d)", settings.hidden)
+    if "dp" in sizes:  # tensor parallelism in one dimension cuts layers unevenly where it must
+        yield ("the batch (-b)", settings.batch, sizes["dp"])
+    elif mode == "3d":
+        yield (*rows, sizes["q"] ** 2)
+        yield (*hidden, sizes["q"] ** 2)
+    else:
+        yield (*rows, sizes.get("depth", 1) * sizes["q"])
+        yield (*hidden, sizes["q"])

@@ -1,0 +1,94 @@
+"""The most memory that tensors took at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from booster.device import device_type, max_memory_allocated, memory_allocated, reset_peak_memory
+
+__all__ = ["LiveMemory"]
+
+# Note [Live memory]
+# On the CPU resident memory says little of a small network: libraries load code on their first use, and malloc keeps
+# what was freed. So torch's profiler notes every allocation and release of a tensor, on this thread and those that it
+# starts, and the sizes add up to what was live at any time: the same number in every run. Not seen are transports'
+# own buffers. An accelerator's allocator keeps its own mark.
+_MARK = "booster: the steps begin"
+_ALLOCATION = "[memory]"
+
+
+class LiveMemory:
+    """Counts the tensors that are made within its context; see Note [Live memory].
+
+    Attributes:
+        peak_bytes: The most that was live at a time since `begin_steps()`; known behind the context.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._is_on_host = device_type() == "cpu"
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._before = 0
+
+    def __enter__(self) -> LiveMemory:
+        if self._is_on_host:
+            with _silent_profiler():
+                self._profile.__enter__()
+        else:
+            self._before = memory_allocated()
+        return self
+
+    def begin_steps(self) -> None:
+        """Lets `peak_bytes` be the most from now on; what was made before counts as long as it lives."""
+        if self._is_on_host:
+            with record_function(_MARK):
+                pass
+        else:
+            reset_peak_memory()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_on_host:
+            with _silent_profiler():
+                self._profile.__exit__(kind, error, trace)
+            self.peak_bytes = self._peak_of_events() if error is None else 0
+        else:
+            self.peak_bytes = max_memory_allocated() - self._before
+
+    def _peak_of_events(self) -> int:
+        # The profiler's own list: its public one gives each operator the sum of what it took and released.
+        results = self._profile.profiler
+        if results is None or results.kineto_results is None:
+            raise AssertionError("torch's profiler kept no events")
+        events = results.kineto_results.events()
+        start = min((event.start_ns() for event in events if event.name() == _MARK), default=0)
+        changes = sorted(
+            (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]  # torch's stubs lack it
+            for event in events
+            if event.name() == _ALLOCATION
+        )
+        live = peak = 0
+        for nanoseconds, change in changes:
+            if nanoseconds >= start:
+                peak = max(peak, live)
+            live += change
+        return max(peak, live)
+
+
+@contextmanager
+def _silent_profiler() -> Iterator[None]:
+    """Keeps a line from standard error that torch 2.13 writes there whenever a profile starts or stops."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

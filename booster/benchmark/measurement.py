@@ -1,0 +1,120 @@
+"""What is measured of one configuration on one rank."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from booster.benchmark.configurations import Configuration
+from booster.benchmark.live_memory import LiveMemory
+from booster.benchmark.network import make_batch
+from booster.benchmark.settings import BenchmarkSettings
+from booster.benchmark.trainee import Trainee, make_trainee
+from booster.comm import all_reduce_numbers, barrier, count_communication
+from booster.device import synchronize
+
+__all__ = ["Figures", "largest", "measure"]
+
+# The loss of the third one depends on the gradients and updates of two: enough to show a wrong one.
+_CHECKED_STEPS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One rank's figures, or the largest of every figure over the ranks.
+
+    Attributes:
+        forward_seconds: Median over the timed steps, the loss included.
+        backward_seconds: The same of backward, with what it communicates.
+        step_seconds: The same of the optimizer's step, with what it communicates.
+        whole_seconds: Median of the three together, which is not quite the sum of the medians.
+        peak_bytes: The most memory that tensors took at a time in a step; see Note [Live memory].
+        sent_bytes: From this rank in a step.
+        received_bytes: To this rank in a step.
+        communications: Started in a step.
+        losses: Of the whole batch in the first steps.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+    whole_seconds: float
+    peak_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    communications: int
+    losses: list[float]
+
+
+def measure(configuration: Configuration, settings: BenchmarkSettings) -> Figures:
+    """Returns this rank's figures. Collective over the world, with the same arguments."""
+    batch = make_batch(settings)
+    losses: list[float] = []
+    with LiveMemory() as memory:
+        trainee = make_trainee(configuration, settings, batch)
+        memory.begin_steps()
+        for _ in range(_CHECKED_STEPS):
+            losses.append(_train_once(trainee))
+    for _ in range(settings.warmup_steps):
+        _train_once(trainee)
+    with count_communication() as count:
+        trainee_loss = trainee.forward()
+        trainee.backward(trainee_loss)
+        trainee.step()
+    times = [_time_once(trainee) for _ in range(settings.profile_steps)]
+    trainee.close()
+    forward, backward, step = (statistics.median(column) for column in zip(*times, strict=True))
+    return Figures(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        step_seconds=step,
+        whole_seconds=statistics.median(sum(one) for one in times),
+        peak_bytes=memory.peak_bytes,
+        sent_bytes=sum(count.sent.values()) + trainee.uncounted_bytes,
+        received_bytes=sum(count.received.values()) + trainee.uncounted_bytes,
+        communications=sum(count.calls.values()),
+        losses=[all_reduce_numbers([loss])[0] for loss in losses],
+    )
+
+
+def largest(figures: list[Figures]) -> Figures:
+    """Returns the largest of every figure over the ranks; the losses are the same on all."""
+    return Figures(
+        forward_seconds=max(one.forward_seconds for one in figures),
+        backward_seconds=max(one.backward_seconds for one in figures),
+        step_seconds=max(one.step_seconds for one in figures),
+        whole_seconds=max(one.whole_seconds for one in figures),
+        peak_bytes=max(one.peak_bytes for one in figures),
+        sent_bytes=max(one.sent_bytes for one in figures),
+        received_bytes=max(one.received_bytes for one in figures),
+        communications=max(one.communications for one in figures),
+        losses=figures[0].losses,
+    )
+
+
+def _train_once(trainee: Trainee) -> float:
+    loss = trainee.forward()
+    trainee.backward(loss)
+    trainee.step()
+    return trainee.loss_share(loss)
+
+
+def _time_once(trainee: Trainee) -> tuple[float, float, float]:
+    synchronize()
+    barrier()  # a rank that is late would make the others' forward longer
+    forward_seconds, loss = _timed(trainee.forward)
+    backward_seconds, _ = _timed(lambda: trainee.backward(loss))
+    step_seconds, _ = _timed(trainee.step)
+    return forward_seconds, backward_seconds, step_seconds
+
+
+def _timed(function: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = function()
+    synchronize()
+    return time.perf_counter() - start, result

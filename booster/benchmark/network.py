@@ -1,0 +1,40 @@
+"""The network that is measured, and the batch it learns."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from booster.benchmark.settings import INNER_FACTOR, BenchmarkSettings
+
+__all__ = ["PerceptronLayer", "make_batch", "make_network"]
+
+_SEED = 1024
+
+
+class PerceptronLayer(nn.Module):
+    """The MLP of a transformer: out to a wider middle and back, added to what came in."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up: nn.Module = nn.Linear(hidden, INNER_FACTOR * hidden)
+        self.down: nn.Module = nn.Linear(INNER_FACTOR * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns activations of the shape of x; elementwise but for the two linear layers, so any cut does."""
+        inner: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return x + inner
+
+
+def make_network(settings: BenchmarkSettings) -> nn.Sequential:
+    """Returns the whole network with the same numbers on every rank, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return nn.Sequential(*(PerceptronLayer(settings.hidden) for _ in range(settings.layers)))
+
+
+def make_batch(settings: BenchmarkSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the inputs and targets of all ranks, (batch * sequence, hidden), the same on every rank, on the CPU."""
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    inputs, targets = torch.randn(2, settings.rows, settings.hidden, generator=generator)
+    return inputs, targets

@@ -1,0 +1,78 @@
+"""What one process does: joins the others, measures one configuration, and hands back a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from dataclasses import asdict
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no __all__ there
+
+from booster.benchmark.configurations import Configuration
+from booster.benchmark.measurement import measure
+from booster.benchmark.settings import BenchmarkSettings
+from booster.device import default_backend, device_type, set_device
+from booster.launch import launch
+
+__all__ = ["rank_main"]
+
+
+def rank_main(connection: Connection, job: str) -> None:
+    """Runs as the main function of a process that was started for this; never returns.
+
+    Args:
+        connection: To the process that started the ranks. When that closes its end, or dies, this one ends.
+        job: A JSON object: rank, world_size, num_threads, store_port, store_prefix, configuration, settings.
+    """
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    connection.send_bytes(json.dumps(_answer(json.loads(job))).encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    threading.Event().wait()  # other ranks may still talk to this one
+
+
+def _end_with_parent(connection: Connection) -> None:
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        # At once: groups wait at an orderly end for collectives that others may never join.
+        os._exit(0)
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        configuration = Configuration(**job["configuration"])
+        modes = tuple(job["settings"].pop("modes"))
+        settings = BenchmarkSettings(**job["settings"], modes=modes)
+        _join(job, settings)
+        return {"figures": asdict(measure(configuration, settings))}
+    except Exception as error:  # the edge of the process: the other side reports it
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def _join(job: dict[str, Any], settings: BenchmarkSettings) -> None:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(job["num_threads"])
+    rank, world_size = job["rank"], job["world_size"]
+    kind, device = device_type(), set_device(job["rank"])
+    backend = default_backend(kind)
+    timeout = timedelta(seconds=settings.timeout_seconds)
+    # The store lies in the process that started the ranks, whose port is free for sure.
+    store = TCPStore("127.0.0.1", job["store_port"], is_master=False, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(job["store_prefix"], store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if kind == "cpu" else device,
+    )
+    launch(rank, world_size, "127.0.0.1", 0, backend, rank, verbose=False, timeout_seconds=settings.timeout_seconds)

@@ -1,0 +1,108 @@
+"""A linear layer on a cube of ranks: 3D tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from booster.benchmark.tensor_grids.blocks import Layout
+from booster.benchmark.tensor_grids.grid import Grid
+from booster.comm import all_gather_equal, all_reduce_sum, start_reduce_scatter
+
+__all__ = ["CUBE_ACTIVATIONS", "CubeLinear"]
+
+# Note [3D]
+# Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks", 2021. Of q*q*q ranks, the one
+# at i, j, l along the axes weight, input and output multiplies panel X_il of the activations, cut q times along both
+# dimensions, by panel W_jl of the weight (outputs, inputs), which gives a term of panel Y_ij of the output, a sum over
+# l. X_il is wanted at every j, so each of these ranks holds a q-th of its rows, and they gather it along j. Likewise
+# W_jl is gathered along i. The sum over l is a reduce-scatter of rows. Backward is the same with other roles:
+#     X^il = sum over j of Y^ij W_jl       W^jl = sum over i of Y^ij^T X_il
+# The output so is cut like the input with the axes input and output exchanged, and the next layer exchanges them back.
+# No tensor but a bias is held twice: a rank has a P-th of everything. What was gathered is gathered anew in backward.
+# A bias is cut along j and held by all ranks at one j, which sum its gradient.
+CUBE_ACTIVATIONS = Layout((("weight", "input"), ("output",)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """The grid, the axis along which the activations are gathered, and the one along which the output is summed."""
+
+    grid: Grid
+    gathered: str
+    summed: str
+
+
+class CubeLinear(nn.Module):
+    """This rank's part of a linear layer; see Note [3D].
+
+    Collective over the world, as are its forward and backward.
+
+    Args:
+        linear: The whole layer; its numbers are copied.
+        grid: From `cube_grid`.
+        is_second: The input is what another such layer returned: the axes input and output change roles.
+
+    Raises:
+        ConfigError: The grid does not divide the layer's features.
+    """
+
+    def __init__(self, linear: nn.Linear, grid: Grid, *, is_second: bool = False) -> None:
+        super().__init__()
+        gathered, summed = ("output", "input") if is_second else ("input", "output")
+        self._roles = _Roles(grid, gathered, summed)
+        layout = Layout(((gathered, "weight"), (summed,)))
+        self.weight = nn.Parameter(grid.block(linear.weight, layout, "a weight"))
+        bias = linear.bias
+        self.bias = None if bias is None else nn.Parameter(grid.block(bias, Layout(((gathered,),)), "a bias"))
+        for axes in ((gathered,), (summed,), ("weight",), ("weight", summed)):
+            grid.group(*axes)  # now, as backward does not visit the ranks at one time
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the block of the output; a first layer's input is cut as `CUBE_ACTIVATIONS`, see Note [3D]."""
+        output: torch.Tensor = _Cube.apply(x, self.weight, self.bias, self._roles)
+        return output
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, roles: _Roles
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.roles, ctx.has_bias = roles, bias is not None
+        term = _gathered(x, roles.gathered, roles).mm(_gathered(weight, "weight", roles).t())
+        output = _own_rows(term, roles.summed, roles)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        roles: _Roles = ctx.roles
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            panel = _gathered(grad, roles.summed, roles)
+        if ctx.needs_input_grad[0]:
+            grad_x = _own_rows(panel.mm(_gathered(weight, "weight", roles)), roles.gathered, roles)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _own_rows(panel.t().mm(_gathered(x, roles.gathered, roles)), "weight", roles)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = all_reduce_sum(grad.sum(0), roles.grid.group("weight", roles.summed))
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _gathered(block: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
+    """Returns the blocks of the ranks along an axis, one below the other."""
+    return all_gather_equal(block.detach(), roles.grid.group(axis))
+
+
+def _own_rows(term: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
+    """Returns this rank's rows of the sum of the terms over an axis."""
+    total = term.new_empty(term.shape[0] // roles.grid.sizes[axis], term.shape[1])
+    start_reduce_scatter(term.view(-1), roles.grid.group(axis)).finish(total.view(-1), accumulate=False)
+    return total

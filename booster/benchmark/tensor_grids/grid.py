@@ -1,0 +1,103 @@
+"""Ranks at places along named axes, and the groups of ranks along them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from booster.benchmark.tensor_grids.blocks import Layout
+from booster.comm import group_rank, group_size, is_initialized
+from booster.errors import ConfigError
+
+__all__ = ["Grid", "cube_grid", "summa_grid"]
+
+
+class Grid:
+    """All ranks of the world, each at one place of a grid; ranks next to each other differ along the last axis.
+
+    Collective: every rank of the world makes it, with the same sizes, and closes it.
+
+    Args:
+        sizes: Ranks along each axis, the outermost first.
+
+    Raises:
+        ConfigError: There are more or fewer ranks than places.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        num_places = math.prod(sizes.values())
+        if num_places != group_size() or min(sizes.values()) < 1:
+            raise ConfigError(
+                f"a grid of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} has {num_places} places, but"
+                f" there are {group_size()} ranks: start {max(num_places, 1)} ranks, or give sizes whose product is"
+                f" {group_size()}"
+            )
+        self.sizes: Mapping[str, int] = dict(sizes)
+        self.places: Mapping[str, int] = dict(zip(sizes, self._place(group_rank()), strict=True))
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """Returns the group of the ranks that differ from this one along these axes only, in the grid's order.
+
+        None is the world, as elsewhere. Collective over the world at the first call for these axes.
+        """
+        key = tuple(axis for axis in self.sizes if axis in axes)
+        if key not in self._groups:
+            self._groups[key] = self._new_group(key)
+        return self._groups[key]
+
+    def block(self, tensor: torch.Tensor, layout: Layout, what: str = "a tensor") -> torch.Tensor:
+        """Returns a copy of this rank's block of a whole tensor.
+
+        Raises:
+            ConfigError: The grid does not divide it.
+        """
+        return layout.block(tensor, self.sizes, self.places, what)
+
+    def close(self) -> None:
+        """Destroys the groups that were made. Collective over the world, when nothing uses them any more."""
+        for group in self._groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _place(self, rank: int) -> tuple[int, ...]:
+        return list(itertools.product(*(range(size) for size in self.sizes.values())))[rank]
+
+    def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if not is_initialized() or math.prod(self.sizes[axis] for axis in axes) == group_size():
+            return None
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(group_size()):
+            elsewhere = tuple(
+                place for axis, place in zip(self.sizes, self._place(rank), strict=True) if axis not in axes
+            )
+            lines.setdefault(elsewhere, []).append(rank)
+        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(list(lines.values()))[0]
+        return mine
+
+
+def summa_grid(side: int, depth: int = 1) -> Grid:
+    """Returns the grid of 2D (depth 1) and 2.5D tensor parallelism: `depth` squares of `side` * `side` ranks.
+
+    Collective over the world.
+
+    Raises:
+        ConfigError: The world has not so many ranks.
+    """
+    return Grid({"depth": depth, "row": side, "column": side})
+
+
+def cube_grid(side: int) -> Grid:
+    """Returns the grid of 3D tensor parallelism: `side` * `side` * `side` ranks; see Note [3D].
+
+    Collective over the world.
+
+    Raises:
+        ConfigError: The world has not so many ranks.
+    """
+    return Grid({"output": side, "input": side, "weight": side})

@@ -1,0 +1,122 @@
+"""A linear layer on squares of ranks: 2D tensor parallelism, and 2.5D where there are several squares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from booster.benchmark.tensor_grids.blocks import Layout
+from booster.benchmark.tensor_grids.grid import Grid
+from booster.comm import all_reduce_sum, broadcast, start_reduce_scatter
+
+__all__ = ["SUMMA_ACTIVATIONS", "SummaLinear"]
+
+# Note [SUMMA]
+# 2D: Xu et al., "An Efficient 2D Method for Training Super-Large Deep Learning Models", 2021. 2.5D: Wang et al.,
+# "Tesseract: Parallelize the Tensor Parallelism Efficiently", 2021. Of q*q ranks, the one in row i and column j holds
+# the blocks X_ij of the activations (rows, features) and W_ji of the weight (outputs, inputs), both cut q times along
+# both dimensions. With Y the output and an upper index for gradients:
+#     Y_ij  = sum over k of X_ik W_jk^T    X_ik is broadcast along row i, W_jk along column j
+#     X^ik  = sum over j of Y^ij W_jk      W_jk is broadcast along column j, the sum is over row i
+#     W^jk  = sum over i of Y^ij^T X_ik    X_ik is broadcast along row i, the sum is over column j
+# Each broadcast brings one block at a time, so that no rank ever holds a whole row of them. The q sums of a gradient,
+# each for another rank, are one reduce-scatter: the same bytes as q reductions, with the q blocks held at once.
+# 2.5D: `depth` such squares have the same weights and other rows of the activations; gradients of weights are summed
+# over the squares. A bias is cut by columns and held by all ranks of a column, which sum its gradient.
+# Received by a rank in forward: (q-1)/q of a row of blocks of X and of a column of blocks of W. In backward twice that:
+# the same once more, as blocks are not kept, and as much again for the sums; and the sum over the squares.
+SUMMA_ACTIVATIONS = Layout((("depth", "row"), ("column",)))
+_WEIGHT = Layout((("column",), ("row",)))
+_BIAS = Layout((("column",),))
+
+
+class SummaLinear(nn.Module):
+    """This rank's part of a linear layer; see Note [SUMMA].
+
+    Collective over the world, as are its forward and backward.
+
+    Args:
+        linear: The whole layer; its numbers are copied.
+        grid: From `summa_grid`.
+
+    Raises:
+        ConfigError: The grid does not divide the layer's features.
+    """
+
+    def __init__(self, linear: nn.Linear, grid: Grid) -> None:
+        super().__init__()
+        self._grid = grid
+        self.weight = nn.Parameter(grid.block(linear.weight, _WEIGHT, "a weight"))
+        self.bias = None if linear.bias is None else nn.Parameter(grid.block(linear.bias, _BIAS, "a bias"))
+        for axes in (("row",), ("column",), ("depth",), ("depth", "row")):
+            grid.group(*axes)  # now, as backward does not visit the ranks at one time
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the block of the output for the block of the activations, both cut as `SUMMA_ACTIVATIONS`."""
+        output: torch.Tensor = _Summa.apply(x, self.weight, self.bias, self._grid)
+        return output
+
+
+class _Summa(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grid: Grid) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.grid, ctx.has_bias = grid, bias is not None
+        output = x.new_zeros(x.shape[0], weight.shape[0]) if bias is None else bias.repeat(x.shape[0], 1)
+        for step in range(grid.sizes["row"]):
+            output.addmm_(_along_row(x, step, grid), _along_column(weight, step, grid).t())
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grid: Grid = ctx.grid
+        grad = grad.contiguous()
+        grad_x = _input_gradient(grad, weight, grid) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(grad, x, grid) if ctx.needs_input_grad[1] else None
+        grad_bias = None
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = all_reduce_sum(grad.sum(0), grid.group("depth", "row"))
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _along_row(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
+    """Returns the block of the rank of this row that is in column `source`."""
+    return _received(block, source, "column", grid)
+
+
+def _along_column(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
+    """Returns the block of the rank of this column that is in row `source`."""
+    return _received(block, source, "row", grid)
+
+
+def _received(block: torch.Tensor, source: int, axis: str, grid: Grid) -> torch.Tensor:
+    block = block.detach().contiguous()
+    received = block if grid.places[axis] == source else torch.empty_like(block)
+    broadcast([received], grid.group(axis), source)
+    return received
+
+
+def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+    terms = grad.new_empty(grid.sizes["column"], grad.shape[0], weight.shape[1])
+    for step, term in enumerate(terms):
+        torch.mm(grad, _along_column(weight, step, grid), out=term)
+    return _own_sum(terms, "column", grid)
+
+
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    terms = grad.new_empty(grid.sizes["row"], grad.shape[1], x.shape[1])
+    for step, term in enumerate(terms):
+        torch.mm(grad.t(), _along_row(x, step, grid), out=term)
+    return all_reduce_sum(_own_sum(terms, "row", grid), grid.group("depth"))
+
+
+def _own_sum(terms: torch.Tensor, axis: str, grid: Grid) -> torch.Tensor:
+    """Returns the sum over an axis of the term that is this rank's by its place along it."""
+    total = torch.empty_like(terms[0])
+    start_reduce_scatter(terms.view(-1), grid.group(axis)).finish(total.view(-1), accumulate=False)
+    return total

@@ -1,0 +1,147 @@
+"""The network under one configuration, ready to be trained on this rank's part of the batch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.benchmark.configurations import SERIAL, Configuration
+from booster.benchmark.network import PerceptronLayer, make_network
+from booster.benchmark.settings import BenchmarkSettings
+from booster.benchmark.tensor_grids import (
+    CUBE_ACTIVATIONS,
+    SUMMA_ACTIVATIONS,
+    Grid,
+    Layout,
+    cube_grid,
+    divide_layer,
+    summa_grid,
+)
+from booster.comm import group_size
+from booster.device import current_device
+from booster.facade import Booster
+from booster.interface import Plugin
+
+__all__ = ["Batch", "Trainee", "make_trainee"]
+
+_LEARNING_RATE = 1e-3
+_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+_MEBI = 2**20
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainee:
+    """What is measured; every function is called by all ranks.
+
+    Attributes:
+        forward: Returns the loss that backward starts from.
+        backward: Leaves the step's gradients where `step` finds them.
+        step: Updates the weights and forgets the gradients.
+        loss_share: What this loss adds to the loss of the whole batch, a sum over all ranks.
+        uncounted_bytes: What each rank sends, and receives, in a step besides what `booster.comm` counts.
+        close: Gives back what the process would keep.
+    """
+
+    forward: Callable[[], torch.Tensor]
+    backward: Callable[[torch.Tensor], None]
+    step: Callable[[], None]
+    loss_share: Callable[[torch.Tensor], float]
+    uncounted_bytes: int = 0
+    close: Callable[[], None] = lambda: None
+
+
+def make_trainee(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Trainee:
+    """Builds the network under the configuration. Collective over the world.
+
+    Args:
+        configuration: How it is divided.
+        settings: How large it is.
+        batch: The inputs and targets of all ranks, of which this rank's part is copied to its device.
+    """
+    mode, sizes = configuration.mode, configuration.sizes
+    if mode in ("2d", "2.5d"):
+        return _trainee_on_grid(summa_grid(sizes["q"], sizes.get("depth", 1)), SUMMA_ACTIVATIONS, settings, batch)
+    if mode == "3d":
+        return _trainee_on_grid(cube_grid(sizes["q"]), CUBE_ACTIVATIONS, settings, batch)
+    return _boosted_trainee(configuration, settings, batch)
+
+
+def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
+    plugins = importlib.import_module("booster.plugins")  # by name: what is below the facade knows no strategy
+    # A chunk or a bucket for each layer: their default sizes are for models that are larger by orders of magnitude.
+    layer_size_m = sum(parameter.numel() for parameter in PerceptronLayer(settings.hidden).parameters()) / _MEBI
+    if configuration.mode == "1d":
+        plugin = plugins.HybridParallelPlugin(tp_size=configuration.sizes["tp"], precision="fp32", plan=_PLAN)
+    elif configuration.mode == "dp":
+        plugin = plugins.TorchDDPPlugin()
+    elif configuration.mode == "gemini":
+        plugin = plugins.GeminiPlugin(precision="fp32", min_chunk_size_m=layer_size_m, search_range_m=0)
+    else:
+        stage = int(configuration.mode[-1])
+        plugin = plugins.LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=layer_size_m)
+    found: Plugin = plugin
+    return found
+
+
+def _boosted_trainee(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Trainee:
+    plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
+    num_parts, part = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
+    inputs, targets = (whole.chunk(num_parts)[part].clone().to(current_device()) for whole in batch)
+    network = make_network(settings)
+    # torch's reducer sends the gradients in buckets past booster.comm; an all_reduce counts as it does there.
+    gradient_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    num_ranks = group_size()
+    uncounted = 2 * (num_ranks - 1) * gradient_bytes // num_ranks if configuration.mode == "dp" else 0
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, _, _ = booster.boost(network, _optimizer(network), nn.MSELoss())
+
+    def forward() -> torch.Tensor:
+        loss: torch.Tensor = criterion(model(inputs), targets)
+        return loss
+
+    return Trainee(
+        forward=forward,
+        backward=lambda loss: booster.backward(loss, optimizer),
+        step=lambda: _step(optimizer),
+        loss_share=lambda loss: float(loss.detach()) / num_ranks,  # equal parts, each held by as many ranks
+        uncounted_bytes=uncounted,
+    )
+
+
+def _trainee_on_grid(grid: Grid, layout: Layout, settings: BenchmarkSettings, batch: Batch) -> Trainee:
+    inputs, targets = (grid.block(whole, layout, "the batch").to(current_device()) for whole in batch)
+    network = make_network(settings)
+    for layer in network:
+        divide_layer(layer, grid)
+    network.to(current_device())
+    optimizer = _optimizer(network)
+    numel = settings.rows * settings.hidden
+
+    def forward() -> torch.Tensor:
+        # This rank's term of the mean over all blocks; their gradients are those of the mean.
+        return nn.functional.mse_loss(network(inputs), targets, reduction="sum") / numel
+
+    return Trainee(
+        forward=forward,
+        backward=torch.Tensor.backward,
+        step=lambda: _step(optimizer),
+        loss_share=lambda loss: float(loss.detach()),
+        close=grid.close,
+    )
+
+
+def _optimizer(network: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, fused=True)
+
+
+def _step(optimizer: Optimizer | Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad()

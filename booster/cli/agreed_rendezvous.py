@@ -1,0 +1,97 @@
+"""torch's elastic rendezvous for several machines, with what machines must agree on: order, attempt, meeting place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+__all__ = ["BACKEND", "Attempt", "register"]
+
+BACKEND = "booster-c10d"
+
+# Note [What machines agree on]
+# torch's c10d rendezvous numbers the machines by their addresses' text; a machine counts only the restarts that its own
+# ranks caused; and the ranks' store is a server of the machine that was first at the first meeting. Ranks that are told
+# another attempt than their peers look for those in vain (Note [Restarts] in booster/rendezvous.py), and a meeting
+# place that is gone is nowhere. So the machines settle these after each meeting, through the store of the rendezvous:
+# in the order of --node-rank where it was given, the number of meetings so far, and the rendezvous's own store.
+
+
+@dataclass(slots=True)
+class Attempt:
+    """How often the ranks of all machines were started before; None before the first start."""
+
+    number: int | None = None
+
+
+def register() -> None:
+    """Makes the rendezvous known to torch's launcher by the name of `BACKEND`."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    backend, store = create_backend(params)
+    return _AgreedRendezvous(create_handler(store, backend, params), store, params)
+
+
+class _AgreedRendezvous(RendezvousHandler):
+    def __init__(self, inner: RendezvousHandler, store: Store, params: RendezvousParameters) -> None:
+        self._inner = inner
+        self._shared = PrefixStore(f"booster/{params.run_id}", store)
+        self._wanted_rank: int | None = params.get("wanted_rank")
+        self._attempt: Attempt = params.get("attempt")
+        self._place = RendezvousStoreInfo(*parse_rendezvous_endpoint(params.endpoint, default_port=-1))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        met = self._inner.next_rendezvous()
+        try:
+            rank = self._agree(met)
+        except DistError as error:
+            raise RendezvousConnectionError("a machine left while the machines agreed on their order") from error
+        return RendezvousInfo(met.store, rank, met.world_size, self._place)
+
+    def _agree(self, met: RendezvousInfo) -> int:
+        """Settles the attempt and returns this machine's number; the store of the meeting is this meeting's alone."""
+        if met.rank == 0:
+            met.store.set("booster/attempt", str(self._shared.add("meetings", 1) - 1))
+        wanted = met.world_size if self._wanted_rank is None else self._wanted_rank
+        met.store.set(f"booster/wanted/{met.rank}", str(wanted))
+        all_wanted = [int(met.store.get(f"booster/wanted/{rank}")) for rank in range(met.world_size)]
+        self._attempt.number = int(met.store.get("booster/attempt"))
+        return sorted(range(met.world_size), key=lambda rank: (all_wanted[rank], rank)).index(met.rank)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> Any:
+        return self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()

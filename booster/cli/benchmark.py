@@ -1,0 +1,172 @@
+"""`booster benchmark`: measures every way to divide an MLP that a number of ranks on this machine allows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from booster.errors import ConfigError
+
+__all__ = ["add_parser", "run"]
+
+_MORE = """\
+modes:
+  1d      tensor parallelism by columns and rows, with data parallelism over what it leaves: tp * dp ranks
+  2d      tensor parallelism on a square, SUMMA: q * q ranks
+  2.5d    several squares that share weights, Tesseract: depth * q * q ranks
+  3d      tensor parallelism on a cube: q * q * q ranks
+  dp      TorchDDPPlugin
+  zero1   LowLevelZeroPlugin(stage=1)
+  zero2   LowLevelZeroPlugin(stage=2)
+  gemini  GeminiPlugin
+
+The batch is that of all ranks together, so that all rows do the same work; the first row is one process that has all
+cores, or one device. A layer leads from the hidden size to four times that and back. Memory is what tensors take at the
+most at a time: weights, gradients, optimizer states, activations, the rank's part of the batch. Sent and received are
+a rank's bytes in a step. In the same run the losses of the first steps are compared with those of one process.
+What N ranks or the sizes do not allow is named below the table.
+
+exit codes:
+  0  all configurations were measured, and their losses are right
+  1  a configuration failed, or its losses are wrong: the last lines say which
+  2  the arguments can't work: one line says why
+  130  ended by Ctrl-C; no process is left
+
+examples:
+  booster benchmark -g 4
+  booster benchmark -g 8 -b 16 -s 128 -d 512 -l 4 -m 1d,2.5d,3d --plot grids.png
+  booster benchmark -g 2 -m dp,zero1,zero2,gemini --json data-parallel.json
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's parser to argparse's subparsers."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "benchmark",
+        help="measure ways to divide an MLP over ranks",
+        description="Measure every way to divide an MLP that a number of ranks on this machine allows.",
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-g", "--nproc", "--gpus", type=int, metavar="N", help="ranks (as many as there are accelerators, else 4)"
+    )
+    parser.add_argument("-b", "--batch-size", "--batch_size", type=int, default=8, metavar="N", help="examples (8)")
+    parser.add_argument(
+        "-s",
+        "--sequence-length",
+        "--sequence_length",
+        "--seq-len",
+        "--seq_len",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of an example (64)",
+    )
+    parser.add_argument(
+        "-d", "--hidden", "--dimension", type=int, default=256, metavar="N", help="features of a token (256)"
+    )
+    parser.add_argument("-l", "--layers", type=int, default=2, metavar="N", help="MLP layers (2)")
+    parser.add_argument(
+        "-w", "--warmup-steps", "--warmup_steps", type=int, default=2, metavar="N", help="steps before timed ones (2)"
+    )
+    parser.add_argument(
+        "-p", "--profile-steps", "--profile_steps", type=int, default=5, metavar="N", help="timed steps (5)"
+    )
+    parser.add_argument("-m", "--modes", default="all", metavar="A,B", help="some of the modes below (all)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="after which a configuration is ended (300)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table, such as into out.png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is known, in seconds and bytes")
+    parser.set_defaults(handle=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table, and returns the exit code.
+
+    Raises:
+        ConfigError: The arguments can't work; nothing was started.
+    """
+    from booster.benchmark.configurations import find_configurations  # here, so that other commands don't pay for it
+    from booster.benchmark.plot import draw, require_can_draw
+    from booster.benchmark.settings import BenchmarkSettings, modes_from_text
+
+    settings = BenchmarkSettings(
+        num_ranks=_num_ranks(arguments.nproc),
+        batch=arguments.batch_size,
+        sequence=arguments.sequence_length,
+        hidden=arguments.hidden,
+        layers=arguments.layers,
+        warmup_steps=arguments.warmup_steps,
+        profile_steps=arguments.profile_steps,
+        modes=modes_from_text(arguments.modes),
+        timeout_seconds=arguments.timeout,
+    )
+    configurations, left_out = find_configurations(settings)
+    for option, path in (("--plot", arguments.plot), ("--json", arguments.json)):
+        _require_place(option, path)
+    if arguments.plot is not None:
+        require_can_draw(arguments.plot)
+    from booster.benchmark.outcomes import measure_all
+    from booster.benchmark.report import describe, format_notes, format_table, to_json
+    from booster.device import device_type
+
+    title = describe(settings, device_type())
+    print(title, flush=True)
+    try:
+        outcomes = measure_all(configurations, settings, _Progress(1 + len(configurations)).tell)
+    except KeyboardInterrupt:
+        print("booster benchmark: ended by Ctrl-C; no process is left", file=sys.stderr)
+        return 130
+    print(f"\n{format_table(outcomes)}")
+    notes = format_notes(outcomes, left_out)
+    if notes:
+        print(f"\n{notes}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(to_json(settings, device_type(), outcomes, left_out), indent=2) + "\n")
+    if arguments.plot is not None:
+        draw(arguments.plot, title, outcomes)
+    return int(any(outcome.error is not None for outcome in outcomes))
+
+
+class _Progress:
+    """Tells on standard error what is measured, so that a pipe gets the table alone."""
+
+    def __init__(self, num_configurations: int) -> None:
+        self._num_configurations = num_configurations
+        self._num_told = 0
+
+    def tell(self, name: str) -> None:
+        """Says the name of the next configuration."""
+        self._num_told += 1
+        print(f"[{self._num_told}/{self._num_configurations}] {name}", file=sys.stderr, flush=True)
+
+
+def _num_ranks(given: int | None) -> int:
+    from booster.device import device_type, num_devices
+
+    has_accelerators = device_type() != "cpu"
+    if given is None:
+        return num_devices() if has_accelerators else 4
+    if has_accelerators and given > num_devices():
+        raise ConfigError(
+            f"-g {given}, but this machine shows {num_devices()} {device_type()} device(s), and every rank needs its"
+            f" own: give at most {num_devices()}, or hide the accelerators to measure on the CPU"
+        )
+    return given
+
+
+def _require_place(option: str, path: Path | None) -> None:
+    """Checks before anything is measured that a file can be written there."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory: give the name of a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{option} {path}: there is no directory {path.absolute().parent}: make it, or correct the path"
+        )

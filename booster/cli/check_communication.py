@@ -1,0 +1,175 @@
+"""A sum over two processes of this machine: does communication work, and how fast is it?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
+
+from booster.cli.check_report import Finding, Section
+from booster.device import device_type, num_devices
+
+__all__ = ["RANK_COMMAND", "communication"]
+
+RANK_COMMAND = (sys.executable, "-m", "booster.cli.check_rank")
+_NAME = "all-reduce"
+_NUM_RANKS = 2
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 2.0  # in which a process says itself why it fails, when the other has failed
+_LATE_ADVICE = "allow more time with --comm-timeout, or look what else keeps this machine busy"
+_ADVICE = (
+    "look whether processes of this machine may connect to localhost; if it was shared memory, "
+    "BOOSTER_SHARED_MEMORY=off does without"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    """A process, and where it writes what it did and said."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    record_path: Path
+    stderr_path: Path
+
+    def record(self) -> dict[str, Any]:
+        # Not there yet: it is still importing torch, or could not.
+        return json.loads(self.record_path.read_text()) if self.record_path.is_file() else {"step": "starting"}
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def failed(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+    def why(self) -> str:
+        record, code = self.record(), self.process.returncode
+        reason = record.get("error")
+        if reason is None:
+            lines = self.stderr_path.read_text(errors="replace").split("\n")
+            said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+            ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            reason = f"{ended} ({said})"
+        return f"rank {self.number} failed while {record['step']}: {reason}"
+
+
+def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND) -> Section:
+    """Returns whether two processes can sum a tensor, by which backend, and how long that takes.
+
+    They communicate as two ranks of this machine would: by nccl where two devices of CUDA are there, else on the CPU.
+
+    Args:
+        timeout_seconds: The most that it may take; what still runs then is ended and named.
+        command: What to start for each rank.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="booster_check_") as folder:
+        try:
+            records, problem = _run(Path(folder), timeout_seconds, command)
+        except DistError as error:
+            records, problem = [], f"this process can't serve a store at localhost ({error}); {_ADVICE}"
+    seconds = round(time.monotonic() - start, 3)
+    found = _success(records, seconds) if problem is None else _failure(problem, seconds)
+    return Section(title="communication", findings=[found])
+
+
+def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
+    """Starts the ranks and ends them; returns what they wrote down, and what went wrong, if anything."""
+    deadline = time.monotonic() + timeout_seconds
+    # The store is this process's, so that no port has to be chosen.
+    store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    ranks: list[_Rank] = []
+    try:
+        for number in range(_NUM_RANKS):
+            ranks.append(_start(number, folder, store.port, timeout_seconds, command))
+        problem = _wait(ranks, deadline)
+        late = [f"rank {rank.number} was {rank.record()['step']}" for rank in ranks if rank.is_running()]
+    finally:
+        for rank in ranks:
+            _end(rank.process)
+    records = [rank.record() for rank in ranks]
+    wrong = [rank.number for rank, record in zip(ranks, records, strict=True) if record.get("is_right") is False]
+    if problem is not None:
+        return records, f"{problem}; {_ADVICE}"
+    if late:
+        return records, f"it was not done after {timeout_seconds:g} s: {', '.join(late)}; {_LATE_ADVICE}"
+    if wrong:
+        return records, f"rank(s) {wrong} got wrong sums by {records[wrong[0]]['transport']}; {_ADVICE}"
+    return records, None
+
+
+def _start(number: int, folder: Path, port: int, timeout_seconds: float, command: Sequence[str]) -> _Rank:
+    environment = os.environ | {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(_NUM_RANKS),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if device_type() == "cuda" and num_devices() < _NUM_RANKS:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # two ranks can't share one by nccl
+    record_path, stderr_path = folder / f"rank_{number}.json", folder / f"rank_{number}.txt"
+    with stderr_path.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*command, str(record_path), str(timeout_seconds)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=stderr,
+            stderr=stderr,
+        )
+    return _Rank(number=number, process=process, record_path=record_path, stderr_path=stderr_path)
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float) -> str | None:
+    """Waits until all are done, one has failed or the time is over; returns what the first failure was."""
+    first: _Rank | None = None
+    while time.monotonic() < deadline and any(rank.is_running() for rank in ranks):
+        time.sleep(_POLL_SECONDS)
+        if first is None:
+            first = next((rank for rank in ranks if rank.failed()), None)
+            if first is not None:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    failed = [rank for rank in ranks if rank.failed()]
+    if not failed:
+        return None
+    # Both may have failed by now, and a killed one leaves no word while the other tells of a lost connection.
+    cause = next((rank for rank in failed if "error" not in rank.record()), first or failed[0])
+    return cause.why()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _failure(problem: str, seconds: float) -> Finding:
+    problem = f"two processes can't communicate: {problem}"
+    facts = {"ranks": _NUM_RANKS, "total_seconds": seconds, "error": problem}
+    return Finding(name=_NAME, text="FAILED", facts=facts, problem=problem)
+
+
+def _success(records: Sequence[dict[str, Any]], seconds: float) -> Finding:
+    first, slowest = records[0], max(record["seconds"] for record in records)
+    speed = first["bytes"] / slowest
+    facts = {"ranks": _NUM_RANKS, "total_seconds": seconds, "seconds": slowest, "bytes_per_second": speed}
+    facts |= {name: first[name] for name in ("backend", "transport", "device", "bytes")}
+    way = first["backend"] if first["transport"] == first["backend"] else f"{first['backend']} and {first['transport']}"
+    text = (
+        f"{first['bytes'] / 2**20:.0f} MiB on {first['device']} over {_NUM_RANKS} processes by {way}: "
+        f"{1000 * slowest:.1f} ms, {speed / 1e9:.2f} GB/s; sums are right; {seconds:.1f} s with the start"
+    )
+    return Finding(name=_NAME, text=text, facts=facts)

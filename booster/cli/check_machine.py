@@ -1,0 +1,91 @@
+"""What torch, the compiler and the kernels can do on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import psutil
+
+from booster.cli.check_accelerator import accelerators
+from booster.cli.check_report import Finding, Section
+from booster.errors import ConfigError
+
+__all__ = ["compiler", "devices", "kernels", "torch_backends"]
+
+_BACKENDS = ("gloo", "nccl", "mpi")
+
+
+def torch_backends() -> Section:
+    """Returns which communication backends this torch has, and which is taken by default."""
+    import torch.distributed as dist
+
+    from booster.device import default_backend, device_type
+    from booster.launch_settings import available_backends
+
+    if not dist.is_available():
+        without = "this torch was built without torch.distributed (install one from pytorch.org)"
+        return Section(title="torch", findings=[Finding(name="backends", text="MISSING", problem=without)])
+    present = available_backends()
+    default = default_backend(device_type())
+    text = ", ".join(f"{name} {'yes' if name in present else 'no'}" for name in _BACKENDS)
+    facts = {"default": default, **{name: name in present for name in _BACKENDS}}
+    problem = None
+    if "gloo" not in present:
+        problem = "this torch has no gloo, which ranks on CPUs need (install one from pytorch.org)"
+    found = Finding(name="backends", text=f"{text}; by default {default}", facts=facts, problem=problem)
+    return Section(title="torch", findings=[found])
+
+
+def devices() -> Section:
+    """Returns the processor, the memory and the accelerators that ranks on this machine can use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = psutil.virtual_memory()
+    facts = {"cores": os.cpu_count(), "usable_cores": usable, "memory": memory.total, "free_memory": memory.available}
+    text = f"{usable} of {os.cpu_count()} cores, {_gib(memory.available)} of {_gib(memory.total)} GiB free"
+    return Section(title="devices", findings=[Finding(name="cpu", text=text, facts=facts), *accelerators()])
+
+
+def compiler() -> Section:
+    """Returns the C++ compiler that builds kernels, or why there is none."""
+    from booster.kernels.building import BuildError, find_toolchain
+
+    try:
+        toolchain = find_toolchain()
+    except BuildError as error:
+        found = Finding(name="c++", text=f"nothing can be compiled: {error}", facts={"have": None, "why": str(error)})
+    else:
+        facts = {"have": toolchain.version, "path": toolchain.compiler}
+        found = Finding(name="c++", text=f"{toolchain.version} ({toolchain.compiler})", facts=facts)
+    return Section(title="compiler", findings=[found])
+
+
+def kernels() -> Section:
+    """Returns for each kernel whether it is built ("native"), "buildable", or replaced by plain torch ("reference")."""
+    try:
+        findings = _kernels()
+    except ConfigError as error:
+        findings = [Finding(name="setting", text=f"WRONG: {error}", problem=str(error))]
+    return Section(title="kernels", findings=findings)
+
+
+def _kernels() -> Sequence[Finding]:
+    from booster.device import device_type
+    from booster.kernels.loader import kernel_mode
+    from booster.kernels.registry import kernel_status
+    from booster.kernels.sources import KERNELS
+
+    insists = kernel_mode() == "native"
+    findings = []
+    for kernel in kernel_status(device_type()):
+        problem = None
+        if insists and kernel.name in KERNELS and kernel.status == "reference":
+            problem = f"BOOSTER_KERNELS=native asks for the kernel {kernel.name}, which can't be had ({kernel.reason})"
+        facts = {"status": kernel.status, "why": kernel.reason}
+        text = f"{kernel.status} ({kernel.reason})"
+        findings.append(Finding(name=kernel.name, text=text, facts=facts, problem=problem))
+    return findings
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"

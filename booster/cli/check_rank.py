@@ -1,0 +1,82 @@
+"""One of the two processes of `booster check --comm`: joins the other, sums, measures, writes down how far it came."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from booster.comm import all_reduce_sum, collective_device, group_rank, group_size, transport
+from booster.device import synchronize
+from booster.launch import launch_from_torch, leave
+
+__all__ = ["main"]
+
+NUM_ELEMENTS = 4 * 2**20
+_REPEATS = 5
+
+
+def main(record_path: str, timeout_seconds: float) -> None:
+    """Does what the parent process asks for; whatever goes wrong is in the record and raised."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    record: dict[str, Any] = {}
+
+    def note(**entries: Any) -> None:
+        record.update(entries)
+        temporary = Path(f"{record_path}.part")
+        temporary.write_text(json.dumps(record))
+        temporary.replace(record_path)
+
+    try:
+        note(step="joining the other process")
+        launch_from_torch(verbose=False, timeout_seconds=timeout_seconds)
+        note(step="choosing how tensors travel (and building what that needs)")
+        device = collective_device()
+        way = transport() if device.type == "cpu" else str(torch.distributed.get_backend())
+        note(step="summing", device=device.type, backend=str(torch.distributed.get_backend()), transport=way)
+        is_right = _sums_are_right(device)
+        note(step="measuring", is_right=is_right, bytes=4 * NUM_ELEMENTS)
+        seconds = _median_seconds(device)
+        note(step="leaving", seconds=seconds)
+        leave()
+        note(step="done")
+    except Exception as error:
+        note(error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _sums_are_right(device: torch.device) -> bool:
+    # Small whole numbers: their sum is exact in every order.
+    part = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device).remainder_(1000)
+    expected = part * sum(range(1, group_size() + 1))
+    return torch.equal(all_reduce_sum(part * (group_rank() + 1)), expected)
+
+
+def _median_seconds(device: torch.device) -> float:
+    tensor = torch.zeros(NUM_ELEMENTS, device=device)
+    times = []
+    for _ in range(_REPEATS):
+        synchronize()
+        start = time.perf_counter()
+        all_reduce_sum(tensor)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the parent does: its end of the pipe is closed however it ends."""
+    # Not through sys.stdin, whose lock this thread would hold when the interpreter ends.
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,239 @@
+"""`booster estimate`: what a model takes on every rank under each plugin, and which settings fit a device."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from booster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from booster.estimate.model_sources import ModelSource
+
+__all__ = ["add_parser", "estimate"]
+
+_MORE = """\
+models:
+  a name                  llama-7b, llama-3-70b, mixtral-8x7b, gpt2-xl, bert-large ...: an unknown one lists all
+  a path                  of the config.json of a model of transformers, or of its directory; nothing is downloaded
+  script.py:function      which returns a model, (model, batch) or (model, batch, criterion); it is called under
+                          torch.device("meta"), so that nothing is allocated
+
+All figures are those of the rank that needs the most, at the worst moment of a step; activations are measured on
+tensors without values. "elsewhere" is kept in host memory or in files, "sent" is what a rank sends in a step. The
+batch is that of one rank; where ranks share one, as with tensor parallelism, a step trains with fewer of them. The
+cheapest setting is the one that fits with the fewest bytes sent by all ranks for every batch.
+
+exit codes:
+  0  something fits, or no --device-memory was given
+  1  nothing fits or can be used, or a plugin failed: the last lines say which
+  2  the arguments can't work: one line says why
+  130  ended by Ctrl-C
+
+examples:
+  booster estimate --model llama-7b --nproc 8 --device-memory 80GiB
+  booster estimate --model train.py:build_model --nproc 4 --plugin low_level_zero,torch_fsdp
+  booster estimate --model checkpoints/llama/config.json --nproc 8 --plugin gemini --settings placement_policy=static
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's parser to argparse's subparsers."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "estimate",
+        help="say how much memory a model needs under each plugin",
+        description="Say how much memory training a model needs on every rank, without allocating any of it.",
+        epilog=_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, metavar="MODEL", help="see below")
+    parser.add_argument(
+        "-g", "--nproc", "--num-ranks", "--num_ranks", type=int, default=8, metavar="N", help="ranks of the job (8)"
+    )
+    parser.add_argument("--plugin", default="all", metavar="A,B", help="names of plugins; none: one device (all)")
+    parser.add_argument(
+        "--settings", nargs="+", default=[], metavar="KEY=VALUE", help="the plugin's arguments, where one was named"
+    )
+    parser.add_argument(
+        "--mixed-precision",
+        "--mixed_precision",
+        metavar="NAME",
+        help="the Booster's, for plugins without a precision of their own (fp32 and bf16 are looked at)",
+    )
+    parser.add_argument(
+        "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="of the weights as the model is made (fp32)"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="examples of a rank's batch (1)")
+    parser.add_argument(
+        "--seq", "--sequence-length", "--sequence_length", type=int, metavar="N", help="tokens of an example (2048)"
+    )
+    parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim or booster.optim (AdamW)")
+    parser.add_argument(
+        "--optimizer-settings",
+        "--optimizer_settings",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="its arguments, such as momentum=0.9",
+    )
+    parser.add_argument(
+        "--device-memory", "--device_memory", metavar="SIZE", help="what a rank has, such as 80GiB, to learn what fits"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, in bytes")
+    parser.set_defaults(handle=estimate)
+
+
+def estimate(arguments: argparse.Namespace) -> int:
+    """Prints the table, and returns the exit code.
+
+    Raises:
+        ConfigError: The arguments can't work.
+    """
+    # Here, as they import torch, which the other commands have no need of.
+    from booster.estimate.comparison import cheapest, compare, find_candidates, smallest
+    from booster.estimate.model_sources import load_model
+    from booster.estimate.optimizer_memory import OptimizerMemory
+    from booster.estimate.question import Question
+    from booster.estimate.table import bytes_from_text, format_notes, format_table, format_verdict
+
+    for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{option} {number}: give a number from 1")
+    memory = arguments.device_memory
+    device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
+    settings = _settings(arguments.settings, "--settings")
+    candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
+    optimizer = OptimizerMemory.of(_optimizer(arguments.optimizer, arguments.optimizer_settings))
+    source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=_dtype(arguments.dtype))
+    question = Question(source.model, optimizer, source.batch, source.criterion)
+    try:
+        outcomes = compare(
+            question,
+            candidates,
+            arguments.nproc,
+            device_memory=device_memory,
+            tell=_Progress(len(candidates)).tell,
+        )
+    except KeyboardInterrupt:
+        print("booster estimate: ended by Ctrl-C", file=sys.stderr)
+        return 130
+    if arguments.json:
+        print(json.dumps(_as_json(arguments, source, outcomes, device_memory), indent=2))
+    else:
+        table = format_table(outcomes)
+        notes = format_notes(outcomes, source.notes)
+        paragraphs = [_title(arguments, source), table, notes, format_verdict(outcomes, device_memory)]
+        print("\n\n".join(one for one in paragraphs if one))
+    has_answer = smallest(outcomes) is not None if device_memory is None else cheapest(outcomes) is not None
+    return 0 if has_answer and not any(one.is_fault for one in outcomes) else 1
+
+
+class _Progress:
+    """Tells on standard error what is looked at, so that a pipe gets the table alone."""
+
+    def __init__(self, num_candidates: int) -> None:
+        self._num_candidates = num_candidates
+        self._num_told = 0
+
+    def tell(self, name: str) -> None:
+        """Says the name of the next way to train."""
+        self._num_told += 1
+        print(f"[{self._num_told}/{self._num_candidates}] {name}", file=sys.stderr, flush=True)
+
+
+def _settings(given: list[str], option: str) -> dict[str, Any]:
+    """Returns arguments that are written as key=value, values as Python writes them or plain words."""
+    found: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{option} {text} is no key=value: write such as stage=2 or precision=bf16")
+        if key in found:
+            raise ConfigError(f"{option} {text}: {key} was given twice: leave one out")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):  # a word
+            found[key] = {"true": True, "false": False, "none": None}.get(value, value)
+    return found
+
+
+def _optimizer(name: str, given: list[str]) -> Any:
+    """Returns what makes the optimizer of a list of parameters."""
+    import torch
+
+    import booster.optim
+
+    known = {
+        one.lower(): getattr(module, one)
+        for module in (torch.optim, booster.optim)  # ours, where both have a name
+        for one in (booster.optim.__all__ if module is booster.optim else dir(torch.optim))
+        if isinstance(getattr(module, one), type) and issubclass(getattr(module, one), torch.optim.Optimizer)
+    }
+    known.pop("optimizer", None)
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f" Did you mean {known[near[0]].__name__}?" if near else ""
+        raise ConfigError(
+            f"--optimizer {name} is neither of torch.optim nor of booster.optim.{hint} Known:"
+            f" {', '.join(one.__name__ for one in known.values())}"
+        )
+    cls = known[name.lower()]
+    settings = _settings(given, "--optimizer-settings")
+
+    def make(parameters: Any) -> Any:
+        try:
+            return cls(parameters, **settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--optimizer {cls.__name__} can't be made with {' '.join(given) or 'its defaults'} ({error}): correct"
+                " --optimizer-settings"
+            ) from error
+
+    return make
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def _num_parameters(source: ModelSource) -> int:
+    return sum(one.numel() for one in source.model.parameters())
+
+
+def _title(arguments: argparse.Namespace, source: ModelSource) -> str:
+    """Returns a line that says what was asked."""
+    numel = _num_parameters(source)
+    count = next(
+        (f"{numel / size:.2f} {word}" for size, word in ((10**9, "billion"), (10**6, "million")) if numel >= size),
+        str(numel),
+    )
+    batch = f"a batch of {source.batch_text} a rank" if source.batch_text else "a batch of its own"
+    ranks = "1 rank" if arguments.nproc == 1 else f"{arguments.nproc} ranks"
+    return f"{source.name}: {count} parameters made in {arguments.dtype}, {batch}, {arguments.optimizer}, {ranks}"
+
+
+def _as_json(
+    arguments: argparse.Namespace, source: ModelSource, outcomes: Any, device_memory: int | None
+) -> dict[str, Any]:
+    from booster.estimate.comparison import cheapest
+    from booster.estimate.table import to_json
+
+    best = cheapest(outcomes)
+    return {
+        "model": source.name,
+        "num_parameters": _num_parameters(source),
+        "dtype": arguments.dtype,
+        "batch": source.batch_text or None,
+        "optimizer": arguments.optimizer,
+        "num_ranks": arguments.nproc,
+        "device_memory": device_memory,
+        "candidates": to_json(outcomes),
+        "cheapest": None if best is None else outcomes.index(best),
+        "notes": source.notes,
+    }

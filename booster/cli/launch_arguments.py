@@ -1,0 +1,94 @@
+"""Settings of torch's launcher that have no option of their own: `--extra-launch-args "name=value name=value"`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from booster.errors import ConfigError
+
+__all__ = ["ExtraArguments", "parse_extra_arguments"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraArguments:
+    """What goes into torch's LaunchConfig, and into the configuration of its rendezvous."""
+
+    launch: dict[str, Any] = field(default_factory=dict)
+    rendezvous: dict[str, Any] = field(default_factory=dict)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("0", "1", "true", "false"):
+        raise ValueError
+    return text.lower() in ("1", "true")
+
+
+_LAUNCH: dict[str, Callable[[str], Any]] = {
+    "event_log_handler": str,
+    "local_addr": str,
+    "monitor_interval": float,
+    "rdzv_backend": str,
+    "rdzv_endpoint": str,
+    "rdzv_id": str,
+    "role": str,
+    "shutdown_timeout": int,
+    "signals_to_handle": str,
+    "virtual_local_rank": _flag,
+}
+_RENDEZVOUS: dict[str, Callable[[str], Any]] = {
+    "close_timeout": int,
+    "heartbeat_timeout": int,
+    "is_host": _flag,
+    "join_timeout": int,
+    "keep_alive_interval": int,
+    "keep_alive_max_attempt": int,
+    "last_call_timeout": int,
+    "read_timeout": int,
+    "store_type": str,
+    "timeout": int,
+}
+_KINDS = {int: "a whole number", float: "a number", _flag: "0 or 1"}
+_FIELDS = {"rdzv_id": "run_id"}  # what torchrun calls an option, and LaunchConfig a field
+
+
+def parse_extra_arguments(text: str) -> ExtraArguments:
+    """Returns the settings that a text names, "monitor_interval=5 rdzv_id=job-7" for example.
+
+    Names are those of torchrun's options and of the rendezvous's configuration, with "-" or "_".
+
+    Raises:
+        ConfigError: A name is unknown, comes twice, or its value is of another kind.
+    """
+    extra = ExtraArguments()
+    for word in _words(text):
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        kind = _LAUNCH.get(name) or _RENDEZVOUS.get(name)
+        if not equals or kind is None:
+            raise ConfigError(
+                f"--extra-launch-args: {word!r} is no setting of torch's launcher: write name=value with a name out of "
+                f"{', '.join(sorted(_LAUNCH | _RENDEZVOUS))}"
+            )
+        settings, name = (extra.launch, _FIELDS.get(name, name)) if name in _LAUNCH else (extra.rendezvous, name)
+        if name in settings:
+            raise ConfigError(f"--extra-launch-args: {word!r} is the second value of its name: give one")
+        try:
+            settings[name] = kind(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"--extra-launch-args: {word!r} has a value of another kind: give {_KINDS[kind]}"
+            ) from error
+    return extra
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--extra-launch-args={text!r} is not understood ({error}): write name=value, with quotes around a value "
+            "that has blanks"
+        ) from error

@@ -1,0 +1,132 @@
+"""Puts "[host:rank] " before every line of the ranks of this host, and gives each attempt its number."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
+
+from booster.cli.host_messages import rank_prefix
+from booster.cli.line_splitting import LineSplitter
+
+__all__ = ["LabelledOutput", "RankLogs"]
+
+
+class RankLogs(DefaultLogsSpecs):
+    """Where torch's launcher lets ranks write: as they please, or through the pipes of a `LabelledOutput`.
+
+    Args:
+        log_dir: Where the ranks' error reports go, and the pipes.
+        output: What labels lines; None to let ranks write to where this process does.
+        attempt: Returns the number of this start of all ranks, where torch's own may differ between hosts.
+    """
+
+    def __init__(
+        self, log_dir: str, output: LabelledOutput | None = None, attempt: Callable[[], int | None] = lambda: None
+    ) -> None:
+        super().__init__(log_dir=log_dir, redirects=Std.NONE if output is None else Std.ALL)
+        self.world_size = 0
+        self._output, self._attempt = output, attempt
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Returns the places for one start of this host's ranks, which torch opens for writing."""
+        places = super().reify(envs)
+        attempt = self._attempt()
+        for local_rank, environment in envs.items():
+            self.world_size = int(environment.get("WORLD_SIZE", "0"))
+            if attempt is not None:
+                environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            if self._output is not None:
+                prefix = rank_prefix(self._output.host, environment["RANK"])
+                self._output.add(places.stdouts[local_rank], prefix, sys.stdout.buffer)
+                self._output.add(places.stderrs[local_rank], prefix, sys.stderr.buffer)
+        return places
+
+
+class LabelledOutput:
+    """Named pipes that ranks write into, and a thread that passes their lines on with labels.
+
+    A pipe, unlike files that are followed, keeps nothing on the disk; read by this process, unlike by the rank itself,
+    it also gives what a rank wrote just before it was killed.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._selector = selectors.DefaultSelector()
+        self._wake_up, self._wake = os.pipe()
+        self._selector.register(self._wake_up, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._waiting: list[_Stream] = []  # for the thread to look at
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._pass_on, name="labelled_output", daemon=True)
+        self._thread.start()
+
+    def add(self, path: str, prefix: bytes, target: BinaryIO) -> None:
+        """Makes a pipe at a path, whose lines go to the target."""
+        os.mkfifo(path)
+        # Open before the rank's end is, which would wait for it.
+        stream = _Stream(os.open(path, os.O_RDONLY | os.O_NONBLOCK), prefix, target)
+        with self._lock:
+            self._waiting.append(stream)
+        os.write(self._wake, b"+")
+
+    def close(self) -> None:
+        """Passes on what was written and ends the thread. Processes that still hold a pipe are not waited for."""
+        self._is_closing = True
+        os.write(self._wake, b"-")
+        self._thread.join()
+        for fd in (self._wake_up, self._wake):
+            os.close(fd)
+        self._selector.close()
+
+    def _pass_on(self) -> None:
+        streams: list[_Stream] = []
+        while not self._is_closing:
+            for key, _ in self._selector.select():
+                if key.fd == self._wake_up:
+                    os.read(self._wake_up, 64)
+                elif not key.data.pass_on():
+                    self._selector.unregister(key.fd)
+                    key.data.close()
+                    streams.remove(key.data)
+            with self._lock:
+                new, self._waiting = self._waiting, []
+            for stream in new:
+                self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+            streams += new
+        for stream in [*streams, *self._waiting]:
+            while stream.pass_on():
+                pass
+            stream.close()
+
+
+class _Stream:
+    def __init__(self, fd: int, prefix: bytes, target: BinaryIO) -> None:
+        self.fd, self._prefix, self._target = fd, prefix, target
+        self._lines = LineSplitter()
+
+    def pass_on(self) -> bool:
+        """Returns whether there was something to pass on."""
+        try:
+            piece = os.read(self.fd, 2**16)
+        except BlockingIOError:
+            return False
+        self._write(self._lines.add(piece))
+        return bool(piece)
+
+    def close(self) -> None:
+        self._write(self._lines.rest())
+        os.close(self.fd)
+
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        with suppress(BrokenPipeError):  # the connection is gone, which ends this launcher; ranks must not wait
+            self._target.write(b"".join(self._prefix + line for line in lines))
+            self._target.flush()

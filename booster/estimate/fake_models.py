@@ -1,0 +1,70 @@
+"""Copies of models and batches without memory: shapes, formats and layout are there, values are not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from booster.errors import ConfigError
+from booster.tensor_tree import map_tensors
+
+__all__ = ["fake_batch", "fake_copy", "meta_copy", "new_fake_mode"]
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Returns a mode in which every new tensor is a fake one; constants that a model's code keeps may be real."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Returns a copy of a model whose parameters and buffers are fake tensors on the CPU; ties are kept.
+
+    Args:
+        model: Real, on the meta device, or built lazily. It is not changed.
+        mode: See `new_fake_mode`.
+
+    Raises:
+        ConfigError: The model can't be copied.
+    """
+    with mode:
+        return _copy(model, "cpu")
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model on the meta device; see `fake_copy`."""
+    return _copy(model, "meta")
+
+
+def _copy(model: nn.Module, device: str) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_like(parameter, device), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _like(buffer, device)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} can't be copied, and an estimate works with a copy of it ({error}): keep what can't"
+            " be copied out of the model's attributes"
+        ) from error
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """Returns a batch of fake tensors on the CPU of the same shapes."""
+    with mode:
+        return map_tensors(lambda tensor: _like(tensor, "cpu"), batch)
+
+
+def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    # Dense, in the order of its strides: a view may have gaps that a copy has not.
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim)) if tensor.dim() else []
+    strides, step = [0] * tensor.dim(), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= tensor.shape[dim]
+    return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype, device=device)

@@ -1,0 +1,154 @@
+"""What was found out about ways to train, as a table for people and as plain data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from booster.errors import ConfigError
+from booster.estimate.comparison import Outcome, cheapest, smallest
+
+__all__ = ["bytes_from_text", "format_notes", "format_table", "format_verdict", "shown", "to_json"]
+
+_PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
+_HEADINGS = ("", "parameters", "gradients", "states", "activations", "buffers", "peak", "elsewhere", "sent")
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_SIZES = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}ib": 1 << 10 * power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+}
+
+
+def bytes_from_text(text: str, option: str) -> int:
+    """Returns a number of bytes, written as 80GiB (2^30 each), 80GB (10^9 each) or 85899345920.
+
+    Args:
+        text: What the user wrote.
+        option: Where.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = found[2].lower() if found else ""
+    if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < 1:
+        number = re.match(r"\s*(\d+(?:\.\d+)?)", text)
+        hint = f"{number[1]}GiB or {number[1]}GB" if number and float(number[1]) else "80GiB or 80GB"
+        raise ConfigError(f"{option} {text} is no size: write a number and its unit, such as {hint}")
+    return round(float(found[1]) * _SIZES[unit])
+
+
+def shown(num_bytes: float) -> str:
+    """Returns a size with its unit."""
+    unit, size = _unit_for(num_bytes)
+    return f"{num_bytes / size:.1f} {unit}"
+
+
+def format_table(outcomes: Sequence[Outcome]) -> str:
+    """Returns a row for each outcome that has an estimate, in one unit; empty where there is none."""
+    found = [one for one in outcomes if one.estimate is not None]
+    if not found:
+        return ""
+    unit, size = _unit_for(max(_figures(one)[5] for one in found))
+    has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
+    rows = [[unit, *_HEADINGS[1:], *(["fits"] if has_limit else [])]]
+    for one in found:
+        figures = [f"{figure / size:.2f}" for figure in _figures(one)]
+        rows.append([one.candidate.name, *figures, *([_fits(one)] if has_limit else [])])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def format_notes(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
+    """Returns what can't be used and why, a paragraph each; empty where there is nothing to say."""
+    lines = list(notes)
+    told: dict[str, list[str]] = {}
+    for one in outcomes:
+        if one.estimate is None:
+            told.setdefault(f"{'failed' if one.is_fault else 'not possible'}: {{}}: {one.reason}", []).append(
+                one.candidate.name
+            )
+    lines += [text.replace("{}", ", ".join(names), 1) for text, names in told.items()]
+    return "\n".join(lines)
+
+
+def format_verdict(outcomes: Sequence[Outcome], device_memory: int | None) -> str:
+    """Returns which to take."""
+    least = smallest(outcomes)
+    if least is None or least.estimate is None:
+        return "no setting can train this model"
+    if device_memory is None:
+        return (
+            f"least memory: {least.candidate.name}, {shown(least.estimate.total)}\n"
+            "give --device-memory, such as 80GiB, to learn what fits"
+        )
+    best = cheapest(outcomes)
+    if best is None or best.estimate is None:
+        over = least.estimate.total - device_memory
+        return (
+            f"nothing fits in {shown(device_memory)}: {least.candidate.name} takes the least,"
+            f" {shown(least.estimate.total)}, which is {shown(over)} too much: {_way_out(least)}"
+        )
+    return (
+        f"cheapest that fits: {best.candidate.name}, {shown(best.estimate.total)} of {shown(device_memory)},"
+        f" {shown(best.estimate.sent)} sent by a rank in a step{_for_batch(best)}"
+    )
+
+
+def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Returns all that is known as plain data, in bytes."""
+    return [
+        {
+            "plugin": one.candidate.plugin,
+            "settings": dict(one.candidate.settings),
+            "mixed_precision": one.candidate.mixed_precision,
+            "peak": None if one.estimate is None else {**asdict(one.estimate.peak), "total": one.estimate.total},
+            "memory": None if one.estimate is None else asdict(one.estimate.memory),
+            "dp_size": one.dp_size if one.estimate is not None else None,
+            "fits": None if one.estimate is None else one.estimate.fits,
+            "reason": one.reason or None,
+        }
+        for one in outcomes
+    ]
+
+
+def _figures(outcome: Outcome) -> list[int]:
+    if outcome.estimate is None:
+        return []
+    estimate = outcome.estimate
+    parts = [getattr(estimate.peak, name) for name in _PARTS]
+    return [*parts, estimate.total, estimate.memory.elsewhere, estimate.sent]
+
+
+def _fits(outcome: Outcome) -> str:
+    return "yes" if outcome.estimate is not None and outcome.estimate.fits else "no"
+
+
+def _for_batch(outcome: Outcome) -> str:
+    """Returns what makes the step of a setting another than that of others: how many batches it trains with."""
+    batches = "batch" if outcome.dp_size == 1 else "batches"
+    return f", which trains with {outcome.dp_size} {batches}"
+
+
+def _way_out(outcome: Outcome) -> str:
+    """Returns what would make it less."""
+    estimate = outcome.estimate
+    if estimate is not None and estimate.peak.activations > estimate.total - estimate.peak.activations:
+        return "most of it are activations: give a smaller --batch or --seq"
+    return "most of it is the model: give more ranks (--nproc), or --dtype bf16 for weights that are kept in bf16"
+
+
+def _unit_for(most: float) -> tuple[str, float]:
+    return next(((unit, size) for unit, size in _UNITS if most >= size), _UNITS[-1])
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (
+        text.ljust(width) if not column else text.rjust(width)
+        for column, (text, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join([first, *others]).rstrip()

@@ -1,0 +1,48 @@
+"""Which parameters a boosted optimizer updates, and which of the model's they stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from booster.interface.mixed_precision import MasterWeights
+from booster.interface.optimizer_pass_through import OptimizerPassThrough
+
+__all__ = ["OptimizerParameters"]
+
+
+class OptimizerParameters(OptimizerPassThrough):
+    """An optimizer whose `param_groups` may hold fp32 copies of the model's parameters."""
+
+    master_weights: MasterWeights | None
+
+    def _optimized_parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optim.param_groups for parameter in group["params"]]
+
+    def _working_parameters(self) -> list[nn.Parameter]:
+        return [self.working_parameter(parameter) for parameter in self._optimized_parameters()]
+
+    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns the model's parameter for one of `param_groups`, which may hold its fp32 copy."""
+        return parameter if self.master_weights is None else self.master_weights.working_parameter(parameter)
+
+    def _working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns the rounded weights that are to follow those of `param_groups`."""
+        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        return {one: working.detach() for one, working in pairs if working is not one}
+
+    def _working_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns the raw gradients of the rounded weights, by what `param_groups` have in their place."""
+        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        return {one: working.grad for one, working in pairs if working is not one and working.grad is not None}
+
+    def group_parameters(self, index: int) -> list[nn.Parameter]:
+        """Returns the model's parameters of a param group, whole, whatever part of them this rank updates."""
+        return [self.working_parameter(parameter) for parameter in self.param_groups[index]["params"]]
+
+    def group_masters(self, index: int) -> list[nn.Parameter]:
+        """Returns the fp32 copies in a param group that this rank updates in place of the model's parameters."""
+        return [one for one in self.param_groups[index]["params"] if self.working_parameter(one) is not one]
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._working_parameters())

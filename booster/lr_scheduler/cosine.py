@@ -1,0 +1,82 @@
+"""Half a cosine wave down, at once or after a warm-up."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer, lr_scheduler
+
+from booster.lr_scheduler.checks import require_floor, require_number, require_total_steps, require_warmup_steps
+from booster.lr_scheduler.curves import LearningRate, cosine, warm_up
+from booster.lr_scheduler.schedule import CurveSchedule, Schedule
+
+__all__ = ["CosineAnnealingLR", "CosineAnnealingWarmupLR"]
+
+
+class CosineAnnealingLR(Schedule, lr_scheduler.CosineAnnealingLR):
+    """Half a cosine wave from the learning rate to `eta_min`; torch's of `T_max=total_steps`, which then stays there.
+
+    Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017, without restarts.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run.
+        eta_min: The last learning rate.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+    """
+
+    SETTINGS = ("total_steps", "eta_min")
+
+    def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.eta_min = require_number("eta_min", eta_min)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, self.total_steps, self.eta_min, last_epoch)
+
+    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
+        require_floor("eta_min", self.eta_min, base_lr, index)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return cosine(base_lr, step, self.total_steps, self.eta_min)
+
+
+class CosineAnnealingWarmupLR(CurveSchedule):
+    """A linear warm-up to the learning rate, then half a cosine wave to `eta_min` over the steps that are left.
+
+    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate; the step after it still has all of it.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run, warm-up included.
+        warmup_steps: Steps of the warm-up.
+        eta_min: The last learning rate.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+    """
+
+    SETTINGS = ("total_steps", "warmup_steps", "eta_min")
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        eta_min: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
+        self.eta_min = require_number("eta_min", eta_min)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch)
+
+    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
+        require_floor("eta_min", self.eta_min, base_lr, index)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        if step < self.warmup_steps:
+            return warm_up(base_lr, step, self.warmup_steps)
+        return cosine(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, self.eta_min)

@@ -1,0 +1,65 @@
+"""The same factor again and again: every step, or every few steps."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer, lr_scheduler
+
+from booster.lr_scheduler.checks import require_number, require_steps, require_total_steps
+from booster.lr_scheduler.curves import LearningRate
+from booster.lr_scheduler.schedule import Schedule
+
+__all__ = ["ExponentialLR", "StepLR"]
+
+
+class StepLR(Schedule, lr_scheduler.StepLR):
+    """The learning rate multiplied by `gamma` every `step_size` steps; torch's.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run, after which the learning rate stays; not torch's `step_size`.
+        step_size: Steps between two decays.
+        gamma: The factor.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work.
+    """
+
+    SETTINGS = ("total_steps", "step_size", "gamma")
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, step_size: int = 1, gamma: float = 0.1, last_epoch: int = -1
+    ) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.step_size = require_steps("step_size", step_size, 1)
+        self.gamma = require_number("gamma", gamma, is_least_allowed=False)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, self.step_size, self.gamma, last_epoch)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return base_lr * self.gamma ** (step // self.step_size)
+
+
+class ExponentialLR(Schedule, lr_scheduler.ExponentialLR):
+    """The learning rate multiplied by `gamma` every step; torch's.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run, after which the learning rate stays.
+        gamma: The factor.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work.
+    """
+
+    SETTINGS = ("total_steps", "gamma")
+
+    def __init__(self, optimizer: Optimizer, total_steps: int, gamma: float = 1.0, last_epoch: int = -1) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.gamma = require_number("gamma", gamma, is_least_allowed=False)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, self.gamma, last_epoch)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return base_lr * self.gamma**step

@@ -1,0 +1,137 @@
+"""Learning rates by functions of the user's own."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler
+
+from booster.errors import ConfigError
+from booster.lr_scheduler.checks import require_optimizer, require_total_steps
+from booster.lr_scheduler.curves import LearningRate
+from booster.lr_scheduler.schedule import Schedule
+
+__all__ = ["LambdaLR", "MultiplicativeLR"]
+
+Function = Callable[[int], float]
+Functions = Function | Sequence[Function]
+
+
+class FunctionSchedule(Schedule):
+    """A schedule by one function of the steps taken for each group.
+
+    A state holds the attributes of callable objects, and nothing of functions: build the scheduler with the same ones.
+    """
+
+    lr_lambdas: list[Function]
+
+    def _admit(self, group: dict[str, Any], index: int) -> None:
+        if len(self.lr_lambdas) <= index:
+            if any(function is not self.lr_lambdas[0] for function in self.lr_lambdas):
+                raise ConfigError(
+                    f"param group {index} was added to the optimizer, and lr_lambda is one function for each of the"
+                    f" {len(self.lr_lambdas)} groups before: build another scheduler with {index + 1} functions, or one"
+                    " function for all"
+                )
+            self.lr_lambdas.append(self.lr_lambdas[0])
+        super()._admit(group, index)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Returns if `load_state_dict` can take a state.
+
+        Raises:
+            ConfigError: See `Schedule.check_state_dict`, or a function stands where an object with a state was.
+        """
+        super().check_state_dict(state_dict)
+        saved = state_dict.get("lr_lambdas", [])
+        if len(saved) > len(self.lr_lambdas):
+            raise ConfigError(
+                f"the state is of {len(saved)} functions, and this {type(self).__name__} has {len(self.lr_lambdas)}:"
+                " build it with as many, in the same order"
+            )
+        for index, attributes in enumerate(saved):
+            if attributes and isinstance(self.lr_lambdas[index], types.FunctionType):
+                raise ConfigError(
+                    f"the state of lr_lambda {index} has {', '.join(map(repr, attributes))}, and a function can't take"
+                    " them: build the scheduler with an object of the class that was saved"
+                )
+
+
+class LambdaLR(FunctionSchedule, lr_scheduler.LambdaLR):
+    """The learning rate multiplied by a function of the steps taken; torch's.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run, after which the learning rate stays.
+        lr_lambda: A function of the number of steps taken, or one for each param group.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
+    ) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, _functions(lr_lambda, optimizer, "LambdaLR"), last_epoch)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return base_lr * self.lr_lambdas[index](step)
+
+
+class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
+    """The learning rate of the step before, multiplied by a function of the steps taken; torch's.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run, after which the learning rate stays.
+        lr_lambda: A function of the number of steps taken, from 1 on, or one for each param group.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
+    ) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, _functions(lr_lambda, optimizer, "MultiplicativeLR"), last_epoch)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        for taken in range(1, step + 1):
+            base_lr = base_lr * self.lr_lambdas[index](taken)
+        return base_lr
+
+
+def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Function]:
+    """Returns one function for each group.
+
+    Raises:
+        ConfigError: They are no functions, too many or too few, or of a kind whose state can't be asked for.
+    """
+    require_optimizer(optimizer, scheduler)
+    num_groups = len(optimizer.param_groups)
+    functions = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * num_groups
+    if len(functions) != num_groups:
+        raise ConfigError(
+            f"lr_lambda has {len(functions)} functions, and the optimizer has {num_groups} param groups: give one for"
+            " each, or one function for all"
+        )
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(
+                f"lr_lambda={function!r} can't be called, and {scheduler} asks it for a factor at each step: give a"
+                " function, such as lr_lambda=lambda step: 0.95**step"
+            )
+        if not hasattr(function, "__dict__"):
+            raise ConfigError(
+                f"lr_lambda={function!r} has no __dict__, so its state can't be saved: wrap it, as in lr_lambda=lambda"
+                " step: ..."
+            )
+    return functions

@@ -1,0 +1,41 @@
+"""A straight line up, then a straight line down."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from booster.lr_scheduler.checks import require_total_steps, require_warmup_steps
+from booster.lr_scheduler.curves import LearningRate, polynomial, warm_up
+from booster.lr_scheduler.schedule import CurveSchedule
+
+__all__ = ["LinearWarmupLR"]
+
+
+class LinearWarmupLR(CurveSchedule):
+    """A linear warm-up to the learning rate, then a straight line to 0 over the steps that are left.
+
+    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate, as in all schedulers of this package; the step
+    after it still has all of it.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run, warm-up included.
+        warmup_steps: Steps of the warm-up.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work.
+    """
+
+    SETTINGS = ("total_steps", "warmup_steps")
+
+    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        if step < self.warmup_steps:
+            return warm_up(base_lr, step, self.warmup_steps)
+        return polynomial(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, 0.0, 1.0)

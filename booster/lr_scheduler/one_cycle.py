@@ -1,0 +1,144 @@
+"""Up to the learning rate and down to almost nothing, the momentum the other way."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch.optim import Optimizer, lr_scheduler
+
+from booster.errors import ConfigError
+from booster.lr_scheduler.checks import (
+    require_fraction,
+    require_learning_rate,
+    require_number,
+    require_optimizer,
+    require_total_steps,
+)
+from booster.lr_scheduler.curves import LearningRate
+from booster.lr_scheduler.schedule import Schedule, copied
+
+__all__ = ["OneCycleLR"]
+
+
+class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
+    """One cycle of learning rate and momentum; torch's, with the optimizer's learning rates as `max_lr`.
+
+    Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates", 2018. The
+    last of the `total_steps` steps has the smallest learning rate, and so have all after it, where torch's raises.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run.
+        pct_start: Part of the steps in which the learning rate rises.
+        anneal_strategy: "cos" or "linear".
+        cycle_momentum: The momentum, or the first of `betas`, falls while the learning rate rises.
+        base_momentum: The smallest momentum, at the largest learning rate.
+        max_momentum: The largest momentum, at both ends.
+        div_factor: The largest learning rate divided by the first.
+        final_div_factor: The first learning rate divided by the last.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups of an optimizer that was saved.
+
+    Raises:
+        ConfigError: An argument that can't work, or an optimizer without momentum.
+    """
+
+    SETTINGS = (
+        "total_steps",
+        "pct_start",
+        "anneal_strategy",
+        "cycle_momentum",
+        "base_momentum",
+        "max_momentum",
+        "div_factor",
+        "final_div_factor",
+    )
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float = 0.85,
+        max_momentum: float = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.pct_start = require_fraction("pct_start", pct_start, is_one_allowed=True)
+        self.anneal_strategy = anneal_strategy
+        self.cycle_momentum = bool(cycle_momentum)
+        self.base_momentum = require_number("base_momentum", base_momentum)
+        self.max_momentum = require_number("max_momentum", max_momentum)
+        self.div_factor = require_number("div_factor", div_factor, is_least_allowed=False)
+        self.final_div_factor = require_number("final_div_factor", final_div_factor, is_least_allowed=False)
+        self._check_cycle(optimizer)
+        self._check(optimizer, last_epoch)
+        super().__init__(
+            optimizer,
+            [self._largest_lr(group) for group in optimizer.param_groups],
+            total_steps=self.total_steps,
+            pct_start=self.pct_start,
+            anneal_strategy=anneal_strategy,
+            cycle_momentum=self.cycle_momentum,
+            base_momentum=self.base_momentum,
+            max_momentum=self.max_momentum,
+            div_factor=self.div_factor,
+            final_div_factor=self.final_div_factor,
+            last_epoch=last_epoch,
+        )
+
+    def _check_cycle(self, optimizer: Optimizer) -> None:
+        require_optimizer(optimizer, "OneCycleLR")
+        if self.anneal_strategy not in ("cos", "linear"):
+            raise ConfigError(f"anneal_strategy={self.anneal_strategy!r} is not known: give 'cos' or 'linear'")
+        if self.pct_start * self.total_steps == 1:
+            raise ConfigError(
+                f"pct_start={self.pct_start} of total_steps={self.total_steps} is one step, in which the learning rate"
+                " can't rise from its first value to its largest: give a larger pct_start, or 0 for no rise"
+            )
+        if self.cycle_momentum and not max(self.base_momentum, self.max_momentum) < 1:
+            raise ConfigError(
+                f"base_momentum={self.base_momentum} and max_momentum={self.max_momentum} must be less than 1, as with"
+                " 1 nothing is ever forgotten: give the defaults 0.85 and 0.95, or others below 1"
+            )
+        if self.cycle_momentum and not {"momentum", "betas"} & optimizer.defaults.keys():
+            raise ConfigError(
+                f"{type(optimizer).__name__} has neither momentum nor betas to cycle: give cycle_momentum=False"
+            )
+
+    def _check_learning_rate(self, group: dict[str, Any], index: int) -> None:
+        require_learning_rate(self._largest_lr(group), index)
+
+    def _largest_lr(self, group: dict[str, Any]) -> Any:
+        """Returns the top of the cycle: that of a cycle before, the base of another schedule, or `lr`."""
+        return group.get("max_lr", group.get("initial_lr", group["lr"]))
+
+    def _group_keys(self, optimizer: Optimizer) -> tuple[str, ...]:
+        keys = ("lr", "initial_lr", "max_lr", "min_lr")
+        if not self.cycle_momentum:
+            return keys
+        return (*keys, "max_momentum", "base_momentum", "betas" if "betas" in optimizer.defaults else "momentum")
+
+    def get_lr(self) -> list[LearningRate]:
+        """Returns the learning rates of all groups for `step`, and sets their momentum; users call `get_last_lr`."""
+        taken = self.last_epoch
+        self.last_epoch = min(taken, self.total_steps - 1)  # the last step; torch's curve rises again after it
+        try:
+            return lr_scheduler.OneCycleLR.get_lr(self)
+        finally:
+            self.last_epoch = taken
+
+    def _get_closed_form_lr(self) -> list[LearningRate]:
+        return self.get_lr()
+
+    def _admit(self, group: dict[str, Any], index: int) -> None:
+        self._check_learning_rate(group, index)
+        group["max_lr"] = copied(self._largest_lr(group))
+        group["initial_lr"] = group["max_lr"] / self.div_factor
+        group["min_lr"] = group["initial_lr"] / self.final_div_factor
+        if self.cycle_momentum:
+            group["max_momentum"], group["base_momentum"] = self.max_momentum, self.base_momentum
+        self.base_lrs.append(copied(group["initial_lr"]))

@@ -1,0 +1,97 @@
+"""A power of the steps that are left, at once or after a warm-up."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer, lr_scheduler
+
+from booster.lr_scheduler.checks import require_floor, require_number, require_total_steps, require_warmup_steps
+from booster.lr_scheduler.curves import LearningRate, polynomial, warm_up
+from booster.lr_scheduler.schedule import CurveSchedule, Schedule
+
+__all__ = ["PolynomialLR", "PolynomialWarmupLR"]
+
+
+class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
+    """From the learning rate to `end_lr` by a power of the steps left; with `end_lr=0` torch's.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run.
+        end_lr: The last learning rate.
+        power: 1 is a straight line; more falls faster at first.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+    """
+
+    SETTINGS = ("total_steps", "end_lr", "power")
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, end_lr: float = 1e-4, power: float = 1.0, last_epoch: int = -1
+    ) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.end_lr = require_number("end_lr", end_lr)
+        self.power = require_number("power", power, is_least_allowed=False)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, self.total_steps, self.power, last_epoch)
+
+    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
+        require_floor("end_lr", self.end_lr, base_lr, index)
+
+    def get_lr(self) -> list[LearningRate]:
+        """Returns the learning rates of all groups for `step`; users call `get_last_lr`."""
+        if self.end_lr == 0 or self._step_count == 1 or self.last_epoch > self.total_steps:
+            return super().get_lr()
+        # torch's recursion, whose learning rates fall to 0, over what is above `end_lr`.
+        left, left_before = (1.0 - step / self.total_steps for step in (self.last_epoch, self.last_epoch - 1))
+        factor = (left / left_before) ** self.power
+        return [(group["lr"] - self.end_lr) * factor + self.end_lr for group in self.optimizer.param_groups]
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return polynomial(base_lr, step, self.total_steps, self.end_lr, self.power)
+
+
+class PolynomialWarmupLR(CurveSchedule):
+    """A linear warm-up to the learning rate, then to `end_lr` by a power of the steps left.
+
+    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate; the step after it still has all of it.
+
+    Args:
+        optimizer: Boosted or not.
+        total_steps: Steps of the whole run, warm-up included.
+        warmup_steps: Steps of the warm-up.
+        end_lr: The last learning rate.
+        power: 1 is a straight line; more falls faster at first.
+        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+
+    Raises:
+        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+    """
+
+    SETTINGS = ("total_steps", "warmup_steps", "end_lr", "power")
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        end_lr: float = 1e-4,
+        power: float = 1.0,
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_steps = require_total_steps(total_steps)
+        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
+        self.end_lr = require_number("end_lr", end_lr)
+        self.power = require_number("power", power, is_least_allowed=False)
+        self._check(optimizer, last_epoch)
+        super().__init__(optimizer, last_epoch)
+
+    def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
+        require_floor("end_lr", self.end_lr, base_lr, index)
+
+    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        if step < self.warmup_steps:
+            return warm_up(base_lr, step, self.warmup_steps)
+        num_steps = self.total_steps - self.warmup_steps
+        return polynomial(base_lr, step - self.warmup_steps, num_steps, self.end_lr, self.power)

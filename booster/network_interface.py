@@ -1,0 +1,111 @@
+"""Which of this machine's network interfaces leads to the others."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+__all__ = ["choose_gloo_interface", "local_address", "nearest_address"]
+
+# Note [Interface of gloo]
+# gloo tells the other ranks the address that its host's name stands for. On many machines /etc/hosts says 127.0.1.1, or
+# a container's name stands for nothing at all, and ranks on other machines then connect to themselves. Where that is so
+# and ranks are on several machines, gloo is told the interface that leads to another machine's rank.
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def local_address(host: str, port: int) -> str:
+    """Returns this machine's address on the way to a host, "" where there is no way. Sends nothing."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:  # the name stands for nothing: whoever connects there says it better
+        return ""
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return _plain(str(probe.getsockname()[0]))
+        except OSError:  # this machine has no such network; another of the host's addresses may do
+            continue
+    return ""
+
+
+def nearest_address(addresses: Sequence[str]) -> str:
+    """Returns the one of another machine's addresses to connect to, given as numbers: in a network that is ours, too.
+
+    An address that this machine has itself, as of a container bridge, leads back to it and is the last choice.
+    """
+    own = _own_networks()
+    mine = {network.ip for network in own}
+    foreign = [address for address in addresses if ipaddress.ip_address(address) not in mine]
+    for address in foreign:
+        if any(ipaddress.ip_address(address) in network.network for network in own):
+            return address
+    return (foreign or list(addresses))[0]
+
+
+def choose_gloo_interface(hosts: Sequence[str], addresses: Sequence[str], rank: int) -> None:
+    """Sets GLOO_SOCKET_IFNAME where gloo would choose badly by itself; see Note [Interface of gloo].
+
+    Args:
+        hosts: Name of every rank's machine.
+        addresses: Every rank's address on the way to the ranks' meeting place, "" where unknown.
+        rank: This process's rank.
+    """
+    if os.environ.get(VARIABLE) or len(set(hosts)) == 1 or _own_name_is_reachable():
+        return
+    others = [address for host, address in zip(hosts, addresses, strict=True) if host != hosts[rank]]
+    ways = [local_address(address, 1) for address in others if address and not _is_loopback(address)]
+    interfaces = {address: name for name, address in _own_addresses() if not _is_loopback(address)}
+    for address in [*ways, addresses[rank]]:
+        if address in interfaces:
+            os.environ[VARIABLE] = interfaces[address]
+            return
+
+
+def _own_name_is_reachable() -> bool:
+    """Returns whether gloo's own choice, the first address of the host's name that is ours, is seen from elsewhere."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    mine = {address for _, address in _own_addresses()}
+    named = [_plain(str(address[0])) for *_, address in found]
+    # All of 127.0.0.0/8 is ours, though an interface lists only one of it.
+    first = next((address for address in named if address in mine or _is_loopback(address)), None)
+    return first is not None and not _is_loopback(first)
+
+
+def _own_addresses() -> list[tuple[str, str]]:
+    """Returns pairs of an interface's name and one of its addresses."""
+    return [
+        (name, _plain(entry.address))
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
+def _own_networks() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    networks = []
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family == socket.AF_INET and entry.netmask:
+                networks.append(ipaddress.ip_interface(f"{entry.address}/{entry.netmask}"))
+            elif entry.family == socket.AF_INET6 and entry.netmask:
+                length = int(ipaddress.IPv6Address(entry.netmask)).bit_count()
+                networks.append(ipaddress.ip_interface(f"{_plain(entry.address)}/{length}"))
+    return networks
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _plain(address: str) -> str:
+    """Returns an address without the interface that a link-local one of IPv6 carries: fe80::1%eth0."""
+    return address.partition("%")[0]

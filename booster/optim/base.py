@@ -1,0 +1,237 @@
+"""What the optimizers of whole parameters share: groups, states in fp32, and how a step goes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from booster.errors import ConfigError
+from booster.interface.shards import Shards
+from booster.optim.memory_order import is_dense, laid_out_like
+from booster.optim.state_loading import Untouched, hold_untouched
+from booster.optim.whole_parameters import ParameterStep
+
+__all__ = ["OptimizerBase"]
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class OptimizerBase(Optimizer):
+    """An optimizer that computes, and keeps its states, in fp32 for bf16 and fp16 parameters.
+
+    It is `booster.interface.ShardAware`: what it needs of a whole parameter it sums over the ranks that hold parts.
+
+    Args:
+        params: Tensors, or param groups.
+        defaults: Of the groups.
+
+    Raises:
+        ConfigError: A hyperparameter or a parameter that can't work.
+    """
+
+    _moments: ClassVar[tuple[str, ...]] = ()
+    """The states with one value per element."""
+
+    _shards: Shards | None = None
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._check_group(defaults)
+        super().__init__(params, defaults)
+
+    # What an optimizer has to say.
+
+    @abstractmethod
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Returns if a param group, defaults included, can be computed with.
+
+        Raises:
+            ConfigError: It can't.
+        """
+
+    @abstractmethod
+    def _update(self, steps: list[ParameterStep]) -> None:
+        """Updates the weights of parameters. Collective if there are shards."""
+
+    def _state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...] | None:
+        """Returns the shape of a state of one of `param_groups`; None: it is not among the tensors that it keeps."""
+        return tuple(parameter.shape) if key in self._moments else None
+
+    # Groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's.
+
+        Raises:
+            ConfigError: A hyperparameter or a parameter that can't work.
+        """
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.is_complex():
+                self.param_groups.pop()
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and {type(self).__name__} has"
+                    " no norms of complex numbers: give it torch.view_as_real of them, or use torch.optim.AdamW"
+                )
+
+    def use_shards(self, shards: Shards) -> None:
+        """Takes over which parts of which parameters the groups hold from now on; see `booster.interface.ShardAware`.
+
+        Args:
+            shards: This rank's parts.
+        """
+        self._shards = shards
+
+    # Step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss and calls backward; called once, before the step.
+
+        Returns:
+            What the closure returned.
+
+        Collective over the ranks that hold shards, if there are any.
+
+        Raises:
+            ConfigError: A gradient that is sparse.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        steps = list(self._steps())
+        self._update(steps)
+        for step in steps:
+            step.write_back()
+        return result
+
+    def _steps(self) -> Iterator[ParameterStep]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel() > 0:
+                    yield self._step_of(parameter, parameter.grad, group)
+
+    def _step_of(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> ParameterStep:
+        if gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and {type(self).__name__}"
+                " looks at all of its elements: use an embedding with sparse=False, or torch.optim.SparseAdam for it"
+            )
+        dtype = _state_dtype(parameter)
+        shard = None if self._shards is None else self._shards.of(parameter)
+        # One with gaps in its memory is copied, too: see Note [Memory order].
+        is_itself = parameter.dtype == dtype and is_dense(parameter)
+        weights = parameter if is_itself else laid_out_like(parameter.contiguous(), parameter.contiguous(), dtype)
+        return ParameterStep(
+            parameter=parameter,
+            weights=weights,
+            gradient=laid_out_like(gradient, weights, dtype),
+            state=self.state[parameter],
+            group=group,
+            shard=shard,
+        )
+
+    # States.
+
+    def _state_tensor(self, step: ParameterStep, key: str) -> Tensor:
+        """Returns a parameter's state, zeros where there is none, in the format in which it is computed with."""
+        value: Tensor | None = step.state.get(key)
+        dtype, device = step.weights.dtype, step.weights.device
+        is_moment = key in self._moments
+        if value is None:
+            if is_moment:
+                value = torch.zeros_like(step.weights, requires_grad=False)
+            else:
+                shape = self._state_shape(step.parameter, key)
+                assert shape is not None
+                value = torch.zeros(shape, dtype=dtype, device=device)
+        elif is_moment:  # in the weights' order of memory, too
+            value = laid_out_like(value, step.weights, dtype)
+        else:
+            value = value.to(device, dtype)
+        step.state[key] = value
+        return value
+
+    def prepare_states(self) -> None:
+        """Does nothing: memory needs no room to be made; see `booster.interface.AllocatesStates`."""
+
+    def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Returns the memory for a state that is about to be filled; see `booster.interface.AllocatesStates`."""
+        if self._state_shape(parameter, key) is None:
+            return None
+        return torch.empty(shape, dtype=_state_dtype(parameter), device=parameter.device)
+
+    @property
+    def can_fail_alone(self) -> bool:
+        """False: a step fails on all ranks, or on none."""
+        return False
+
+    def check_states(self) -> None:
+        """Returns: states in memory can always be read."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a `state_dict` of this class; fp32 states stay fp32.
+
+        Raises:
+            ConfigError: It is another optimizer's, or of parameters of other shapes.
+        """
+        self._check_stored(state_dict)
+        handle = self.register_load_state_dict_pre_hook(hold_untouched)  # after the user's own hooks
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def _check_stored(self, stored: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        for saved, group in zip(stored["param_groups"], self.param_groups, strict=False):
+            missing = [key for key in self.defaults if key not in saved]
+            if missing:
+                raise ConfigError(
+                    f"the state_dict has no {missing[0]!r} in a param group, so it is of an optimizer other than"
+                    f" {name}, which would go on with other moments: load the state of a {name}"
+                )
+            self._check_group(saved)
+            for number, parameter in zip(saved["params"], group["params"], strict=False):
+                for key, value in stored["state"].get(number, {}).items():
+                    self._check_state(parameter, key, value)
+
+    def _check_state(self, parameter: Tensor, key: str, value: Any) -> None:
+        shape = self._state_shape(parameter, key)
+        if not isinstance(value, Tensor) or (value.dim() == 0 and shape is None):
+            return  # a number, such as "step"
+        if shape is None or tuple(value.shape) != shape:
+            expected = "no such state" if shape is None else f"it in shape {shape}"
+            raise ConfigError(
+                f"the state_dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape"
+                f" {tuple(parameter.shape)}, of which {type(self).__name__} keeps {expected}: load it into an optimizer"
+                " of the same class over the model that it was saved from, with its parameters in the same order"
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        for parameter, values in self.state.items():
+            for key, value in values.items():
+                if isinstance(value, Untouched):
+                    values[key] = self._loaded(parameter, key, value.tensor)
+
+    def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Any:
+        if self._state_shape(parameter, key) is None:
+            return int(value) if key == "step" else value
+        return value.to(parameter.device, _state_dtype(parameter))
+
+
+def _state_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype

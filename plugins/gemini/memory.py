@@ -1,0 +1,358 @@
+"""What a rank holds at every moment of a step: the plugin's own chunks and manager, made of tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import count_communication, imagine_others
+from booster.interface import MemoryParts, MemoryQuestion, RankMemory
+from booster.interface.rank_memory import Stretch
+from booster.plugins.gemini.building import make_chunk, model_facts, plan_model
+from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.chunk_manager import ChunkManager
+from booster.plugins.gemini.meeting import Phase, Post
+from booster.plugins.gemini.placement import Placement
+from booster.plugins.gemini.rehoming import move_weights
+from booster.plugins.gemini.settings import GeminiSettings
+from booster.plugins.gemini.tiers import Block, Transfer
+from booster.plugins.sharding.memory import Moment, cast_bytes
+
+__all__ = ["gemini_memory"]
+
+# Note [Imagined chunks]
+# Which chunks are gathered when depends on the placement, on a record of the first step, and on what fits beside what.
+# None of that is computed a second time here: the plugin's own manager and chunks do it, on the meta device, whose
+# tensors have sizes and no memory. They are told what a model's hooks would tell them, as the course of a forward and
+# backward on fake tensors has it: first a step that is recorded, then the one that counts. The other ranks are imagined
+# and do what this one does; the offload tier only counts.
+
+_META = torch.device("meta")
+
+
+class _AlikeRanks:
+    """Meetings with ranks that say what this one does; stands in for `Meeting`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, max_wants: int) -> None:
+        self.group = group
+        self.max_wants = max_wants
+
+    def hold(self, post: Post) -> list[Post]:
+        """Returns what all say."""
+        return [post]
+
+
+class _Counted:
+    """A block of a tier that has no memory."""
+
+    is_empty = False
+
+    def __init__(self, tier: _CountingTier, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._tier: _CountingTier | None = tier
+
+    def read_into(self, tensor: torch.Tensor) -> Transfer:
+        """Does nothing."""
+        return self
+
+    def write_from(self, tensor: torch.Tensor) -> Transfer:
+        """Does nothing."""
+        return self
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+    def as_tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor without memory."""
+        return torch.empty(self.num_bytes // dtype.itemsize, dtype=dtype, device=_META)
+
+    def free(self) -> None:
+        """Is counted no more."""
+        if self._tier is not None:
+            self._tier.bytes_held -= self.num_bytes
+            self._tier = None
+
+
+class _CountingTier:
+    """An offload tier that counts what it would hold."""
+
+    name: Literal["host"] = "host"
+
+    def __init__(self) -> None:
+        self.bytes_held = 0
+
+    def new_block(self, num_bytes: int) -> Block:
+        """Returns a block."""
+        self.bytes_held += num_bytes
+        return _Counted(self, num_bytes)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """A model's chunks, and what is known of them.
+
+    Attributes:
+        manager: Of the chunks.
+        slots: By name the place of each parameter.
+        settings: How they are sharded.
+        masters: By chunk the bytes of this rank's masters.
+        states: By chunk the bytes of its optimizer states.
+        shapes: By chunk those of this rank's shards.
+    """
+
+    manager: ChunkManager
+    slots: dict[str, Slot]
+    settings: GeminiSettings
+    masters: dict[int, int] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
+    shapes: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """All of them."""
+        return self.manager.chunks
+
+    def held_of_states(self) -> int:
+        """Returns the bytes of masters and states in the compute tier."""
+        away = self.manager.homes.states
+        return sum(self.masters[one] + self.states[one] for one in self.states if one not in away)
+
+    def elsewhere(self) -> int:
+        """Returns the bytes in the offload tier."""
+        away = self.manager.homes.states
+        tier = self.manager.tier
+        return (0 if tier is None else tier.bytes_held) + sum(
+            self.masters[one] + self.states[one] for one in self.states if one in away
+        )
+
+
+def gemini_memory(
+    question: MemoryQuestion,
+    settings: GeminiSettings,
+    placement: Placement,
+    *,
+    num_replicas: int,
+    outputs_fp32: bool,
+) -> RankMemory:
+    """Returns what a rank holds and sends.
+
+    Args:
+        question: The model and its optimizer.
+        settings: How the plugin shards.
+        placement: What may be in the compute tier.
+        num_replicas: Ranks that hold copies of this rank's shards.
+        outputs_fp32: The plugin casts the model's outputs to fp32.
+
+    Raises:
+        ConfigError: The placement's budget is too small.
+    """
+    is_cpu = settings.device.type == "cpu"
+    model = _Course(question.activations(settings.dtype, outputs_fp32=outputs_fp32).course, question.model)
+    with imagine_others():
+        found = _make(question, settings, placement)
+        model.run(found, is_cpu=is_cpu)
+        _rehome(found.manager)
+        with count_communication() as count:
+            worst = model.run(found, is_cpu=is_cpu)
+    return _memory(question, found, worst, sent=sum(count.sent.values()), num_replicas=num_replicas)
+
+
+def _make(question: MemoryQuestion, settings: GeminiSettings, placement: Placement) -> _Chunks:
+    trained = {id(one) for one in question.trained}
+    named, facts, module_of = model_facts(question.model, trained, settings.dtype)
+    plan = plan_model(facts, module_of, settings, settings.num_shards)
+    settings = _on_meta(settings)
+    on_meta = [(name, nn.Parameter(torch.empty(0, device=_META), requires_grad=False)) for name, _ in named]
+    chunks = [make_chunk(index, layout, on_meta, settings) for index, layout in enumerate(plan.chunks)]
+    tier = _CountingTier()
+    manager = ChunkManager(
+        chunks,
+        meeting=_AlikeRanks(settings.meeting_group, 2 + settings.max_prefetch),  # type: ignore[arg-type]
+        device=_META,
+        placement=placement,
+        agreement_group=settings.agreement_group or settings.data_parallel_group,
+        make_tier=lambda: tier,
+        max_prefetch=settings.max_prefetch,
+        reduces_asynchronously=settings.reduces_asynchronously,
+        other_bytes=lambda: 0,
+    )
+    found = _Chunks(manager, {slot.name: slot for chunk in chunks for slot in chunk.slots}, settings)
+    for chunk in chunks:
+        _note_updated(found, chunk, question)
+    manager.state_bytes = lambda chunk: (
+        found.masters[chunk.index] + found.states[chunk.index] if chunk.layout.trains else 0
+    )
+    manager.homes = manager.choose_homes()
+    if manager.homes.weights or manager.homes.states:
+        manager.needed_tier()
+    for chunk in chunks:
+        _fill(chunk, manager, settings)
+    return found
+
+
+def _on_meta(settings: GeminiSettings) -> GeminiSettings:
+    facts = {name: getattr(settings, name) for name in GeminiSettings.__slots__}
+    return GeminiSettings(**(facts | {"device": _META}))
+
+
+def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryQuestion) -> None:
+    """Takes note of what is kept of a chunk for the optimizer on the first rank, which has no waste."""
+    layout = chunk.layout
+    dtype = found.settings.main_dtype(layout)
+    # Of frozen chunks, too: `fill_chunk` makes all alike.
+    found.masters[chunk.index] = layout.piece_numel * dtype.itemsize if dtype != layout.dtype else 0
+    parts = layout.parts(0) if layout.trains else []
+    owned = sum(part.span[1] - part.span[0] for part in parts)
+    shapes = [place.shape for place in layout.places] if layout.trains else []
+    found.shapes[chunk.index] = [(part.span[1] - part.span[0],) for part in parts]
+    found.states[chunk.index] = question.state_bytes(shapes, dtype, owned / max(1, layout.used_numel))
+
+
+def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None:
+    """Gives a chunk its piece as `fill_chunk` does."""
+    is_offloaded = chunk.index in manager.homes.weights
+    for slot in chunk.slots:
+        slot.hide()
+    if chunk.index in manager.homes.kept or (settings.num_shards == 1 and not is_offloaded):
+        chunk.keep(torch.empty(chunk.layout.numel, dtype=chunk.layout.dtype, device=_META))
+    else:
+        chunk.weights.allocate(manager.tier if is_offloaded else None)
+
+
+def _rehome(manager: ChunkManager) -> None:
+    """Moves the pieces to where the placement wants them after the recorded step."""
+    homes = manager.choose_homes()
+    if homes == manager.homes:
+        return
+    manager.homes, tier = homes, manager.needed_tier()
+    for chunk in manager.chunks:
+        move_weights(chunk, tier if chunk.index in homes.weights else None)
+
+
+class _Course:
+    """A forward and backward, as the hooks of a model would tell a manager about it.
+
+    Args:
+        course: What happens.
+        model: In which it does.
+    """
+
+    def __init__(self, course: Sequence[Stretch], model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+        self._course = course
+        self._own = {
+            name: [names[id(one)] for one in module.parameters(recurse=False)] for name, module in model.named_modules()
+        }
+        # Lookups need the weights in forward alone.
+        self._looks_up = {
+            name for name, one in model.named_modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))
+        }
+
+    def run(self, found: _Chunks, *, is_cpu: bool) -> Moment:
+        """Returns the worst moment of it; `held` counts pieces, gathered weights and gradients.
+
+        Args:
+            found: The chunks.
+            is_cpu: What autograd keeps is all that the manager knows of beside them.
+        """
+        manager = found.manager
+        others = 0
+        manager.other_bytes = lambda: others
+        manager.begin_forward(trains=True)
+        worst = Moment(0, 0)
+        for stretch in self._course:
+            self._tell(found, stretch)
+            if manager.phase is Phase.FORWARD:
+                others = stretch.begin if is_cpu else stretch.activations
+                manager.note_other_bytes()
+            worst = max(worst, Moment(stretch.activations, manager.bytes_in_memory), key=lambda one: one.total)
+        manager.end_backward()
+        last = Moment(0, manager.bytes_in_memory)
+        manager.reduction.reset()
+        return max(worst, last, key=lambda one: one.total)
+
+    def _tell(self, found: _Chunks, stretch: Stretch) -> None:
+        manager = found.manager
+        if stretch.event == "gradient":
+            slot = found.slots[stretch.name]
+            if slot.chunk.layout.trains:
+                slot.parameter.grad = torch.empty(slot.place.shape, dtype=slot.chunk.layout.dtype, device=_META)
+                manager.reduction.receive(slot)
+            return
+        own = [found.slots[name] for name in self._own[stretch.name]]
+        if stretch.event == "enter" and own:
+            manager.need(own)
+            for chunk, slots in _by_chunk(own):
+                chunk.pin(slots)
+        elif stretch.event == "leave":
+            for chunk, slots in _by_chunk(own):
+                chunk.unpin(slots)
+            if stretch.name == "":
+                manager.end_forward(trains=True)
+                manager.phase = Phase.BACKWARD
+        elif stretch.event == "backward" and stretch.name not in self._looks_up:
+            for slot in own:
+                _ask_in_backward(manager, slot)
+
+
+def _ask_in_backward(manager: ChunkManager, slot: Slot) -> None:
+    """Does what an operator's backward that saved the weights has done."""
+    if not slot.chunk.is_gathered or slot.is_overwritten:
+        manager.need((slot,))
+        return
+    slot.chunk.pin(())
+    manager.note_use(slot.chunk)
+    slot.chunk.unpin(())
+
+
+def _by_chunk(slots: Sequence[Slot]) -> Iterator[tuple[Chunk, list[Slot]]]:
+    for chunk in dict.fromkeys(slot.chunk for slot in slots):
+        yield chunk, [slot for slot in slots if slot.chunk is chunk]
+
+
+def _memory(question: MemoryQuestion, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:
+    manager, settings = found.manager, found.settings
+    pieces = sum(chunk.bytes_in_memory for chunk in found.chunks)
+    sums = {chunk.index: chunk.sums.num_bytes for chunk in found.chunks if chunk.layout.trains}
+    in_memory = sum(size for index, size in sums.items() if index not in manager.homes.weights)
+    kept = {
+        "parameters": pieces,
+        "optimizer_states": found.held_of_states(),
+    }
+    buffers = cast_bytes(question.model.buffers(), settings.dtype)
+    gathered = worst.held - pieces
+    shared = 2 * (num_replicas - 1) * sum(sums.values()) // num_replicas
+    return RankMemory(
+        kept=MemoryParts(**kept, buffers=buffers),
+        backward=MemoryParts(**kept, activations=worst.activations, buffers=buffers + gathered),
+        step=MemoryParts(**kept, gradients=in_memory, activations=_step_bytes(question, found), buffers=buffers),
+        sent=sent + shared + _sent_of_kept(found),
+        elsewhere=found.elsewhere(),
+    )
+
+
+def _sent_of_kept(found: _Chunks) -> int:
+    """Returns the bytes of weights that are spread after a step."""
+    settings = found.settings
+    pieces = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept)
+    return (settings.num_shards - 1) * pieces
+
+
+def _step_bytes(question: MemoryQuestion, found: _Chunks) -> int:
+    by_dtype: dict[torch.dtype, list[tuple[int, ...]]] = {}
+    rounded = 0
+    for chunk in found.chunks:
+        if chunk.layout.trains:
+            dtype = found.settings.main_dtype(chunk.layout)
+            by_dtype.setdefault(dtype, []).extend(found.shapes[chunk.index])
+            if dtype != chunk.sums.dtype:  # gradients in the format that is updated
+                rounded += chunk.layout.piece_numel * dtype.itemsize
+    return rounded + max((question.step_bytes(shapes, dtype) for dtype, shapes in by_dtype.items()), default=0)

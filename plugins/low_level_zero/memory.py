@@ -1,0 +1,308 @@
+"""What a rank holds at every moment of a step, found by following the life of its gradients without any memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from booster.interface import MemoryParts, MemoryQuestion, RankMemory
+from booster.plugins.low_level_zero.layout import Bucket, FlatLayout
+from booster.plugins.low_level_zero.reducer import BUCKETS_UNDER_WAY
+from booster.plugins.low_level_zero.settings import ZeroArguments
+from booster.plugins.sharding.memory import LOW_PRECISION, cast_bytes, largest_moment
+
+__all__ = ["zero_memory"]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The gradient of a parameter; see Note [Life of a gradient].
+
+    Attributes:
+        num_bytes: Of the whole gradient.
+        num_unsent: Buckets that it reaches into and that were not issued yet.
+        is_here: It has arrived, and is kept until its last bucket is issued.
+    """
+
+    num_bytes: int
+    num_unsent: int = 0
+    is_here: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _FlatBucket:
+    """A bucket with the gradients that go into it.
+
+    Attributes:
+        group: What it is a bucket of.
+        bucket: Where it lies.
+        slots: By name the gradients in it.
+        num_missing: How many of them have not arrived.
+    """
+
+    group: _Group
+    bucket: Bucket
+    slots: dict[str, _Slot] = field(default_factory=dict)
+    num_missing: int = 0
+
+
+class _Group:
+    """Parameters of one number format in one flat buffer, as `FlatGroup` has them; see Note [Flat layout].
+
+    Args:
+        named: Their names and shapes, in the order of the model.
+        dtype: Format of weights and gradients.
+        arguments: The plugin's.
+        num_shards: Ranks that share it.
+        max_bucket_numel: Elements of a bucket, at most.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, tuple[int, ...]]],
+        dtype: torch.dtype,
+        arguments: ZeroArguments,
+        num_shards: int,
+        max_bucket_numel: int,
+    ) -> None:
+        self.named = named
+        self.dtype = dtype
+        self.layout = FlatLayout([shape for _, shape in named], num_shards, max_bucket_numel)
+        is_low = dtype in LOW_PRECISION
+        self.sum_dtype = torch.float32 if is_low else dtype
+        self.has_masters = is_low and arguments.master_weights
+        self.main_dtype = torch.float32 if self.has_masters else dtype
+        # A world of one has no second piece in whose place fp32 sums of half gradients could go.
+        self.packs = arguments.stage == 2 or (num_shards == 1 and is_low)
+        self.sent_dtype = arguments.communication_dtype or dtype
+
+    def buckets(self) -> list[_FlatBucket]:
+        """Returns the buckets with their gradients, in the order in which they lie."""
+        slots = {
+            name: _Slot((place.stop - place.start) * self.dtype.itemsize)
+            for (name, _), place in zip(self.named, self.layout.places, strict=True)
+        }
+        found = [_FlatBucket(self, bucket) for bucket in self.layout.buckets]
+        for index, number in _overlaps(self.layout):
+            name = self.named[index][0]
+            found[number].slots[name] = slots[name]
+            found[number].num_missing += 1
+            slots[name].num_unsent += 1
+        return found
+
+    def shard_shapes(self) -> list[tuple[int, ...]]:
+        """Returns the sizes of what the first rank updates: it has no padding, so no rank has more."""
+        return [
+            (numel,)
+            for index, number in _overlaps(self.layout)
+            if (numel := _owned_numel(self.layout, index, number)) > 0
+        ]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, padding included."""
+        return self.layout.numel * self.dtype.itemsize
+
+    @property
+    def largest_bucket(self) -> int:
+        """Elements of it."""
+        return max((bucket.numel for bucket in self.layout.buckets), default=0)
+
+
+def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
+    """Yields which parameter has elements in which bucket; both lie in order."""
+    index = 0
+    for number, bucket in enumerate(layout.buckets):
+        while index < len(layout.places) and layout.places[index].stop <= bucket.start:
+            index += 1
+        here = index
+        while here < len(layout.places) and layout.places[here].start < bucket.stop:
+            if layout.places[here].stop > layout.places[here].start:
+                yield here, number
+            here += 1
+
+
+def _owned_numel(layout: FlatLayout, index: int, number: int) -> int:
+    place, piece = layout.places[index], layout.buckets[number].piece(0)
+    return min(place.stop, piece.stop) - max(place.start, piece.start)
+
+
+class _Backward:
+    """Which gradients are here as a backward goes on, and what was summed of them; as `GradientReducer` does it.
+
+    Args:
+        groups: All.
+        order: By name the place of every parameter in the model.
+
+    Attributes:
+        num_bytes: Of gradients and sums, now.
+    """
+
+    def __init__(self, groups: Sequence[_Group], order: dict[str, int]) -> None:
+        buckets = [bucket for group in groups if group.packs for bucket in group.buckets()]
+        buckets.sort(key=lambda one: min((order[name] for name in one.slots), default=-1), reverse=True)
+        self._to_issue = deque(buckets)
+        self._buckets_of: dict[str, list[_FlatBucket]] = {}
+        for bucket in buckets:
+            for name in bucket.slots:
+                self._buckets_of.setdefault(name, []).append(bucket)
+        self._flights: deque[_FlatBucket] = deque()
+        self.num_bytes = 0
+
+    def receive(self, name: str) -> int:
+        """Takes a gradient that has arrived; returns the most bytes until all is done that follows from it."""
+        buckets = self._buckets_of.get(name, [])
+        if not buckets or buckets[0].slots[name].is_here:
+            return self.num_bytes
+        slot = buckets[0].slots[name]
+        slot.is_here = True
+        self.num_bytes += slot.num_bytes
+        for bucket in buckets:
+            bucket.num_missing -= 1
+        most = self.num_bytes
+        while self._to_issue and self._to_issue[0].num_missing == 0:
+            most = max(most, self._issue(self._to_issue.popleft()))
+        return most
+
+    def finish(self) -> int:
+        """Issues what is left when backward has ended; returns as `receive` does."""
+        most = self.num_bytes
+        while self._to_issue:
+            most = max(most, self._issue(self._to_issue.popleft()))
+        while self._flights:
+            self._finish_oldest()
+        return max(most, self.num_bytes)
+
+    def _issue(self, bucket: _FlatBucket) -> int:
+        while len(self._flights) >= BUCKETS_UNDER_WAY:
+            self._finish_oldest()
+        most = self.num_bytes
+        for slot in bucket.slots.values():
+            slot.num_unsent -= 1
+            if slot.num_unsent == 0 and slot.is_here:
+                self.num_bytes -= slot.num_bytes
+        self._flights.append(bucket)
+        return most
+
+    def _finish_oldest(self) -> None:
+        bucket = self._flights.popleft()
+        self.num_bytes += bucket.bucket.piece_numel * bucket.group.sum_dtype.itemsize
+
+
+def zero_memory(
+    question: MemoryQuestion,
+    arguments: ZeroArguments,
+    *,
+    num_shards: int,
+    num_replicas: int,
+    offloads: bool,
+    max_bucket_numel: int | None = None,
+) -> RankMemory:
+    """Returns what a rank holds and sends.
+
+    Args:
+        question: The model and its optimizer.
+        arguments: The plugin's.
+        num_shards: Ranks that share the shards.
+        num_replicas: Ranks that hold copies of this rank's.
+        offloads: Masters and states are in host memory beside an accelerator.
+        max_bucket_numel: Elements of a bucket, at most; None: as the arguments say.
+    """
+    named = list(question.model.named_parameters())
+    bucket_numel = arguments.max_bucket_numel if max_bucket_numel is None else max_bucket_numel
+    groups = _groups(question, named, arguments, num_shards, bucket_numel)
+    trained = {id(one) for one in question.trained}
+    frozen = [one for _, one in named if id(one) not in trained]
+    masters, states = _updated_bytes(question, groups)
+    elsewhere = masters + states if offloads else 0
+    full = sum(0 if group.packs else group.weight_bytes for group in groups)
+    kept = MemoryParts(
+        parameters=sum(group.weight_bytes for group in groups) + cast_bytes(frozen, arguments.dtype),
+        gradients=full,
+        optimizer_states=0 if offloads else masters + states,
+        buffers=cast_bytes(question.model.buffers(), arguments.dtype) + _scratch_bytes(groups),
+    )
+    backward = _Backward(groups, {name: index for index, (name, _) in enumerate(named)})
+    worst = largest_moment(question.activations(arguments.dtype).course, backward)
+    sums = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups)
+    packed = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups if group.packs)
+    return RankMemory(
+        kept=kept,
+        backward=_with(kept, gradients=full + worst.held, activations=worst.activations),
+        step=_with(kept, gradients=full + packed, activations=_step_bytes(question, groups)),
+        sent=_sent_bytes(groups, num_shards, num_replicas, sums),
+        elsewhere=elsewhere,
+    )
+
+
+def _groups(
+    question: MemoryQuestion,
+    named: Sequence[tuple[str, nn.Parameter]],
+    arguments: ZeroArguments,
+    num_shards: int,
+    max_bucket_numel: int,
+) -> list[_Group]:
+    trained = {id(one) for one in question.trained}
+    by_dtype: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
+    for name, parameter in named:
+        if id(parameter) in trained:
+            casts = arguments.dtype is not None and parameter.is_floating_point()
+            dtype = arguments.dtype if casts and arguments.dtype is not None else parameter.dtype
+            by_dtype.setdefault(dtype, []).append((name, tuple(parameter.shape)))
+    return [_Group(members, dtype, arguments, num_shards, max_bucket_numel) for dtype, members in by_dtype.items()]
+
+
+def _updated_bytes(question: MemoryQuestion, groups: Sequence[_Group]) -> tuple[int, int]:
+    """Returns the bytes of this rank's masters and states."""
+    masters = states = 0
+    for group in groups:
+        shapes = [shape for _, shape in group.named]
+        whole = sum(place.stop - place.start for place in group.layout.places)
+        owned = sum(shape[0] for shape in group.shard_shapes())
+        states += question.state_bytes(shapes, group.main_dtype, owned / max(1, whole))
+        masters += 4 * group.layout.shard_numel if group.has_masters else 0
+    return masters, states
+
+
+def _scratch_bytes(groups: Sequence[_Group]) -> int:
+    """Returns the bytes of buffers for buckets under way, which stay; see `Scratch`."""
+    found: dict[tuple[str, int, torch.dtype], int] = {}
+    for group in groups:
+        numel = group.largest_bucket
+        for turn in range(BUCKETS_UNDER_WAY):
+            if group.packs or group.sent_dtype != group.dtype:
+                key = ("sent", turn, group.sent_dtype)
+                found[key] = max(found.get(key, 0), numel * group.sent_dtype.itemsize)
+        if not group.packs and group.sum_dtype != group.dtype:
+            key = ("sums", 0, group.sum_dtype)
+            found[key] = max(found.get(key, 0), numel // group.layout.num_shards * group.sum_dtype.itemsize)
+    return sum(found.values())
+
+
+def _step_bytes(question: MemoryQuestion, groups: Sequence[_Group]) -> int:
+    most = 0
+    rounded = 0
+    for group in groups:
+        most = max(most, question.step_bytes(group.shard_shapes(), group.main_dtype))
+        if group.main_dtype != group.sum_dtype:  # gradients in the format that is updated
+            rounded += group.layout.shard_numel * group.main_dtype.itemsize
+    return most + rounded
+
+
+def _sent_bytes(groups: Sequence[_Group], num_shards: int, num_replicas: int, sums: int) -> int:
+    per_link = sum(group.layout.shard_numel * (group.sent_dtype.itemsize + group.dtype.itemsize) for group in groups)
+    return (num_shards - 1) * per_link + 2 * (num_replicas - 1) * sums // num_replicas
+
+
+def _with(kept: MemoryParts, *, gradients: int, activations: int) -> MemoryParts:
+    return MemoryParts(
+        parameters=kept.parameters,
+        gradients=gradients,
+        optimizer_states=kept.optimizer_states,
+        activations=activations,
+        buffers=kept.buffers,
+    )

@@ -1,0 +1,65 @@
+"""What `estimate_memory` says before, against what the plugins allocate in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from harness import distributed
+from memory_cases import check, of_name, trained
+
+from booster.optim import HybridAdam
+from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
+
+
+@distributed(world_size=1)
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16_naive"])
+def test_one_device(precision):
+    check(*trained(None, precision=of_name(precision)))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16_naive"])
+@pytest.mark.parametrize("views", [False, True])
+def test_torch_ddp(precision, views):
+    check(*trained(lambda: TorchDDPPlugin(gradient_as_bucket_view=views), precision=of_name(precision)))
+
+
+PLAN = {
+    "embedding": "vocab",
+    "layers.*.query": "colwise",
+    "layers.*.key": "colwise",
+    "layers.*.value": "colwise",
+    "layers.*.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "vocab_head",
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp_size": 2, "plan": PLAN},
+        {"tp_size": 2, "plan": PLAN, "parallel_output": False},
+        {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
+        {"tp_size": 2, "plan": PLAN, "gradient_checkpoint_config": True},
+        {"zero_stage": 1},
+    ],
+    ids=["tp", "whole logits", "sp", "checkpointed", "zero"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_hybrid_parallel(settings, precision):
+    check(*trained(lambda: HybridParallelPlugin(precision=precision, **settings), optimizer=HybridAdam))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("style", ["1f1b", "gpipe", "interleaved", "zbv"])
+def test_pipeline_stages(style):
+    chunks = 2 if style in ("interleaved", "zbv") else 1
+    settings = {"pp_size": 2, "pp_style": style, "num_model_chunks": chunks, "num_microbatches": 4, "precision": "fp32"}
+    estimate, measured = trained(lambda: HybridParallelPlugin(**settings), stages=True)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, measured)
+    worst = max(everyone, key=lambda one: max(one["kept"], one["backward"], one["step"]))
+    check(estimate, worst | {"sent": max(one["sent"] for one in everyone)})
