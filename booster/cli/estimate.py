@@ -6,6 +6,8 @@ import argparse
 import ast
 import difflib
 import json
+import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +110,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments.settings, "--settings")
     candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
     optimizer = OptimizerMemory.of(_optimizer(arguments.optimizer, arguments.optimizer_settings))
+    _silence_fake_tensors()
     source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=_dtype(arguments.dtype))
     question = Question(source.model, optimizer, source.batch, source.criterion)
     try:
@@ -143,6 +146,12 @@ class _Progress:
         """Says the name of the next way to train."""
         self._num_told += 1
         print(f"[{self._num_told}/{self._num_candidates}] {name}", file=sys.stderr, flush=True)
+
+
+def _silence_fake_tensors() -> None:
+    """Leaves it to the reason that is listed to say why a model can't be run, in place of a stack in torch's log."""
+    if "TORCH_LOGS" not in os.environ:
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 def _settings(given: list[str], option: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, BinaryIO
 
+from booster.cli.ending import ending_signals
 from booster.cli.failure import RankFailure, has_cause
 from booster.cli.fleet_verdict import HostEnd, judge, was_lost
 from booster.cli.host_messages import read_failures, read_message
 from booster.cli.line_splitting import LineSplitter
 from booster.cli.ssh_commands import HostCommand
+from booster.errors import ConfigError
 
 __all__ = ["run_fleet"]
 
@@ -27,13 +30,12 @@ __all__ = ["run_fleet"]
 # this process, ssh or the network is no more. So to end a host is to close a pipe, and nothing is left there. ssh then
 # goes by itself, and is killed only where it takes longer than a launcher may. Ctrl-C in a terminal reaches
 # this process alone: every ssh is in a session of its own, so that the hosts' last words still come through.
-_END_SECONDS = 60.0
+_END_SECONDS = 30.0  # more than ranks are given
 # Ranks whose peer is gone fail at once, perhaps sooner than the peer's launcher noticed: it is given time to say why.
 _CAUSE_SECONDS = 5.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run_fleet(commands: Sequence[HostCommand], least: int) -> int:
+def run_fleet(commands: Sequence[HostCommand], least: int, rank_seconds: float) -> int:
     """Starts a launcher on each host and returns 0 when all have ended well, or else the first failing rank's code.
 
     What hosts write is written here, each line with its host and rank; last what failed first. When one host fails
@@ -43,8 +45,17 @@ def run_fleet(commands: Sequence[HostCommand], least: int) -> int:
     Args:
         commands: What to start for each host.
         least: How many hosts the run can go on with.
+        rank_seconds: How long ranks may take to end before they are killed.
+
+    Raises:
+        ConfigError: There is no ssh here.
     """
-    fleet = _Fleet(commands, least)
+    if shutil.which(commands[0].command[0]) is None:
+        raise ConfigError(
+            "hosts are reached by ssh, and there is no program ssh here: install one, as Debian's openssh-client, or "
+            "start each machine by hand with --nnodes, --node-rank and --master-addr"
+        )
+    fleet = _Fleet(commands, least, rank_seconds + _END_SECONDS)
     with _told_by_signals(fleet):
         try:
             fleet.run()
@@ -64,7 +75,7 @@ class _Host:
         self.failures: dict[int, RankFailure] = {}
         self.refusal: dict[str, Any] | None = None
         self.world_size = 0
-        self.has_started = self.was_told_to_end = False
+        self.has_started = self.was_told_to_end = self.is_unheard = False
         self._last_words: deque[str] = deque(maxlen=20)
         self.process = subprocess.Popen(
             command.command,
@@ -73,12 +84,15 @@ class _Host:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        self._num_open = 2
         self.streams = {self.process.stdout: LineSplitter(), self.process.stderr: LineSplitter()}
 
     def read(self, stream: Any) -> bool:
         """Passes on what there is to read, and returns False at the end of the stream."""
         piece = os.read(stream.fileno(), 2**16)
         splitter = self.streams[stream]
+        if not piece:
+            self._num_open -= 1
         target = sys.stdout.buffer if stream is self.process.stdout else sys.stderr.buffer
         self._take(splitter.add(piece) if piece else splitter.rest(), target)
         return bool(piece)
@@ -90,8 +104,9 @@ class _Host:
                 self.process.stdin.close()
 
     def is_over(self) -> bool:
-        """Returns whether it said why it ends, or is gone without a word."""
-        return bool(self.failures) or self.refusal is not None or self.process.poll() is not None
+        """Returns whether it said why it ends, or is gone without a word, all of its words being read."""
+        is_gone = self._num_open == 0 and self.process.poll() is not None
+        return bool(self.failures) or self.refusal is not None or is_gone
 
     def is_lost(self) -> bool:
         """Returns whether ssh ended for a reason of its own: the host could not be reached, or went away."""
@@ -120,9 +135,15 @@ class _Host:
             else:
                 self._last_words.append(line.decode(errors="replace").strip())
                 shown.append(f"[{self.name}] ".encode() + line)
-        if shown:
+        try:
             target.write(b"".join(shown))
             target.flush()
+        except BrokenPipeError:
+            # Nobody reads our output any more, as after `| head`. What hosts still write must find a way, so that they
+            # can end.
+            self.is_unheard = True
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), target.fileno())
 
     def _hear(self, message: dict[str, Any]) -> None:
         event = message.get("event")
@@ -135,9 +156,9 @@ class _Host:
 
 
 class _Fleet:
-    def __init__(self, commands: Sequence[HostCommand], least: int) -> None:
+    def __init__(self, commands: Sequence[HostCommand], least: int, end_seconds: float) -> None:
         self.told: list[signal.Signals] = []
-        self._least = least
+        self._least, self._end_seconds = least, end_seconds
         self._end_at: float | None = None  # when everybody should have ended who was told to
         self._cause_at: float | None = None  # when a cause should be known
         self._selector = selectors.DefaultSelector()
@@ -181,15 +202,12 @@ class _Fleet:
                 os.read(self._woken, 64)
                 continue
             host: _Host = key.data
-            try:
-                goes_on = host.read(key.fileobj)
-            except BrokenPipeError:  # nobody reads our output any more: as a shell ends what stands before `| head`
-                self.told.append(signal.SIGPIPE)
-                goes_on = False
-            if not goes_on:
+            if not host.read(key.fileobj):
                 self._selector.unregister(key.fileobj)
                 if not any(stream in self._selector.get_map() for stream in host.streams):
                     host.process.wait()  # both ends are closed: it exits
+            if host.is_unheard and signal.SIGPIPE not in self.told:
+                self.told.append(signal.SIGPIPE)
 
     def _look(self) -> None:
         """Tells all to end where there is a reason, at once if it is clear which one."""
@@ -208,7 +226,7 @@ class _Fleet:
         if self._cause_at is None:
             self._cause_at = now + _CAUSE_SECONDS
         if self.told or any(_is_cause(host) for host in failed) or now >= self._cause_at:
-            self._end_at = now + _END_SECONDS
+            self._end_at = now + self._end_seconds
             for host in self.hosts:
                 host.tell_to_end()
 
@@ -232,7 +250,7 @@ def _told_by_signals(fleet: _Fleet) -> Iterator[None]:
     def note(number: int, _: FrameType | None) -> None:
         fleet.told.append(signal.Signals(number))
 
-    handlers = {number: signal.signal(number, note) for number in _SIGNALS}
+    handlers = {number: signal.signal(number, note) for number in ending_signals()}
     before = signal.set_wakeup_fd(fleet.wake, warn_on_full_buffer=False)
     try:
         yield

@@ -120,7 +120,7 @@ def _is_lost(end: HostEnd) -> bool:
 
 
 def _is_broken(end: HostEnd) -> bool:
-    explained = end.failures or end.refusal is not None or end.was_told_to_end
+    explained = end.failures or end.refusal is not None or (end.was_told_to_end and end.has_started)
     return end.code != 0 and not was_lost(end.code) and not explained
 
 

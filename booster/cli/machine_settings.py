@@ -114,6 +114,7 @@ def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     from booster.cli import agreed_rendezvous
+    from booster.cli.ending import ending_signals
 
     machines = parse_num_machines(arguments.nnodes or "1")
     settings = _settings(arguments)
@@ -123,6 +124,7 @@ def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs
             f"--extra-launch-args: this torch's launcher has no {', '.join(sorted(unknown))}: leave it out, or install "
             "a newer torch"
         )
+    settings.setdefault("signals_to_handle", ",".join(number.name for number in ending_signals()))
     if machines.most > 1 and settings["rdzv_backend"] == "c10d":
         agreed_rendezvous.register()
         settings["rdzv_backend"] = agreed_rendezvous.BACKEND

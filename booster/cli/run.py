@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.cli.hosts import Host, choose_hosts, first_hosts, is_loopback
-from booster.cli.launch_arguments import parse_extra_arguments
+from booster.cli.launch_arguments import ExtraArguments, parse_extra_arguments
 from booster.cli.machine_settings import (
     DEFAULT_PORT,
     NumMachines,
@@ -143,7 +143,13 @@ def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], machines: Nu
         return 0
     from booster.cli.fleet import run_fleet
 
-    return run_fleet(commands, least=min(machines.least, len(hosts)) if machines is not None else len(hosts))
+    least = machines.least if machines is not None else len(hosts)
+    return run_fleet(commands, least, rank_seconds=_rank_seconds(extra))
+
+
+def _rank_seconds(extra: ExtraArguments) -> float:
+    """Returns how long torch's launcher gives ranks to end."""
+    return float(extra.launch.get("shutdown_timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)))
 
 
 def _hosts(arguments: argparse.Namespace, machines: NumMachines | None) -> list[Host]:

@@ -123,7 +123,7 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = _run(func, args, kwargs or {})
         found = result if isinstance(result, (tuple, list)) else (result,)
         for one in found:
             if isinstance(one, torch.Tensor):
@@ -162,8 +162,15 @@ class _Meter(TorchDispatchMode):
         self.events.append(("", "", 0, -size) if is_gradient else ("", "", -size, 0))
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        # Without values it knows no other format, with values it does. What comes in between here isn't counted.
+        return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
+
+
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager

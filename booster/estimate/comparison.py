@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
+
+import torch
 
 from booster.comm import imagined_world
 from booster.errors import BoosterError, ConfigError
@@ -16,7 +18,7 @@ from booster.mixed_precision import mixed_precision_from_name
 from booster.registry import plugin_class, plugin_from_name, plugin_names
 from booster.single_device import SingleDevicePlugin
 
-__all__ = ["ONE_DEVICE", "Candidate", "Outcome", "cheapest", "compare", "find_candidates", "smallest"]
+__all__ = ["ONE_DEVICE", "Candidate", "Outcome", "cheapest", "compare", "find_candidates", "smallest", "written"]
 
 ONE_DEVICE = "none"  # what Booster(plugin=None) is called on the command line
 _PRECISIONS = (None, "bf16")  # worth a look where the Booster has the say
@@ -42,7 +44,7 @@ class Candidate:
         shown = dict(self.settings)
         if self.mixed_precision is not None:
             shown["mixed_precision"] = self.mixed_precision
-        return " ".join([self.plugin, *(f"{key}={value}" for key, value in shown.items())])
+        return " ".join([self.plugin, *(f"{key}={written(value)}" for key, value in shown.items())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,16 @@ class Outcome:
     def sent_for_batch(self) -> float:
         """Bytes that all ranks together send for every batch of those that they train with in a step."""
         return 0.0 if self.estimate is None else self.estimate.sent * self.estimate.num_ranks / self.dp_size
+
+
+def written(value: Any) -> str:
+    """Returns an argument in few words: of a policy what differs from its defaults."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {one.name: getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default}
+        return f"{type(value).__name__}({','.join(f'{name}={written(one)}' for name, one in given.items())})"
+    return str(value)
 
 
 def find_candidates(
@@ -101,7 +113,7 @@ def find_candidates(
             every = [dict(settings)] if settings else plugin_class(name).settings_for(num_ranks)
         for one in every:
             bare = Candidate(plugin=name, settings=one)
-            given = _PRECISIONS if mixed_precision is None else (mixed_precision,)
+            given: tuple[str | None, ...] = _PRECISIONS if mixed_precision is None else (mixed_precision,)
             if _controls_precision(bare, num_ranks) and (mixed_precision is None or plugins == "all"):
                 given = (None,)
             found += [replace(bare, mixed_precision=precision) for precision in given]

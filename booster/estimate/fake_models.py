@@ -49,8 +49,8 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"{type(model).__name__} can't be copied, and an estimate works with a copy of it ({error}): keep what can't"
-            " be copied out of the model's attributes"
+            f"{type(model).__name__} can't be copied, and an estimate works with a copy of it ({error}): keep what"
+            " can't be copied out of the model's attributes"
         ) from error
 
 
@@ -62,7 +62,8 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     # Dense, in the order of its strides: a view may have gaps that a copy has not.
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim)) if tensor.dim() else []
+    given: tuple[int, ...] = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-given[dim], dim))
     strides, step = [0] * tensor.dim(), 1
     for dim in reversed(order):
         strides[dim] = step

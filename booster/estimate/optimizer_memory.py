@@ -103,7 +103,7 @@ class OptimizerMemory:
         ]
 
     def _ratio(self, dtype: torch.dtype) -> tuple[float, bool]:
-        """Returns how much a step takes for a moment, in parameters; and whether of all together, not of the largest."""
+        """Returns what a step takes for a moment, in parameters, and whether that is of all of them or the largest."""
         if dtype not in self._ratios:
             try:
                 one, two = (self._taken_by_step(number, dtype) for number in (1, 2))

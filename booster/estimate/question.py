@@ -130,9 +130,7 @@ class Question(MemoryQuestion):
             before: list[torch.Tensor] = []
             map_tensors(lambda tensor: before.append(tensor), batch)
             try:
-                return measure_activations(
-                    model, lambda: self._loss(model, batch, dtype, outputs_fp32), before=before
-                )
+                return measure_activations(model, lambda: self._loss(model, batch, dtype, outputs_fp32), before=before)
             except BoosterError:
                 raise
             except Exception as error:

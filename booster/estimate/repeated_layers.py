@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -194,11 +195,8 @@ def _is_equal_or_counts(values: Sequence[Any]) -> bool:
 
 def _are_apart(model: nn.Module, stack: nn.Module) -> bool:
     """Returns whether the layers share no parameter with each other or with the rest of the model."""
-    of_layers = [id(one) for layer in stack.children() for one in layer.parameters()]
-    of_all = [id(one) for _, one in model.named_parameters(remove_duplicate=False)]
-    return all(of_all.count(one) == 1 for one in {id(one) for one in next(stack.children()).parameters()}) and len(
-        of_layers
-    ) == len(set(of_layers))
+    uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    return all(uses[id(one)] == 1 for one in stack.parameters())
 
 
 def _is_told_apart(model: nn.Module, num_layers: int) -> bool:

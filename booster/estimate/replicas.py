@@ -17,7 +17,9 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def replica_memory(question: MemoryQuestion, *, bucket_bytes: int = 0, sent: int = 0, views: bool = False) -> RankMemory:
+def replica_memory(
+    question: MemoryQuestion, *, bucket_bytes: int = 0, sent: int = 0, views: bool = False
+) -> RankMemory:
     """Returns what training takes where weights, gradients and states are whole.
 
     Args:

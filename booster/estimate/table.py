@@ -8,17 +8,17 @@ from dataclasses import asdict
 from typing import Any
 
 from booster.errors import ConfigError
-from booster.estimate.comparison import Outcome, cheapest, smallest
+from booster.estimate.comparison import Outcome, cheapest, smallest, written
 
 __all__ = ["bytes_from_text", "format_notes", "format_table", "format_verdict", "shown", "to_json"]
 
 _PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
 _HEADINGS = ("", "parameters", "gradients", "states", "activations", "buffers", "peak", "elsewhere", "sent")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_SIZES = {
+_SIZES: dict[str, int] = {
     "": 1,
     "b": 1,
-    **{f"{prefix}ib": 1 << 10 * power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
 }
 
@@ -64,15 +64,15 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def format_notes(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
-    """Returns what can't be used and why, a paragraph each; empty where there is nothing to say."""
+    """Returns what can't be used and why, a line for each reason; empty where there is nothing to say."""
     lines = list(notes)
     told: dict[str, list[str]] = {}
     for one in outcomes:
         if one.estimate is None:
-            told.setdefault(f"{'failed' if one.is_fault else 'not possible'}: {{}}: {one.reason}", []).append(
-                one.candidate.name
-            )
-    lines += [text.replace("{}", ", ".join(names), 1) for text, names in told.items()]
+            kind = "failed" if one.is_fault else "not possible"
+            told.setdefault(f"{kind}: {one.reason}", []).append(f"    {one.candidate.name}")
+    for reason, names in told.items():
+        lines += [reason, *names]
     return "\n".join(lines)
 
 
@@ -104,16 +104,21 @@ def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [
         {
             "plugin": one.candidate.plugin,
-            "settings": dict(one.candidate.settings),
+            "settings": {key: _plain(value) for key, value in one.candidate.settings.items()},
             "mixed_precision": one.candidate.mixed_precision,
             "peak": None if one.estimate is None else {**asdict(one.estimate.peak), "total": one.estimate.total},
             "memory": None if one.estimate is None else asdict(one.estimate.memory),
             "dp_size": one.dp_size if one.estimate is not None else None,
             "fits": None if one.estimate is None else one.estimate.fits,
             "reason": one.reason or None,
+            "seconds": round(one.seconds, 3),
         }
         for one in outcomes
     ]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else written(value)
 
 
 def _figures(outcome: Outcome) -> list[int]:
@@ -143,7 +148,7 @@ def _way_out(outcome: Outcome) -> str:
 
 
 def _unit_for(most: float) -> tuple[str, float]:
-    return next(((unit, size) for unit, size in _UNITS if most >= size), _UNITS[-1])
+    return next(((unit, float(size)) for unit, size in _UNITS if most >= size), _UNITS[-1])
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

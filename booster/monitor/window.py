@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,7 +58,7 @@ class Window(PhaseObserver):
         self.loss_sum: Any = 0.0
         self.loss_weight = 0.0
         self.num_tokens = 0.0
-        self._seconds: Counter[str | None] = Counter()
+        self._seconds: defaultdict[str | None, float] = defaultdict(float)
 
     def split(self) -> dict[str, float]:
         """Returns the seconds of each of `PARTS`, which add up to those of all phases."""

@@ -1,4 +1,4 @@
-"""What a rank of the mesh holds: its parts of its stage's layers, and the activations of the micro-batches under way."""
+"""What a rank of the mesh holds: parts of its stage's layers, and activations of the micro-batches under way."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def hybrid_memory(
 
 
 def hybrid_settings(num_ranks: int) -> list[dict[str, Any]]:
-    """Returns the plugin's arguments for all ways to divide ranks that are worth a look, with ZeRO 1 over the others."""
+    """Returns the plugin's arguments for ways to divide ranks that are worth a look, with ZeRO 1 over the others."""
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     found: list[dict[str, Any]] = []
     for tp_size in (size for size in divisors if size <= _MOST_TENSOR_RANKS):
@@ -112,9 +112,7 @@ class _Part(MemoryQuestion):
         self.model = local if held is None else _HeldParameters(local, held)
         trained = {id(one) for one in whole.trained}
         pairs = zip(whole.model.named_parameters(), local.parameters(), strict=True)
-        self.trained = [
-            own for (name, one), own in pairs if id(one) in trained and (held is None or name in held)
-        ]
+        self.trained = [own for (name, one), own in pairs if id(one) in trained and (held is None or name in held)]
 
     @property
     def batch_size(self) -> int:
@@ -147,6 +145,9 @@ class _Part(MemoryQuestion):
 
 class _HeldParameters(nn.Module):
     """Some of a model's parameters, by the names that they have there, and all of its buffers."""
+
+    _whole: Any
+    _held: set[str]
 
     def __init__(self, model: nn.Module, held: set[str]) -> None:
         super().__init__()
@@ -197,9 +198,7 @@ class _Stage:
         self._pieces = {piece.position: piece for piece in division.pieces(stage)}
         self._kept = {position: self._kept_by(piece) for position, piece in self._pieces.items()}
         self._passing = {position: self._passing_of(piece) for position, piece in self._pieces.items()}
-        self._steps = program(
-            division.schedule, stage, division.num_stages, num_micro_batches, division.num_chunks
-        )
+        self._steps = program(division.schedule, stage, division.num_stages, num_micro_batches, division.num_chunks)
         units = sum(piece.stop - piece.start for piece in self._pieces.values())
         within = profile.sent * num_micro_batches * units // max(1, len(division.plan.units))
         self.sent = within + num_micro_batches * self._sent_between()

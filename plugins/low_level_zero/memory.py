@@ -127,8 +127,9 @@ def _overlaps(layout: FlatLayout) -> Iterator[tuple[int, int]]:
 
 
 def _owned_numel(layout: FlatLayout, index: int, number: int) -> int:
+    """Returns what the first rank owns of a parameter in a bucket; nothing where that is negative."""
     place, piece = layout.places[index], layout.buckets[number].piece(0)
-    return min(place.stop, piece.stop) - max(place.start, piece.start)
+    return int(min(place.stop, piece.stop) - max(place.start, piece.start))
 
 
 class _Backward:

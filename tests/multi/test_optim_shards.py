@@ -339,16 +339,21 @@ BF16 = [
 ]
 
 
+ONE_IN_BF16 = Layout("one process bf16", 1, partial(zero, stage=1, precision="bf16"))
+
+
 @pytest.mark.parametrize("layout", BF16, ids=str)
 def test_bf16_weights_with_masters_move_as_those_of_one_process(serial, layout, tmp_path):
     cases = [("tied_lm", name) for name in OPTIMIZERS]
-    trained, initial = serial
+    trained = run_layout(ONE_IN_BF16, weights_after, cases, str(tmp_path))[0]
+    initial = serial[1]["tied_lm"]
     for (model, name), found in run_layout(layout, weights_after, cases, str(tmp_path))[0].items():
-        start = initial[model]
-        moved = {key: tensor - start[key] for key, tensor in trained[model, name].items()}
-        wrong = [found[key].float() - start[key] - one for key, one in moved.items()]
-        # Weights and every gradient are rounded to bf16, by up to 2**-9, in forward and backward of some ten layers.
-        assert norm_of(wrong) < 0.2 * norm_of(moved.values()), name
+        expected = trained[model, name]
+        moved = norm_of(tensor.float() - initial[key].bfloat16().float() for key, tensor in expected.items())
+        wrong = norm_of(found[key].float() - tensor.float() for key, tensor in expected.items())
+        # Ranks round gradients of their own parts of the batch, so that some weights end at the neighbouring number.
+        assert moved > 0
+        assert wrong < 0.1 * moved, name
 
 
 def norm_of(tensors) -> float:

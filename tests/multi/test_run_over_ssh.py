@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -38,11 +37,11 @@ def start(network, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     started = []
 
-    def start(source, *options, ssh_options=None, hosts="node-a,node-b", arguments=("script.py",)):
+    def start(source, *options, ssh_options=None, hosts="node-a,node-b", arguments=("script.py",), booster=BOOSTER):
         (tmp_path / "script.py").write_text(source)
         ssh = ["--ssh-options", ssh_options or network.ssh_options()]
         exported = ["--export", "TMPDIR"]
-        command = network.hosts[0].command(*BOOSTER, *ssh, *exported, "--host", hosts, *options, *arguments)
+        command = network.hosts[0].command(*booster, *ssh, *exported, "--host", hosts, *options, *arguments)
         process = subprocess.Popen(
             command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=1
         )
@@ -158,6 +157,9 @@ def test_a_rank_that_fails_ends_all_and_comes_last(start, ending, code, last, tm
 
 
 UNUSED = "print('started')\n"
+# As on a machine whose Python lies where the hosts have none.
+MAIN = "import sys; sys.executable = '/nowhere/python'; from booster.cli import main; sys.exit(main())"
+ELSEWHERE = [sys.executable, "-c", MAIN, "run"]
 
 
 @pytest.mark.parametrize(
@@ -167,28 +169,22 @@ UNUSED = "print('started')\n"
         ({"hosts": "node-a,nowhere"}, "can't start on nowhere: nobody knows this name"),
         ({"key": "wrong_key"}, "can't start on node-a: it accepts none of the keys"),
         ({"known_hosts": "no_known_hosts"}, "can't start on node-b: its host key is not the one that is known here"),
-        ({"script": "nowhere.py"}, "node-b: there is no file 'nowhere.py'"),
-        ({"folder": True}, "can't start on node-b: the command there ended with exit code"),
+        ({"arguments": ["nowhere.py"]}, "node-b: there is no file 'nowhere.py'"),
+        (
+            {"booster": ELSEWHERE},
+            "can't start on node-b: the command there ended with exit code 127 (env: '/nowhere/py",
+        ),
     ],
-    ids=["unreachable", "unknown name", "wrong key", "unknown host key", "no script", "no folder"],
+    ids=["unreachable", "unknown name", "wrong key", "unknown host key", "no script", "no Python"],
 )
-def test_hosts_that_cannot_start(start, network, settings, reason, tmp_path, monkeypatch):
-    settings = dict(settings)
-    arguments = [settings.pop("script", "script.py")]
-    hosts = settings.pop("hosts", "node-a,node-b")
-    if settings.pop("folder", False):  # of this Python: env finds no program there
-        monkeypatch.setattr(sys.modules[__name__], "BOOSTER", ["sh", "-c", _elsewhere(tmp_path), "booster", "run"])
-    process = start(UNUSED, ssh_options=network.ssh_options(**settings), hosts=hosts, arguments=arguments)
+def test_hosts_that_cannot_start(start, network, settings, reason):
+    files = {name: settings[name] for name in ("key", "known_hosts") if name in settings}
+    others = {name: settings[name] for name in settings.keys() - files.keys()}
+    process = start(UNUSED, ssh_options=network.ssh_options(**files), **others)
     stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode in (2, 127), stderr
     assert "started" not in stdout
     assert f"booster run: {reason}" in stderr
-
-
-def _elsewhere(tmp_path):
-    """Returns a shell script that runs booster with a Python that only this process knows."""
-    code = "import sys; sys.executable = '/nowhere/python'; from booster.cli import main; sys.exit(main())"
-    return f'exec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"'
 
 
 WAITING = "import signal\nprint('ready', flush=True)\nsignal.pause()\n"
@@ -267,6 +263,7 @@ print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", coordinator.wor
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_lost_host_where_it_may(start):
     options = ["--nnodes", "1:2", "--max-restarts", "1", "--extra-launch-args", "last_call_timeout=1"]
     process = start(LOSING, *options)

@@ -262,6 +262,7 @@ def test_what_a_host_tells_is_read_with_its_clock_set_right(capfdbinary, monkeyp
     assert read_message(first[:-5]) is None
 
 
+ENDED = HostEnd(host="a", code=143, has_started=True, was_told_to_end=True)
 MINE, PEER = "Traceback\nValueError: mine", "Traceback\nRuntimeError: Connection closed by peer"
 
 
@@ -295,7 +296,12 @@ def test_ranks_that_lost_their_peers_are_not_the_cause():
     ("ends", "told", "code", "last"),
     [
         ([HostEnd(host="a", code=0, has_started=True)], [], 0, ""),
-        ([HostEnd(host="a", code=143, was_told_to_end=True)], [signal.SIGTERM], 143, "ended by SIGTERM"),
+        (
+            [HostEnd(host="a", code=143, has_started=True, was_told_to_end=True)],
+            [signal.SIGTERM],
+            143,
+            "ended by SIGTERM",
+        ),
         ([HostEnd(host="a", code=127, last_words=["no python"])], [], 127, "exit code 127 (no python)"),
         ([HostEnd(host="a", code=1, has_started=True, last_words=["E"])], [], 1, "the launcher on a ended with"),
         ([HostEnd(host="a", code=255, last_words=["Permission denied (publickey)."])], [], 2, "none of the keys"),
@@ -309,7 +315,7 @@ def test_ranks_that_lost_their_peers_are_not_the_cause():
         ([HostEnd(host="a", code=-9, has_started=True)], [], 255, "connection to a was lost"),
         # A run that may go on with fewer did so, and one whose others were ended did not.
         ([HostEnd(host="a", code=0, has_started=True), HostEnd(host="b", code=255)], [], 0, "can't start on b"),
-        ([HostEnd(host="a", code=143, was_told_to_end=True), HostEnd(host="b", code=255)], [], 2, "can't start on b"),
+        ([ENDED, HostEnd(host="b", code=255)], [], 2, "can't start on b"),
         (
             [
                 HostEnd(host="a", code=2, refusal={"text": "cause", "is_consequence": False}),

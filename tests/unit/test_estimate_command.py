@@ -1,0 +1,208 @@
+"""`booster estimate`: its table, what it recommends, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+
+import pytest
+import torch
+
+from booster.cli import main
+from booster.errors import ConfigError
+from booster.estimate import comparison
+from booster.estimate.comparison import Candidate, Outcome, cheapest, find_candidates, smallest, written
+from booster.estimate.estimation import MemoryEstimate
+from booster.estimate.table import bytes_from_text, format_verdict
+from booster.interface import MemoryParts, Plugin, RankMemory
+from booster.plugins import TorchDDPPlugin
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def build_model():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
+    return model, torch.empty(8, 64), lambda outputs, batch: outputs.mean()
+
+def too_large():
+    return nn.Linear(100_000, 100_000), torch.empty(2, 100_000), lambda outputs, batch: outputs.mean()
+
+def reads_values():
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum().item() > 0 else x
+    return Reads(4, 4), torch.empty(2, 4), lambda outputs, batch: outputs.mean()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def found(script, capsys, *arguments, function="build_model", code=0):
+    """Returns what was printed."""
+    assert main(["estimate", "--model", f"{script}:{function}", *arguments]) == code
+    return capsys.readouterr().out
+
+
+def test_the_table_has_a_row_for_each_setting(script, capsys):
+    text = found(script, capsys, "--nproc", "2", "--plugin", "torch_ddp", "--device-memory", "1GiB")
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        f"{script}:build_model: 16897 parameters made in fp32, a batch of its own, AdamW, 2 ranks"
+    )
+    headings = r"KiB +parameters +gradients +states +activations +buffers +peak +elsewhere +sent +fits"
+    assert re.fullmatch(headings, lines[2])
+    row = lines[3].split()
+    assert (row[0], row[1], row[3], row[-1]) == ("torch_ddp", "66.00", "132.01", "yes")
+    assert lines[4].startswith("torch_ddp mixed_precision=bf16")
+    assert lines[-1].startswith("cheapest that fits: torch_ddp")
+
+
+def test_all_plugins_are_compared(script, capsys):
+    told = json.loads(found(script, capsys, "--nproc", "4", "--device-memory", "1GiB", "--json"))
+    plugins = {one["plugin"] for one in told["candidates"]}
+    assert {"torch_ddp", "torch_fsdp", "low_level_zero", "gemini", "hybrid_parallel"} <= plugins
+    assert not any(one["reason"] and "Error" in one["reason"].split(":")[0] for one in told["candidates"])
+    best = told["candidates"][told["cheapest"]]
+    fitting = [one for one in told["candidates"] if one["fits"]]
+    assert best["memory"]["sent"] / best["dp_size"] == min(one["memory"]["sent"] / one["dp_size"] for one in fitting)
+    for one in fitting:
+        parts = {key: value for key, value in one["peak"].items() if key != "total"}
+        assert sum(parts.values()) == one["peak"]["total"] > 0
+
+
+def test_one_device_needs_no_plugin(script, capsys):
+    text = found(script, capsys, "--nproc", "1", "--plugin", "none")
+    assert "\nnone " in text
+    assert "\nleast memory: none, " in text
+    assert text.endswith("\ngive --device-memory, such as 80GiB, to learn what fits\n")
+
+
+def test_settings_and_optimizers_are_the_users(script, capsys):
+    settings = ["--plugin", "low_level_zero", "--settings", "stage=2", "precision=fp32", "--nproc", "2", "--json"]
+    adam = json.loads(found(script, capsys, *settings))["candidates"]
+    assert [one["settings"] for one in adam] == [{"stage": 2, "precision": "fp32"}]
+    plain = json.loads(found(script, capsys, *settings, "--optimizer", "sgd"))["candidates"]
+    momentum = ["--optimizer", "SGD", "--optimizer-settings", "momentum=0.9"]
+    moved = json.loads(found(script, capsys, *settings, *momentum))["candidates"]
+    states = [one[0]["memory"]["kept"]["optimizer_states"] for one in (plain, moved, adam)]
+    assert states[0] < states[1] < states[2]
+
+
+def test_what_does_not_fit_and_what_cannot_be_run_is_told(script, capsys):
+    few = ["--plugin", "torch_ddp", "--nproc", "2", "--device-memory", "80GiB"]
+    text = found(script, capsys, *few, function="too_large", code=1)
+    assert "nothing fits in 80.0 GiB: torch_ddp" in text
+    assert "most of it is the model: give more ranks" in text
+    text = found(script, capsys, *few, function="reads_values", code=1)
+    assert "not possible: Reads could not be run on tensors without values" in text
+    assert text.endswith("    torch_ddp\n    torch_ddp mixed_precision=bf16\n\nno setting can train this model\n")
+
+
+def test_a_fault_of_one_plugin_does_not_hide_the_others(script, capsys, monkeypatch):
+    def fails(self, question):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(TorchDDPPlugin, "estimate_memory", fails)
+    text = found(script, capsys, "--plugin", "torch_ddp,low_level_zero", "--nproc", "2", code=1)
+    assert "failed: ZeroDivisionError: broken\n    torch_ddp\n" in text
+    assert "least memory: low_level_zero" in text
+
+
+def test_nothing_large_is_allocated(script, capsys):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found(script, capsys, "--plugin", "torch_ddp,low_level_zero", "--nproc", "2", function="too_large")  # 37 GiB
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 2**20, f"{grown} KiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "0"], "--nproc 0: give a number from 1"),
+        (["--plugin", "zero"], "plugin='zero' is not known"),
+        (["--plugin", "torch_ddp,all"], "is no list of plugins"),
+        (["--plugin", "none"], "--plugin none is one device without a plugin, and --nproc is 8"),
+        (["--settings", "stage=2"], "are arguments of one plugin, and --plugin all is 5 of them"),
+        (["--plugin", "torch_ddp", "--settings", "stage"], "--settings stage is no key=value"),
+        (["--plugin", "gemini", "--settings", "a=1", "a=2"], "a was given twice"),
+        (["--optimizer", "adamv"], "--optimizer adamv is neither .* Did you mean Adam"),
+        (["--optimizer", "sgd", "--optimizer-settings", "moment=1"], "--optimizer SGD can't be made with moment=1"),
+        (["--device-memory", "80G"], "--device-memory 80G is no size: .* 80GiB or 80GB"),
+        (["--device-memory", "much"], "--device-memory much is no size"),
+        (["--mixed-precision", "bf17"], "mixed_precision='bf17' is not known"),
+    ],
+)
+def test_arguments_that_cannot_work(script, capsys, arguments, message):
+    assert main(["estimate", "--model", f"{script}:build_model", *arguments]) == 2
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(capsys.readouterr().err)
+
+
+def test_arguments_that_a_plugin_does_not_take_are_its_reason(script, capsys):
+    text = found(script, capsys, "--plugin", "torch_ddp", "--settings", "stage=2", code=1)
+    assert "not possible: TorchDDPPlugin can't be made with stage" in text
+
+
+def test_sizes():
+    assert bytes_from_text("80GiB", "x") == 80 * 2**30
+    assert bytes_from_text(" 1.5 gb", "x") == 1_500_000_000
+    assert bytes_from_text("4096", "x") == 4096
+
+
+def test_precisions_are_the_boosters_where_the_plugin_has_none():
+    names = [one.name for one in find_candidates("torch_ddp,low_level_zero", 2)]
+    assert names[:2] == ["torch_ddp", "torch_ddp mixed_precision=bf16"]
+    assert not any("mixed_precision" in one for one in names[2:])
+    given = find_candidates("torch_ddp", 2, mixed_precision="fp16")
+    assert [one.mixed_precision for one in given] == ["fp16"]
+    ours = find_candidates("all", 2, mixed_precision="fp16")
+    assert not any(one.mixed_precision for one in ours if one.plugin == "low_level_zero")
+
+
+def test_policies_are_written_in_few_words():
+    assert written(torch.bfloat16) == "bfloat16"
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert written(policy) == "MixedPrecisionPolicy(param_dtype=bfloat16)"
+
+
+def outcome(name, total, sent, dp_size, device_memory=100):
+    parts = MemoryParts(parameters=total)
+    memory = RankMemory(backward=parts, step=parts, kept=parts, sent=sent)
+    estimate = MemoryEstimate(plugin=name, num_ranks=4, memory=memory, device_memory=device_memory)
+    return Outcome(candidate=Candidate(plugin=name), estimate=estimate, dp_size=dp_size)
+
+
+def test_the_cheapest_sends_the_least_for_every_batch():
+    failed = Outcome(candidate=Candidate(plugin="failed"), reason="why")
+    large, replicas, divided = (
+        outcome("large", 101, 0, 4),
+        outcome("replicas", 90, 40, 4),
+        outcome("divided", 30, 20, 1),
+    )
+    every = [failed, large, replicas, divided]
+    assert cheapest(every) is replicas  # 40 bytes for 4 batches, 20 for one
+    assert smallest(every) is divided
+    assert cheapest([failed, large]) is None
+    assert smallest([failed]) is None
+    assert "nothing fits" in format_verdict([large], 100)
+    assert format_verdict([failed], 100) == "no setting can train this model"
+
+
+def test_plugins_of_others_are_asked_too(monkeypatch):
+    class Theirs(TorchDDPPlugin):
+        @classmethod
+        def settings_for(cls, num_ranks):
+            return [{"bucket_cap_mb": num_ranks}]
+
+    assert issubclass(Theirs, Plugin)
+    monkeypatch.setattr(comparison, "plugin_class", lambda name: Theirs)
+    monkeypatch.setattr(comparison, "plugin_from_name", lambda name, **settings: Theirs(**settings))
+    names = [one.name for one in find_candidates("theirs", 3)]
+    assert names == ["theirs bucket_cap_mb=3", "theirs bucket_cap_mb=3 mixed_precision=bf16"]

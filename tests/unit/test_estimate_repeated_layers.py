@@ -1,0 +1,154 @@
+"""A few of many equal layers tell exactly what all of them keep, or the whole model is run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster.estimate import repeated_layers
+from booster.estimate.activations import profile_of, record
+from booster.estimate.fake_models import fake_batch, fake_copy, new_fake_mode
+from booster.estimate.repeated_layers import find_stack, measure_activations
+
+DEPTH = 15
+
+
+class Layer(nn.Module):
+    def __init__(self, index, width=8):
+        super().__init__()
+        self.layer_idx = index
+        self.up, self.down = nn.Linear(width, 24), nn.Linear(24, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=DEPTH):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(index) for index in range(depth))
+        self.embed, self.head = nn.Linear(5, 8), nn.Linear(8, 100)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).mean()
+
+
+class Checkpointed(Stack):
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x).mean()
+
+
+class Remembers(Stack):
+    """Holds something of every layer until the end."""
+
+    def forward(self, x):
+        x, cache = self.embed(x), []
+        for layer in self.layers:
+            x = layer(x)
+            cache.append(x.detach() * 2)
+        return self.head(x).mean()
+
+
+class LongSkips(Stack):
+    """Adds what the first layers gave to what the last ones give."""
+
+    def forward(self, x):
+        x, skips = self.embed(x), []
+        for index, layer in enumerate(self.layers):
+            if index >= (len(self.layers) + 1) // 2:
+                x = x * skips.pop()
+            x = layer(x)
+            skips.append(x)
+        return self.head(x).mean()
+
+
+class Joins(Stack):
+    """Makes one tensor of what all layers gave."""
+
+    def forward(self, x):
+        x, found = self.embed(x), []
+        for layer in self.layers:
+            x = layer(x)
+            found.append(x)
+        return self.head(torch.stack(found)).mean()
+
+
+class ByNumber(Stack):
+    """Calls layers by their number."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for index in range(DEPTH):
+            x = self.layers[index](x)
+        return self.head(x).mean()
+
+
+def both_ways(model):
+    """Returns the profile as it was found, and that of the whole model."""
+    mode = new_fake_mode()
+    copied, x = fake_copy(model, mode), fake_batch(torch.zeros(6, 5), mode)
+    with mode:
+        found = measure_activations(copied, lambda: copied(x), before=[x])
+        before = [*copied.parameters(), *copied.buffers(), x]
+        whole = profile_of(record(copied, lambda: copied(x), before=before))
+    return found, whole
+
+
+@pytest.mark.parametrize("cls", [Stack, Checkpointed, Remembers, LongSkips, Joins, ByNumber])
+def test_few_layers_tell_exactly_what_all_keep(cls):
+    found, whole = both_ways(cls())
+    assert found == whole
+    assert sum(one.event == "enter" and one.name == f"layers.{DEPTH - 1}.up" for one in found.course) >= 1
+
+
+@pytest.mark.parametrize(("cls", "is_short"), [(Stack, True), (Checkpointed, True), (Remembers, True), (Joins, False)])
+def test_the_whole_is_run_only_where_it_must(cls, is_short, monkeypatch):
+    depths = []
+
+    def noted(model, run, *, before):
+        depths.append(len(model.layers))
+        return record(model, run, before=before)
+
+    monkeypatch.setattr(repeated_layers, "record", noted)
+    both_ways(cls())
+    assert depths == [3, 4, 5, *([] if is_short else [DEPTH])]
+
+
+def test_layers_that_differ_are_no_stack():
+    assert find_stack(Stack()) == "layers"
+    assert find_stack(Stack(depth=12)) is None
+    wider = Stack()
+    wider.layers[9].up = nn.Linear(8, 25)
+    frozen = Stack()
+    frozen.layers[9].up.weight.requires_grad_(False)
+    attribute = Stack()
+    attribute.layers[9].rate = 0.1
+    hooked = Stack()
+    hooked.layers[9].register_forward_hook(lambda *_: None)
+    tied = Stack()
+    tied.layers[9].up.weight = tied.layers[8].up.weight
+    tied_outside = Stack()
+    tied_outside.head = tied_outside.layers[9].up
+    listed = Stack()
+    listed.kinds = ["full"] * 14 + ["sliding"]
+    for model in (wider, frozen, attribute, hooked, tied, tied_outside, listed):
+        assert find_stack(model) is None
+    alike = Stack()
+    alike.kinds = ["full"] * DEPTH
+    assert find_stack(alike) == "layers"
+
+
+def test_the_model_is_left_as_it_was():
+    model = Stack()
+    layers = list(model.layers)
+    both_ways(model)
+    assert list(model.layers) == layers
+    assert not any(one._forward_pre_hooks for one in model.modules())

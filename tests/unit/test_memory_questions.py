@@ -1,0 +1,226 @@
+"""`estimate_memory`: what it measures, what it leaves alone, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from booster import ConfigError, LazyInitContext, Plugin, estimate_memory
+from booster.estimate.activations import profile_of, record
+from booster.estimate.fake_models import fake_batch, fake_copy, new_fake_mode
+from booster.estimate.optimizer_memory import OptimizerMemory
+from booster.optim import CAME, Adafactor, HybridAdam, Lamb
+from booster.single_device import SingleDevicePlugin
+
+WIDTH = 64
+BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def build():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def mean(outputs, batch):
+    return outputs.mean()
+
+
+def ask(plugin=None, model=None, **arguments):
+    defaults = {"batch": torch.zeros(8, WIDTH), "criterion": mean}
+    return estimate_memory(build() if model is None else model, plugin, **{**defaults, **arguments})
+
+
+def test_it_adds_up():
+    estimate = ask()
+    assert estimate.memory.kept.parameters == 2 * BYTES
+    assert estimate.memory.kept.optimizer_states == 4 * BYTES
+    assert estimate.memory.step.gradients == 2 * BYTES
+    assert estimate.total == estimate.peak.total >= estimate.memory.kept.total
+    assert estimate.sent == 0
+    assert (estimate.fits, ask(device_memory=estimate.total).fits, ask(device_memory=estimate.total - 1).fits) == (
+        None,
+        True,
+        False,
+    )
+
+
+@pytest.mark.parametrize("build_context", [lambda: torch.device("meta"), LazyInitContext], ids=["meta", "lazy"])
+def test_a_model_without_memory_gives_the_same(build_context):
+    with build_context():
+        model = build()
+    assert ask(model=model) == ask()
+
+
+def test_what_was_given_stays_as_it_was():
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random, hook = torch.get_rng_state(), sys.excepthook
+    ask("low_level_zero", model=model, optimizer=optimizer, num_ranks=4, settings={"stage": 2})
+    assert torch.equal(torch.get_rng_state(), random)
+    assert sys.excepthook is hook
+    assert not dist.is_initialized()
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_parameters_that_the_optimizer_does_not_have_take_no_states():
+    model = build()
+    model[0].weight.requires_grad_(False)
+    estimate = ask(model=model, optimizer=torch.optim.AdamW([model[2].weight]))
+    assert estimate.memory.kept.optimizer_states == 2 * 4 * WIDTH * WIDTH
+
+
+def test_tied_parameters_count_once():
+    model = build()
+    model[2].weight = model[0].weight
+    assert ask(model=model).memory.kept.parameters == BYTES + 4 * WIDTH
+
+
+def test_more_ranks_need_less_each():
+    totals = [
+        ask("low_level_zero", num_ranks=ranks, settings={"stage": 1, "precision": "fp32"}).memory.kept.optimizer_states
+        for ranks in (1, 2, 8)
+    ]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[2] == pytest.approx(totals[0] / 8, rel=0.1)
+
+
+def test_checkpointed_layers_keep_less():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.GELU()) for _ in range(6))
+            self.checkpoints = False
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+            return x
+
+    model = Checkpointed()
+    batch = torch.zeros(64, WIDTH)
+    whole = ask(model=model, batch=batch).memory.backward.activations
+    model.checkpoints = True
+    assert ask(model=model, batch=batch).memory.backward.activations < 0.7 * whole
+
+
+# States.
+
+
+@pytest.mark.parametrize(
+    ("make", "matrix", "vector"),
+    [
+        (torch.optim.SGD, 0, 0),
+        (lambda params: torch.optim.SGD(params, momentum=0.9), 4 * 600, 4 * 30),
+        (torch.optim.AdamW, 8 * 600, 8 * 30),
+        (HybridAdam, 8 * 600, 8 * 30),
+        (Lamb, 8 * 600, 8 * 30),
+        (Adafactor, 4 * (20 + 30), 4 * 30),
+        (partial(CAME, lr=1e-4), 4 * 600 + 2 * 4 * (20 + 30), 2 * 4 * 30),
+    ],
+    ids=["sgd", "momentum", "adamw", "hybrid_adam", "lamb", "adafactor", "came"],
+)
+def test_states_are_those_of_a_step(make, matrix, vector):
+    parameters = [nn.Parameter(torch.zeros(20, 30)), nn.Parameter(torch.zeros(30))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make(parameters)
+    optimizer.step()
+    kept = [
+        sum(value.nbytes for value in optimizer.state[one].values() if torch.is_tensor(value) and value.numel() > 1)
+        for one in parameters
+    ]
+    memory = OptimizerMemory.of(make)
+    said = [memory.state_bytes([tuple(one.shape)], torch.float32) for one in parameters]
+    assert said == kept == [matrix, vector]
+    assert OptimizerMemory.of(make(parameters)).state_bytes([(20, 30)], torch.float32) == matrix
+
+
+def test_a_share_of_the_elements_has_all_of_what_is_kept_by_rows():
+    memory = OptimizerMemory.of(partial(CAME, lr=1e-4))
+    whole, half = (memory.state_bytes([(20, 30)], torch.float32, share) for share in (1.0, 0.5))
+    assert whole - half == 4 * 600 // 2
+
+
+# Measuring.
+
+
+def test_the_course_tells_when_gradients_come():
+    mode = new_fake_mode()
+    model = fake_copy(build(), mode)
+    batch = fake_batch(torch.zeros(8, WIDTH), mode)
+    with mode:
+        before = [*model.parameters(), batch]
+        profile = profile_of(record(model, lambda: model(batch).mean(), before=before))
+    names = [one.name for one in profile.course if one.event == "gradient"]
+    assert set(names) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {names[0].split(".")[0], names[-1].split(".")[0]} == {"2", "0"}
+    assert profile.gradients == 2 * BYTES
+    assert profile.kept == 4 * 8 * WIDTH + 4  # the output of tanh, and the loss
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"plugin": "zero"}, "not known"),
+        ({"plugin": "low_level_zero", "settings": {"stages": 2}}, "it takes stage, precision"),
+        ({"plugin": "low_level_zero", "settings": {"stage": 7}}, "stage"),
+        ({"plugin": "hybrid_parallel", "num_ranks": 4, "settings": {"tp_size": 3}}, "4 ranks cannot be divided"),
+        ({"num_ranks": 2}, "without a plugin"),
+        ({"plugin": "torch_ddp", "num_ranks": 0}, "no number of ranks"),
+        ({"plugin": SingleDevicePlugin, "num_ranks": 1}, "give a Plugin, or a name"),
+        ({"plugin": "low_level_zero", "mixed_precision": "bf16"}, "number formats of its own"),
+        ({"mixed_precision": "bf61"}, "bf61"),
+        ({"optimizer": "adamw"}, "is no optimizer"),
+        ({"optimizer": lambda parameters: parameters}, "made a list"),
+        ({"criterion": lambda outputs, batch: outputs}, "scalar"),
+        ({"batch": torch.zeros(8, 3)}, "could not be run"),
+        ({"batch": (torch.zeros(8, WIDTH), 1, 2)}, "forward takes"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing_behind(arguments, words):
+    arguments = dict(arguments)
+    plugin = arguments.pop("plugin", None)
+    with pytest.raises(ConfigError, match=words):
+        ask(plugin, **arguments)
+    assert not dist.is_initialized()
+
+
+def test_a_model_without_a_loss_says_what_to_give():
+    with pytest.raises(ConfigError, match="give criterion="):
+        estimate_memory(build(), batch=torch.zeros(8, WIDTH))
+
+
+def test_a_forward_that_depends_on_its_numbers_is_named():
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    with pytest.raises(ConfigError, match="depends on numbers"):
+        ask(model=Branching(WIDTH, WIDTH))
+
+
+def test_a_plugin_object_has_its_own_settings():
+    with pytest.raises(ConfigError, match="give its name in place of the object"):
+        ask(SingleDevicePlugin("cpu"), num_ranks=2)
+    assert ask(SingleDevicePlugin("cpu")).total == ask().total
+
+
+def test_a_plugin_that_can_not_tell_says_so():
+    class Silent(SingleDevicePlugin):
+        estimate_memory = Plugin.estimate_memory
+
+    with pytest.raises(ConfigError, match="Silent does not say how much memory it needs"):
+        ask(Silent("cpu"))
