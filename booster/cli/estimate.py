@@ -73,6 +73,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--seq", "--sequence-length", "--sequence_length", type=int, metavar="N", help="tokens of an example (2048)"
     )
+    parser.add_argument(
+        "--gradient-checkpointing",
+        "--gradient_checkpointing",
+        action="store_true",
+        help="let a model of transformers compute its layers again in backward",
+    )
     parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim or booster.optim (AdamW)")
     parser.add_argument(
         "--optimizer-settings",
@@ -97,7 +103,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     """
     # Here, as they import torch, which the other commands have no need of.
     from booster.estimate.comparison import cheapest, compare, find_candidates, smallest
-    from booster.estimate.model_sources import load_model
+    from booster.estimate.model_sources import checkpoint_layers, load_model
     from booster.estimate.optimizer_memory import OptimizerMemory
     from booster.estimate.question import Question
     from booster.estimate.table import bytes_from_text, format_notes, format_table, format_verdict
@@ -112,6 +118,8 @@ def estimate(arguments: argparse.Namespace) -> int:
     optimizer = OptimizerMemory.of(_optimizer(arguments.optimizer, arguments.optimizer_settings))
     _silence_fake_tensors()
     source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=_dtype(arguments.dtype))
+    if arguments.gradient_checkpointing:
+        checkpoint_layers(source)
     question = Question(source.model, optimizer, source.batch, source.criterion)
     try:
         outcomes = compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,7 +133,7 @@ def answer(
     device_memory: int | None = None,
 ) -> MemoryEstimate:
     """Returns the estimate for a question that may be put to several plugins; see `estimate_memory`."""
-    with _asked(plugin, num_ranks, settings) as asked:
+    with _asked(plugin, num_ranks, settings) as asked, _without_garbage_collection():
         if mixed_precision not in (None, "fp32") and asked.control_precision():
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r} was given with {type(asked).__name__}, which has number formats"
@@ -147,6 +148,18 @@ def answer(
             memory=memory,
             device_memory=device_memory,
         )
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keeps Python from looking for cycles: it finds hardly any, and would free those at any moment."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

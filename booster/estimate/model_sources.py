@@ -22,7 +22,7 @@ from booster.estimate.presets import PRESETS
 from booster.estimate.question import loss_of
 from booster.tensor_tree import map_tensors
 
-__all__ = ["ModelSource", "load_model"]
+__all__ = ["ModelSource", "checkpoint_layers", "load_model"]
 
 # By which task a config without `architectures` is read: the first that transformers has a model for.
 _TASKS = (
@@ -85,6 +85,23 @@ def load_model(
             " script.py:build_model"
         )
     return _from_config(str(path), _read_config(path), batch, sequence, dtype)
+
+
+def checkpoint_layers(source: ModelSource) -> None:
+    """Lets a model of transformers compute its layers again in backward instead of keeping their activations.
+
+    Raises:
+        ConfigError: It is no such model, or can't.
+    """
+    enable = getattr(source.model, "gradient_checkpointing_enable", None)
+    if enable is None or not getattr(source.model, "supports_gradient_checkpointing", False):
+        raise ConfigError(
+            f"--gradient-checkpointing with {source.name}, whose layers transformers can't checkpoint: leave it out,"
+            " and let script.py:build_model use torch.utils.checkpoint, or for hybrid_parallel give --settings"
+            " gradient_checkpoint_config=True"
+        )
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    source.notes.append("layers are computed again in backward")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -207,7 +207,6 @@ def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryQuestion) -> Non
     """Takes note of what is kept of a chunk for the optimizer on the first rank, which has no waste."""
     layout = chunk.layout
     dtype = found.settings.main_dtype(layout)
-    # Of frozen chunks, too: `fill_chunk` makes all alike.
     found.masters[chunk.index] = layout.piece_numel * dtype.itemsize if dtype != layout.dtype else 0
     parts = layout.parts(0) if layout.trains else []
     owned = sum(part.span[1] - part.span[0] for part in parts)
@@ -267,13 +266,15 @@ class _Course:
         others = 0
         manager.other_bytes = lambda: others
         manager.begin_forward(trains=True)
-        worst = Moment(0, 0)
+        worst, held = Moment(0, 0), manager.bytes_in_memory
         for stretch in self._course:
             self._tell(found, stretch)
             if manager.phase is Phase.FORWARD:
                 others = stretch.begin if is_cpu else stretch.activations
                 manager.note_other_bytes()
-            worst = max(worst, Moment(stretch.activations, manager.bytes_in_memory), key=lambda one: one.total)
+            if stretch.event == "gradient" or stretch.name == "" or self._own[stretch.name]:  # else nothing has moved
+                held = manager.bytes_in_memory
+            worst = max(worst, Moment(stretch.activations, held), key=lambda one: one.total)
         manager.end_backward()
         last = Moment(0, manager.bytes_in_memory)
         manager.reduction.reset()

@@ -359,7 +359,6 @@ class GeminiPlugin(Plugin):
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
         return [
             {"precision": "bf16"},
-            {"precision": "fp32"},
             {"precision": "bf16", "offload_optim_frac": 1.0},
             {"precision": "bf16", "placement_policy": "cpu"},
         ]

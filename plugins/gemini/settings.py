@@ -289,9 +289,9 @@ class GeminiSettings:
     norm_type: float = 2.0
 
     def main_dtype(self, layout: ChunkLayout) -> torch.dtype:
-        """Returns the format in which an optimizer updates a chunk."""
+        """Returns the format in which an optimizer updates a chunk, or of the weights where none does."""
         is_low = layout.dtype in _LOW_PRECISION
-        return torch.float32 if is_low and self.keeps_masters else layout.dtype
+        return torch.float32 if is_low and self.keeps_masters and layout.trains else layout.dtype
 
     def main_device(self, states_tier: Tier | None) -> torch.device:
         """Returns where an optimizer updates a chunk whose states are in a tier (None: in memory)."""

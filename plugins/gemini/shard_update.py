@@ -180,16 +180,14 @@ class ChunkUpdate:
         return piece.as_tensor()[part.in_piece]
 
     def state_bytes(self, optimizer: Optimizer | None) -> int:
-        """Returns the bytes of masters and per-element states, wherever they are; an estimate before the first step."""
+        """Returns the bytes of masters and per-element states, wherever they are; an estimate before the first step.
+
+        The same on all ranks, which decide by it what they gather together: so of the whole piece, waste included.
+        """
         masters = self.chunk.main.num_bytes if self.has_copy else 0
-        if optimizer is None or not any(optimizer.state.get(one.shard.parameter) for one in self.owned):
+        if optimizer is None or not optimizer.state:
             return masters + 2 * self.chunk.main.num_bytes  # Adam's two moments
-        return masters + sum(
-            int(value.nbytes)
-            for one in self.owned
-            for value in optimizer.state.get(one.shard.parameter, {}).values()
-            if is_elementwise_state(value, one.shard.parameter)
-        )
+        return masters + self.chunk.layout.piece_numel * _bytes_per_element(optimizer)
 
     def state_bytes_in_memory(self, optimizer: Optimizer) -> int:
         """Returns those that are in the compute tier."""
@@ -200,6 +198,15 @@ class ChunkUpdate:
             for key, value in optimizer.state.get(one.shard.parameter, {}).items()
             if is_elementwise_state(value, one.shard.parameter) and not self._is_offloaded(key, value)
         )
+
+
+def _bytes_per_element(optimizer: Optimizer) -> int:
+    """Returns what an optimizer keeps for each element of a parameter that it has stepped."""
+    sizes = (
+        sum(value.element_size() for value in state.values() if is_elementwise_state(value, parameter))
+        for parameter, state in optimizer.state.items()
+    )
+    return max(sizes, default=0)
 
 
 def is_elementwise_state(value: Any, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kin
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import position_of_gap
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import Piece, StageDivision
 from booster.plugins.hybrid_parallel.placement import ModelSplit
+from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
 from booster.plugins.hybrid_parallel.settings import HybridArguments
 from booster.plugins.low_level_zero.memory import zero_memory
 
@@ -32,6 +34,10 @@ _MOST_TENSOR_RANKS = 8  # of one machine: more would send activations over the n
 # under way, and once what is there for a moment while a unit runs. The stage that needs the most is the answer.
 
 
+# Found once for a model, whatever else differs between the settings that are asked about.
+_plans: WeakKeyDictionary[nn.Module, dict[str, TensorParallelPlan]] = WeakKeyDictionary()
+
+
 def hybrid_memory(
     question: MemoryQuestion, arguments: HybridArguments, mesh: HybridMesh, split: ModelSplit
 ) -> RankMemory:
@@ -40,7 +46,9 @@ def hybrid_memory(
     Raises:
         ConfigError: The model can't be divided so, or not be measured.
     """
-    plan = split.plan(question.model)
+    plans = _plans.setdefault(question.model, {})
+    plan = plans.get(arguments.division_of_layers) or split.plan(question.model)
+    plans[arguments.division_of_layers] = plan
     division = split.division(question.model)
     pipeline = arguments.pipeline
     num_micro_batches = 1 if pipeline is None else pipeline.count_for(question.batch_size)

@@ -222,7 +222,7 @@ def _names_by_parameter(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if name in names]
+    return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 
 
 def _minority(model: nn.Module, modules: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> set[str]:
@@ -233,4 +233,5 @@ def _minority(model: nn.Module, modules: Sequence[nn.Module], whole: Collection[
     for one in own:
         numels[one.dtype] += one.numel()
     most = max(numels, key=lambda dtype: (numels[dtype], str(dtype)), default=None)
-    return {name for name, one in model.named_parameters() if one in own and one.dtype != most}
+    others = {one for one in own if one.dtype != most}
+    return {name for name, one in model.named_parameters() if one in others} if others else set()

@@ -324,7 +324,7 @@ class TorchFSDPPlugin(Plugin):
         ]
         if num_ranks % 2 == 0 and num_ranks > 2:
             strategies.append({"sharding_strategy": "HYBRID_SHARD", "extra_dp_size": 2})
-        return [strategy | formats for formats in ({"mixed_precision": half}, {}) for strategy in strategies]
+        return [strategy | {"mixed_precision": half} for strategy in strategies] + strategies[:1]
 
     def control_checkpoint_io(self) -> bool:
         return False
