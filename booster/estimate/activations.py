@@ -212,7 +212,8 @@ def _course_noted(model: nn.Module, meter: _Meter) -> Iterator[None]:
 
         return [
             module.register_forward_pre_hook(lambda *_: meter.begin_stretch("enter", name)),
-            module.register_forward_hook(leave),
+            # Checkpointing leaves what it computes again by an exception, once it has all that it needs.
+            module.register_forward_hook(leave, always_call=True),
         ]
 
     hooks = [hook for name, module in model.named_modules() for hook in watch(name, module)]

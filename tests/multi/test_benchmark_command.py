@@ -127,6 +127,7 @@ def assert_figures(figures):
     assert peaks["zero1 dp=4"] < peaks["dp=4"]
 
 
+@pytest.mark.slow
 def test_grids_of_eight_ranks():
     done = benchmark("-g", "8", "-m", "3d,2.5d", "-l", "1", *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -149,6 +150,7 @@ def test_a_killed_rank_is_named_and_the_others_are_measured_on():
     assert not errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all():
     with running(*ENDLESS) as (command, ranks):
         read_until(command.stderr, "[1/2] serial")
@@ -159,6 +161,7 @@ def test_ctrl_c_ends_all():
     assert errors == "booster benchmark: ended by Ctrl-C; no process is left\n"
 
 
+@pytest.mark.slow
 def test_ranks_notice_that_the_command_was_killed():
     with running(*ENDLESS) as (command, ranks):
         ranks.wait_for(1)
@@ -166,6 +169,7 @@ def test_ranks_notice_that_the_command_was_killed():
         command.communicate(timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_ended():
     with running(*ENDLESS, "--timeout", "0.5") as (command, _):
         output, _ = command.communicate(timeout=SECONDS)

@@ -80,7 +80,7 @@ def told_by(tmp_path, num_ranks):
     return [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_train_as_one_process_does(mpirun, tmp_path, num_ranks):
     ended = mpirun(["-n", str(num_ranks)], TRAIN, "launch_from_openmpi")
     assert ended.returncode == 0, ended.stderr
@@ -90,6 +90,7 @@ def test_ranks_train_as_one_process_does(mpirun, tmp_path, num_ranks):
     assert_trained(told[0]["weights"])
 
 
+@pytest.mark.slow
 def test_ranks_on_two_machines(mpirun, tmp_path, two_machines):
     ended = mpirun(
         ["-n", "3", *two_machines(f"{socket.gethostname()}:2,booster-other:1")], TRAIN, "launch_from_openmpi"
@@ -103,12 +104,14 @@ def test_ranks_on_two_machines(mpirun, tmp_path, two_machines):
     assert told[2]["gloo"] not in (None, "lo")
 
 
+@pytest.mark.slow
 def test_rank_0_on_another_machine_than_mpirun(mpirun, two_machines):
     ended = mpirun(["-n", "2", *two_machines("booster-one:1,booster-other:1")], TRAIN, "launch_from_openmpi")
     assert ended.returncode == 1
     assert "mpirun runs on another machine than rank 0" in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_host_that_the_user_gives_is_taken_then(mpirun, tmp_path, two_machines):
     place = ["-x", "MASTER_ADDR=127.0.0.1"]
     ended = mpirun([*place, "-n", "2", *two_machines("booster-one:1,booster-other:1")], TRAIN, "launch_from_openmpi")

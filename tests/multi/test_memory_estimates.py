@@ -48,13 +48,15 @@ PLAN = {
     ],
     ids=["tp", "whole logits", "sp", "checkpointed", "zero"],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_hybrid_parallel(settings, precision):
     check(*trained(lambda: HybridParallelPlugin(precision=precision, **settings), optimizer=HybridAdam))
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("style", ["1f1b", "gpipe", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    "style", ["1f1b", "zbv", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpipe", "interleaved"))]
+)
 def test_pipeline_stages(style):
     chunks = 2 if style in ("interleaved", "zbv") else 1
     settings = {"pp_size": 2, "pp_style": style, "num_model_chunks": chunks, "num_microbatches": 4, "precision": "fp32"}

@@ -245,7 +245,12 @@ LAYOUTS = [
     Layout("pp 2", 2, partial(hybrid, pp_size=2), STAGED),
     Layout("pp 2 tp 2", 4, partial(hybrid, pp_size=2, tp_size=2), STAGED),
 ]
-EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+IN_EVERY_RUN = {"torch_ddp x2", "zero 1 x4", "zero 2 x2", "gemini x2", "torch_fsdp x2", "tp 2 zero 1 x4", "pp 2 x2"}
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=() if str(one) in IN_EVERY_RUN else pytest.mark.slow) for one in LAYOUTS],
+    ids=str,
+)
 
 
 def make_optimizer(name, groups):
@@ -342,7 +347,7 @@ BF16 = [
 ONE_IN_BF16 = Layout("one process bf16", 1, partial(zero, stage=1, precision="bf16"))
 
 
-@pytest.mark.parametrize("layout", BF16, ids=str)
+@pytest.mark.parametrize("layout", [BF16[0], *(pytest.param(one, marks=pytest.mark.slow) for one in BF16[1:])], ids=str)
 def test_bf16_weights_with_masters_move_as_those_of_one_process(serial, layout, tmp_path):
     cases = [("tied_lm", name) for name in OPTIMIZERS]
     trained = run_layout(ONE_IN_BF16, weights_after, cases, str(tmp_path))[0]
@@ -406,7 +411,14 @@ def load_and_train(layout: Layout, model: str, path: str):
     return found
 
 
-@pytest.mark.parametrize(("source", "target"), JOURNEYS, ids=lambda one: " x".join(map(str, one)))
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        *(pytest.param(*one) for one in JOURNEYS[:2]),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in JOURNEYS[2:]),
+    ],
+    ids=lambda one: " x".join(map(str, one)),
+)
 def test_any_layout_goes_on_from_what_another_saved(source, target, tmp_path):
     model = "tied_lm"
     saved = run_layout(layout_named(*source), train_and_save, model, str(tmp_path))[0]

@@ -136,10 +136,11 @@ signal.pause()
             137,
             r"\nbooster run: rank 3 of 4 on node-b \(local rank 1, pid \d+\) was killed by SIGKILL.*memory runs out\n$",
         ),
-        (
+        pytest.param(
             "os.kill(os.getppid(), signal.SIGKILL)",
             255,
             r"^booster run: the connection to node-b was lost \(.*\), and its ranks end with it: .*\n$",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["raises", "killed", "launcher killed"],
@@ -166,13 +167,20 @@ ELSEWHERE = [sys.executable, "-c", MAIN, "run"]
     ("settings", "reason"),
     [
         ({"hosts": "node-c,node-a"}, "can't start on node-c: it can't be reached"),
-        ({"hosts": "node-a,nowhere"}, "can't start on nowhere: nobody knows this name"),
+        pytest.param(
+            {"hosts": "node-a,nowhere"}, "can't start on nowhere: nobody knows this name", marks=pytest.mark.slow
+        ),
         ({"key": "wrong_key"}, "can't start on node-a: it accepts none of the keys"),
-        ({"known_hosts": "no_known_hosts"}, "can't start on node-b: its host key is not the one that is known here"),
-        ({"arguments": ["nowhere.py"]}, "node-b: there is no file 'nowhere.py'"),
-        (
+        pytest.param(
+            {"known_hosts": "no_known_hosts"},
+            "can't start on node-b: its host key is not the one that is known here",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"arguments": ["nowhere.py"]}, "node-b: there is no file 'nowhere.py'", marks=pytest.mark.slow),
+        pytest.param(
             {"booster": ELSEWHERE},
             "can't start on node-b: the command there ended with exit code 127 (env: '/nowhere/py",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["unreachable", "unknown name", "wrong key", "unknown host key", "no script", "no Python"],
@@ -190,7 +198,7 @@ def test_hosts_that_cannot_start(start, network, settings, reason):
 WAITING = "import signal\nprint('ready', flush=True)\nsignal.pause()\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_what_ends_the_launcher_ends_all_hosts(start, network, number):
     process = start(WAITING, "--nproc-per-node", "2")
     labels = {process.stdout.readline() for _ in range(4)}
@@ -222,6 +230,7 @@ print("attempt", attempt, "of", coordinator.world_size)
 """
 
 
+@pytest.mark.slow
 def test_a_module_is_started_anew_on_all_hosts_in_their_order(start):
     options = ["--max-restarts", "1", "--nnodes", "2:2"]
     process = start(RESTARTED, *options, hosts="node-b,node-a", arguments=["-m", "script"])
@@ -230,6 +239,7 @@ def test_a_module_is_started_anew_on_all_hosts_in_their_order(start):
     assert {"[node-b:0] attempt 1 of 2", "[node-a:1] attempt 1 of 2"} <= set(stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_what_a_dry_run_prints_starts_a_host_when_pasted(start, network, tmp_path):
     process = start("import os\nprint(os.environ['RANK'], 'pasted')\n", "--dry-run", hosts="node-b")
     line, stderr = process.communicate(timeout=LIMIT)
