@@ -97,7 +97,8 @@ def require_boosted_model(model: Any, caller: str) -> ModelWrapper:
     """Returns the model if it was boosted, else raises ConfigError."""
     if not isinstance(model, ModelWrapper):
         raise ConfigError(
-            f"{caller}() was given a {type(model).__name__} that is not boosted: pass the model that boost() returned"
+            f"{caller}() was given an object of class {type(model).__name__} where the boosted model belongs: pass the"
+            " model that boost() returned"
         )
     return model
 

@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmark.add_parser(commands)
     estimate.add_parser(commands)
     plot.add_parser(commands)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # said by the command itself, whose usage it is
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(arguments.handle(arguments))
     except BoosterError as error:

@@ -78,8 +78,8 @@ def written(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if is_dataclass(value) and not isinstance(value, type):
-        given = {one.name: getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default}
-        return f"{type(value).__name__}({','.join(f'{name}={written(one)}' for name, one in given.items())})"
+        given = [getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default]
+        return f"{type(value).__name__}({','.join(map(written, given))})"
     return str(value)
 
 

@@ -6,7 +6,7 @@ import gc
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -56,6 +56,15 @@ class MemoryEstimate:
     def sent(self) -> int:
         """Bytes that the rank sends in a step."""
         return self.memory.sent
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{one.name.replace('_', ' ')} {getattr(self.peak, one.name) / 2**20:,.1f}" for one in fields(self.peak)
+        )
+        return (
+            f"{self.plugin} on {self.num_ranks} rank(s): {self.total / 2**20:,.1f} MiB at most ({parts}),"
+            f" {self.sent / 2**20:,.1f} MiB sent by a rank in a step"
+        )
 
     @property
     def fits(self) -> bool | None:

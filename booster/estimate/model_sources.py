@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -299,5 +300,4 @@ def _described(value: Any) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    line = next((one.strip() for one in str(error).splitlines() if one.strip()), "")
-    return f"{type(error).__name__}: {line[:200]}"
+    return f"{type(error).__name__}: {shorten(str(error), 300, placeholder=' ...')}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from booster.comm import imagine_others
 from booster.errors import BoosterError, ConfigError
@@ -33,10 +34,15 @@ def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
     loss = outputs if loss is None and isinstance(outputs, torch.Tensor) and outputs.numel() == 1 else loss
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"the model returned {type(outputs).__name__} without a loss, so there is nothing to go backward from: give"
-            " criterion=, a function of (outputs, batch) that returns the loss, as to execute_pipeline"
+            f"the model returned a {_kind(outputs)} without a loss, so there is nothing to go backward from: give"
+            " criterion=, a function of (outputs, batch) that returns the loss, as to execute_pipeline; or let the"
+            " function that `booster estimate` calls return (model, batch, criterion)"
         )
     return loss
+
+
+def _kind(outputs: Any) -> str:
+    return "tensor" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
 
 
 class Question(MemoryQuestion):
@@ -136,8 +142,7 @@ class Question(MemoryQuestion):
             except Exception as error:
                 raise ConfigError(
                     f"{type(model).__name__} could not be run on tensors without values, so what its activations take"
-                    f" is not known ({type(error).__name__}: {_first_line(error)}): a forward whose course depends on"
-                    " numbers that it computed can't be measured; give a batch with which it does not"
+                    f" is not known ({type(error).__name__}: {_first_line(error)}): {_advice(error)}"
                 ) from error
 
     def _loss(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, outputs_fp32: bool) -> torch.Tensor:
@@ -165,6 +170,15 @@ def _part(batch: Any, num_parts: int) -> Any:
     if num_parts == 1:
         return batch
     return map_tensors(lambda one: one[: -(-one.shape[0] // num_parts)].clone() if one.dim() else one, batch)
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return (
+            "a forward whose course depends on numbers that it computed can't be measured; give a batch with which it"
+            " does not"
+        )
+    return "look whether it runs on a real batch of these shapes, and with this criterion"
 
 
 def _first_line(error: Exception) -> str:

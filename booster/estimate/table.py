@@ -13,7 +13,8 @@ from booster.estimate.comparison import Outcome, cheapest, smallest, written
 __all__ = ["bytes_from_text", "format_notes", "format_table", "format_verdict", "shown", "to_json"]
 
 _PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
-_HEADINGS = ("", "parameters", "gradients", "states", "activations", "buffers", "peak", "elsewhere", "sent")
+_CHOSEN = "  <--"
+_HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "elsewhere", "sent")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SIZES: dict[str, int] = {
     "": 1,
@@ -21,6 +22,8 @@ _SIZES: dict[str, int] = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
 }
+
+_LEAST_BARE_NUMBER = 2**20  # no device has less: the unit was forgotten
 
 
 def bytes_from_text(text: str, option: str) -> int:
@@ -35,7 +38,7 @@ def bytes_from_text(text: str, option: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = found[2].lower() if found else ""
-    if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < 1:
+    if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < (1 if unit else _LEAST_BARE_NUMBER):
         number = re.match(r"\s*(\d+(?:\.\d+)?)", text)
         hint = f"{number[1]}GiB or {number[1]}GB" if number and float(number[1]) else "80GiB or 80GB"
         raise ConfigError(f"{option} {text} is no size: write a number and its unit, such as {hint}")
@@ -55,10 +58,12 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
         return ""
     unit, size = _unit_for(max(_figures(one)[5] for one in found))
     has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
-    rows = [[unit, *_HEADINGS[1:], *(["fits"] if has_limit else [])]]
+    rows = [[*_HEADINGS, *(["fits"] if has_limit else []), f"(all in {unit})"]]
+    best = cheapest(outcomes) if has_limit else smallest(outcomes)
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
-        rows.append([one.candidate.name, *figures, *([_fits(one)] if has_limit else [])])
+        name = one.candidate.name + (_CHOSEN if one is best else "")
+        rows.append([*figures, *([_fits(one)] if has_limit else []), name])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(_line(row, widths) for row in rows)
 
@@ -94,8 +99,8 @@ def format_verdict(outcomes: Sequence[Outcome], device_memory: int | None) -> st
             f" {shown(least.estimate.total)}, which is {shown(over)} too much: {_way_out(least)}"
         )
     return (
-        f"cheapest that fits: {best.candidate.name}, {shown(best.estimate.total)} of {shown(device_memory)},"
-        f" {shown(best.estimate.sent)} sent by a rank in a step{_for_batch(best)}"
+        f"cheapest that fits, by bytes sent: {best.candidate.name}, {shown(best.estimate.total)} of"
+        f" {shown(device_memory)}, {shown(best.estimate.sent)} sent by a rank in a step{_for_batch(best)}"
     )
 
 
@@ -152,8 +157,5 @@ def _unit_for(most: float) -> tuple[str, float]:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        text.ljust(width) if not column else text.rjust(width)
-        for column, (text, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join([first, *others]).rstrip()
+    *figures, name = row
+    return "  ".join([*(one.rjust(width) for one, width in zip(figures, widths, strict=False)), name])

@@ -28,7 +28,7 @@ def call_with_batch(model: Callable[..., Any], batch: Any) -> Any:
             given = f"the keys {', '.join(map(str, kwargs))}" if kwargs else f"{len(args)} entries"
             raise ConfigError(
                 f"a batch with {given} was given to {type(model).__name__}, whose forward takes {signature}"
-                f" ({mismatch}): execute_pipeline() passes a dict by keyword and a tuple by position, labels included."
+                f" ({mismatch}): a batch goes there as a whole, a dict by keyword, a tuple by position, with labels."
                 " Let forward take them all (forward(self, x, y=None)), or let the data iterator give what it takes"
             ) from error
         raise

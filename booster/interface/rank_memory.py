@@ -67,8 +67,9 @@ class Stretch:
     """A part of a forward and backward, from one event to the next.
 
     Attributes:
-        event: What begins it: "enter" and "leave", a module's forward begins and has ended; "backward", the gradient of
-            what a module returned is there; "gradient", one of a parameter is, and counts as an activation no more.
+        event: What begins it: "enter" and "leave", a module's forward begins and has ended, by an exception too;
+            "backward", the gradient of what a module returned is there; "gradient", one of a parameter is, and counts
+            as an activation no more. Activation checkpointing has modules enter and leave again amid the backward.
         name: Of the module or parameter in the model, its first one.
         begin: Bytes of activations at its begin.
         activations: The most of them until the next event.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +28,7 @@ from booster.phases import Phase, watch_phases
 __all__ = ["Monitor"]
 
 _MEETING_SECONDS = 120.0  # that ranks may be apart at the beginning
+_PATIENCE_SECONDS = 10.0  # until a rank that waits there says so
 
 
 class Monitor:
@@ -177,7 +180,8 @@ class Monitor:
         except BoosterError as failure:  # raised on all ranks by the barrier
             error = failure
         facts = self._settings.facts()
-        everyone = barrier.gather("entering Monitor's block", json.dumps(facts).encode(), error)
+        with _reported_if_long():
+            everyone = barrier.gather("entering Monitor's block", json.dumps(facts).encode(), error)
         others = [(rank, json.loads(theirs)) for rank, theirs in enumerate(everyone)]
         differing = next(((rank, theirs) for rank, theirs in others if theirs != facts), None)
         if differing is not None:
@@ -243,3 +247,19 @@ def _number(name: str, value: Any) -> float:
             f"log({name}=...) was given a {type(value).__name__} that is no number ({error}): give a number, or a"
             " tensor with one element"
         ) from error
+
+
+@contextmanager
+def _reported_if_long() -> Iterator[None]:
+    """Says on this rank what it waits for, if that takes long: elsewhere the cause may look like another one."""
+    text = (
+        f"rank {group_rank()} has waited {_PATIENCE_SECONDS:g} s at the beginning of Monitor's block for other ranks:"
+        " every rank has to enter it, not the main process alone"
+    )
+    timer = threading.Timer(_PATIENCE_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -49,7 +49,7 @@ def draw_runs(runs: Sequence[Run], path: Path) -> None:
     throughput.set_ylabel(f"{' or '.join(units)} per second")
     throughput.set_ylim(bottom=0)
     memory.set_ylabel("peak memory (MiB, largest rank)")
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(bottom=0, top=memory.get_ylim()[1] * 1.05)
     memory.set_xlabel("step")
     loss.legend()
     for panel in (loss, throughput, memory):

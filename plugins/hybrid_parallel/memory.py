@@ -275,16 +275,19 @@ def _modules(course: Sequence[Stretch], names: Sequence[str]) -> dict[str, _Modu
     highest: dict[str, int] = {}
     returned: dict[str, int] = {}
     running: str | None = None
+    is_backward = False
     wanted = set(names)
     for stretch in course:
+        is_backward = is_backward or (stretch.event == "leave" and stretch.name == "")
         if stretch.name in wanted and stretch.event != "gradient":
-            if stretch.event == "enter":
+            is_leaving = stretch.event == "leave" and not is_backward  # there, modules run again as a part of it
+            if stretch.event == "enter" and not is_backward:
                 begun[stretch.name] = stretch.begin
-            elif stretch.event == "leave":
+            elif is_leaving:
                 ended[stretch.name] = stretch.begin
                 returned[stretch.name] = stretch.returned
                 kept[stretch.name] = kept.get(stretch.name, 0) + stretch.begin - begun[stretch.name]
-            running = None if stretch.event == "leave" else stretch.name
+            running = None if is_leaving else stretch.name
         if running is not None:
             highest[running] = max(highest.get(running, 0), stretch.activations)
     return {

@@ -195,7 +195,7 @@ class FollowedUnits:
         self._gather(unit)
 
     def _leave(self, unit: FollowedUnit) -> None:
-        if unit in self._in_backward:  # a part of the forward that is computed again
+        if self._in_backward:  # a part of the forward was computed again, and the weights stay for its backward
             return
         self._order.append(unit)
         if unit.reshards:

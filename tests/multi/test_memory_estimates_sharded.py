@@ -9,6 +9,7 @@ from harness import distributed
 from memory_cases import BATCH, TOKENS, VOCABULARY, WIDTH, LanguageModel, check, next_token_loss, of_name, trained
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from booster import Booster, ConfigError, estimate_memory
 from booster.optim import HybridAdam
@@ -46,6 +47,27 @@ class Uneven(LanguageModel):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+class Checkpointed(LanguageModel):
+    """Computes layers again in backward, so many at a time."""
+
+    num_together = 1
+
+    def forward(self, ids):
+        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for start in range(0, len(self.layers), self.num_together):
+            x = checkpoint(self.run, x, start, use_reentrant=False)
+        return self.head(self.norm(x))
+
+    def run(self, x, start):
+        for layer in self.layers[start : start + self.num_together]:
+            x = layer(x)
+        return x
+
+
+class CheckpointedInPairs(Checkpointed):
+    num_together = 2
 
 
 def momentum(parameters):
@@ -203,6 +225,15 @@ OTHER_MODELS = [
 @pytest.mark.parametrize("make_model", [Tied, Frozen, Uneven])
 def test_other_models(plugin_class, settings, make_model):
     check_ranks(plugin_class, settings, make_model=make_model, within=0.05)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("plugin_class", "settings"), [*OTHER_MODELS, (GeminiPlugin, {"precision": "fp32", **SMALL_CHUNKS})]
+)
+@pytest.mark.parametrize("make_model", [Checkpointed, CheckpointedInPairs])
+def test_layers_computed_again(plugin_class, settings, make_model):
+    check_ranks(plugin_class, settings, make_model=make_model, within=0.02)
 
 
 @distributed(world_size=3)

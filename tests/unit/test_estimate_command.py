@@ -56,12 +56,12 @@ def test_the_table_has_a_row_for_each_setting(script, capsys):
     assert lines[0].startswith(
         f"{script}:build_model: 16897 parameters made in fp32, a batch of its own, AdamW, 2 ranks"
     )
-    headings = r"KiB +parameters +gradients +states +activations +buffers +peak +elsewhere +sent +fits"
+    headings = r" *parameters +gradients +states +activations +buffers +peak +elsewhere +sent +fits +\(all in KiB\)"
     assert re.fullmatch(headings, lines[2])
     row = lines[3].split()
-    assert (row[0], row[1], row[3], row[-1]) == ("torch_ddp", "66.00", "132.01", "yes")
-    assert lines[4].startswith("torch_ddp mixed_precision=bf16")
-    assert lines[-1].startswith("cheapest that fits: torch_ddp")
+    assert (row[0], row[2], row[8:]) == ("66.00", "132.01", ["yes", "torch_ddp", "<--"])
+    assert lines[4].endswith(" torch_ddp mixed_precision=bf16")
+    assert lines[-1].startswith("cheapest that fits, by bytes sent: torch_ddp")
 
 
 def test_all_plugins_are_compared(script, capsys):
@@ -79,7 +79,7 @@ def test_all_plugins_are_compared(script, capsys):
 
 def test_one_device_needs_no_plugin(script, capsys):
     text = found(script, capsys, "--nproc", "1", "--plugin", "none")
-    assert "\nnone " in text
+    assert " none  <--\n" in text
     assert "\nleast memory: none, " in text
     assert text.endswith("\ngive --device-memory, such as 80GiB, to learn what fits\n")
 
@@ -153,7 +153,9 @@ def test_arguments_that_a_plugin_does_not_take_are_its_reason(script, capsys):
 def test_sizes():
     assert bytes_from_text("80GiB", "x") == 80 * 2**30
     assert bytes_from_text(" 1.5 gb", "x") == 1_500_000_000
-    assert bytes_from_text("4096", "x") == 4096
+    assert bytes_from_text("4194304", "x") == 2**22
+    with pytest.raises(ConfigError, match="write a number and its unit, such as 80GiB"):
+        bytes_from_text("80", "x")
 
 
 def test_precisions_are_the_boosters_where_the_plugin_has_none():
@@ -169,7 +171,7 @@ def test_precisions_are_the_boosters_where_the_plugin_has_none():
 def test_policies_are_written_in_few_words():
     assert written(torch.bfloat16) == "bfloat16"
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    assert written(policy) == "MixedPrecisionPolicy(param_dtype=bfloat16)"
+    assert written(policy) == "MixedPrecisionPolicy(bfloat16)"
 
 
 def outcome(name, total, sent, dp_size, device_memory=100):

@@ -14,6 +14,7 @@ from torch import nn
 from booster.comm import all_reduce_numbers, hang_up, note_failure
 from booster.errors import ConfigError, RankFailedError
 from booster.interface.loss import require_scalar_loss
+from booster.mixed_precision.fp16_naive import log_on_master
 from booster.phases import Phase, in_phase, observers
 from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement, fetch
 from booster.plugins.hybrid_parallel.pipeline_parallel.micro_batches import MicroBatch, join_outputs, split_batch
@@ -100,6 +101,7 @@ class PipelineRuntime:
         self._checked: set[tuple[int, bool]] = set()
         self._trainable: tuple[bool, ...] = ()
         self._failure: str | None = None
+        self._has_reported = False
 
     def run(
         self,
@@ -129,6 +131,7 @@ class PipelineRuntime:
         micro_batches: list[MicroBatch] = []
         if fetched.status == 0:
             error, micro_batches = _split(self._model.module, fetched.batch, self._arguments)
+            self._report_few(len(micro_batches))
         if error is not None and fetched.error is None:
             fetched = type(fetched)(error=error)
         trains = optimizer is not None
@@ -284,6 +287,16 @@ class PipelineRuntime:
         return join_outputs(ordered, [one.num_samples for one in self._micro_batches])
 
     # Failures.
+
+    def _report_few(self, number: int) -> None:
+        """Says so where the first batch has fewer samples than there are to be micro-batches."""
+        wanted = self._arguments.num_microbatches
+        if not self._has_reported and wanted is not None and 0 < number < wanted:
+            log_on_master(
+                f"a batch of {number} sample(s) makes {number} micro-batch(es), not num_microbatches={wanted}, so that"
+                " stages wait for longer: give larger batches, or fewer micro-batches"
+            )
+        self._has_reported = True
 
     @contextmanager
     def _failures_told(self) -> Iterator[None]:

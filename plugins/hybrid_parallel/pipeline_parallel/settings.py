@@ -61,9 +61,18 @@ class PipelineArguments:
         return self.num_stages * self.num_chunks
 
     def count_for(self, batch_size: int) -> int:
-        """Returns how many micro-batches a batch is divided into."""
+        """Returns how many micro-batches a batch is divided into.
+
+        Raises:
+            ConfigError: It has fewer samples than there are to be micro-batches.
+        """
+        if self.num_microbatches is not None and self.num_microbatches > batch_size:
+            raise ConfigError(
+                f"num_microbatches={self.num_microbatches} of a batch with {batch_size} sample(s) leaves stages without"
+                f" work: give a batch of {self.num_microbatches} or more samples, or fewer micro-batches"
+            )
         if self.num_microbatches is not None:
-            return min(self.num_microbatches, batch_size)
+            return self.num_microbatches
         return -(-batch_size // (self.microbatch_size or batch_size))
 
     def remarks(self) -> list[str]:
