@@ -60,6 +60,19 @@ def test_hybrid_parallel(settings, precision):
 def test_pipeline_stages(style):
     chunks = 2 if style in ("interleaved", "zbv") else 1
     settings = {"pp_size": 2, "pp_style": style, "num_model_chunks": chunks, "num_microbatches": 4, "precision": "fp32"}
+    check_stages(settings)
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("others", [{"tp_size": 2, "plan": PLAN}, {"zero_stage": 1}], ids=["tp", "zero"])
+def test_pipeline_stages_with_others(precision, others):
+    check_stages({"pp_size": 2, "num_microbatches": 4, "precision": precision, **others})
+
+
+def check_stages(settings):
+    """Compares on the rank that needs the most, whatever stage that is."""
     estimate, measured = trained(lambda: HybridParallelPlugin(**settings), stages=True)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
