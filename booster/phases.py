@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,21 @@ class PhaseObserver:
         """An optimizer has stepped, or skipped its step."""
 
 
+class _PastOperation:
+    """An operation that has ended. Its group, which holds memory and connections, is not kept for it."""
+
+    __slots__ = ("_group", "name", "number", "peer")
+
+    def __init__(self, operation: Communication) -> None:
+        self.name, self.number, self.peer = operation.name, operation.number, operation.peer
+        self._group = None if operation.group is None else weakref.ref(operation.group)
+
+    def place(self) -> OperationPlace | None:
+        """Returns it in plain words; None: its group is gone."""
+        group = None if self._group is None else self._group()
+        return None if group is None and self._group is not None else _place_of(self, group)
+
+
 class _Track:
     """The phases of one thread."""
 
@@ -81,7 +97,7 @@ class _Track:
 
     def __init__(self) -> None:
         self.phase: Phase | None = None
-        self.last_operation: Communication | None = None
+        self.last_operation: _PastOperation | None = None
         self.num_steps = 0
         self.observers: tuple[PhaseObserver, ...] = ()
         self.accounted = 0.0
@@ -137,7 +153,7 @@ class Phase:
             track.account(time.perf_counter())
         track.phase = self.outer
         if self.operation is not None:
-            track.last_operation = self.operation
+            track.last_operation = _PastOperation(self.operation)
 
 
 def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -268,12 +284,12 @@ def current_place(thread_id: int | None = None) -> CurrentPlace:
         num_steps=track.num_steps,
         phases=tuple(name for name, _ in groupby(one.name for one in reversed(entered))),
         seconds=0.0 if innermost is None else time.perf_counter() - innermost.since,
-        operation=None if operation is None else _place_of(operation),
-        last_operation=None if track.last_operation is None else _place_of(track.last_operation),
+        operation=None if operation is None else _place_of(operation, operation.group),
+        last_operation=None if track.last_operation is None else track.last_operation.place(),
     )
 
 
-def _place_of(operation: Communication) -> OperationPlace:
+def _place_of(operation: Communication | _PastOperation, group: dist.ProcessGroup | None) -> OperationPlace:
     is_there = dist.is_available() and dist.is_initialized()
-    ranks = dist.get_process_group_ranks(operation.group) if is_there else []
+    ranks = dist.get_process_group_ranks(group) if is_there else []
     return OperationPlace(name=operation.name, number=operation.number, ranks=tuple(ranks), peer=operation.peer)
