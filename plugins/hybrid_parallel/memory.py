@@ -39,9 +39,16 @@ _plans: WeakKeyDictionary[nn.Module, dict[str, TensorParallelPlan]] = WeakKeyDic
 
 
 def hybrid_memory(
-    question: MemoryQuestion, arguments: HybridArguments, mesh: HybridMesh, split: ModelSplit
+    question: MemoryQuestion, arguments: HybridArguments, mesh: HybridMesh, split: ModelSplit, *, offloads: bool
 ) -> RankMemory:
     """Returns what training takes on the rank that needs the most.
+
+    Args:
+        question: The model and its optimizer.
+        arguments: The plugin's.
+        mesh: Of the ranks.
+        split: Divides models.
+        offloads: Masters and states are in host memory beside an accelerator.
 
     Raises:
         ConfigError: The model can't be divided so, or not be measured.
@@ -64,14 +71,14 @@ def hybrid_memory(
     for name, parameter in local.named_parameters():
         cut_parameter(parameter, layouts[name][0])
     if division is None:
-        return _memory(_Part(question, local, None, profile), arguments, mesh, profile.sent)
+        return _memory(_Part(question, local, None, profile), arguments, mesh, profile.sent, offloads=offloads)
     holders = division.parameter_stages(question.model)
     found = []
     for stage in range(division.num_stages):
         held = {name for name, stages in holders.items() if stage in stages}
         way = _Stage(stage, division, profile, num_micro_batches)
         part = _Part(question, local, held, way.profile(sorted(held)))
-        found.append(_memory(part, arguments, mesh, way.sent))
+        found.append(_memory(part, arguments, mesh, way.sent, offloads=offloads))
     most = max(found, key=lambda one: one.peak.total)
     return replace(most, sent=max(one.sent for one in found))
 
@@ -87,7 +94,7 @@ def hybrid_settings(num_ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-def _memory(part: _Part, arguments: HybridArguments, mesh: HybridMesh, sent: int) -> RankMemory:
+def _memory(part: _Part, arguments: HybridArguments, mesh: HybridMesh, sent: int, *, offloads: bool) -> RankMemory:
     num_data_ranks = mesh.size("dp", "sp")
     is_sharded = arguments.zero_stage > 0
     memory = zero_memory(
@@ -96,7 +103,7 @@ def _memory(part: _Part, arguments: HybridArguments, mesh: HybridMesh, sent: int
         max_bucket_numel=arguments.max_bucket_numel,
         num_shards=num_data_ranks if is_sharded else 1,
         num_replicas=1 if is_sharded else num_data_ranks,
-        offloads=False,
+        offloads=offloads,
     )
     return replace(memory, sent=memory.sent + sent)
 

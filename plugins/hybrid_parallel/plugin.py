@@ -417,10 +417,13 @@ class HybridParallelPlugin(Plugin):
             data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items
         )
 
+    @property
+    def _offloads(self) -> bool:
+        return self._arguments.cpu_offload and self._device.type != "cpu"
+
     def _settings(self) -> ZeroSettings:
         arguments, mesh = self._arguments, self._mesh
         replicas, shards = (("dp", "sp"), ()) if arguments.zero_stage == 0 else ((), ("dp", "sp"))
-        offloads = arguments.cpu_offload and self._device.type != "cpu"
         return ZeroSettings(
             stage=max(1, arguments.zero_stage),
             sharding=Sharding(
@@ -429,7 +432,7 @@ class HybridParallelPlugin(Plugin):
                 is_primary=mesh.rank(*replicas) == 0,
                 max_bucket_numel=arguments.max_bucket_numel,
                 keeps_masters=arguments.master_weights,
-                master_device=torch.device("cpu") if offloads else None,
+                master_device=torch.device("cpu") if self._offloads else None,
             ),
             dtype=arguments.dtype,
             data_parallel_group=mesh.group("dp", "sp"),
@@ -455,7 +458,7 @@ class HybridParallelPlugin(Plugin):
         return optimizer.no_sync()
 
     def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
-        return hybrid_memory(question, self._arguments, self._mesh, self._split)
+        return hybrid_memory(question, self._arguments, self._mesh, self._split, offloads=self._offloads)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

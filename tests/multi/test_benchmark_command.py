@@ -167,6 +167,7 @@ def test_ranks_notice_that_the_command_was_killed():
         ranks.wait_for(1)
         command.kill()
         command.communicate(timeout=SECONDS)
+    assert command.returncode == -signal.SIGKILL  # and `running` has seen that no process is left
 
 
 @pytest.mark.slow

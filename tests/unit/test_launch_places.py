@@ -6,6 +6,7 @@ import ipaddress
 import os
 
 import pytest
+import torch.distributed as dist
 from launcher_cases import FOREIGN, FOREIGN_BEGINNINGS
 
 from booster.errors import ConfigError
@@ -205,6 +206,8 @@ def test_nobody_trains_alone_by_mistake(environment, variables, message):
 def test_a_batch_script_may_train_alone_and_srun_may_start_one(environment):
     environment(STEP, SLURM_STEP_NUM_TASKS=None, SLURM_STEP_ID=None)
     launch_from_torch(verbose=False)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     leave()
     environment(STEP, SLURM_STEP_NUM_TASKS="1")
     launch_from_torch(verbose=False)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)

@@ -169,4 +169,7 @@ def test_states_of_others_are_refused():
 def test_a_state_overwrites_no_method():
     scheduler = StepLR(optimizer(), N)
     scheduler.load_state_dict(scheduler.state_dict() | {"step": "x", "get_lr": "x", "optimizer": None})
-    take(scheduler, 2)
+    expected = StepLR(optimizer(), N)
+    for one in (scheduler, expected):
+        take(one, 2)
+    assert scheduler.get_last_lr() == expected.get_last_lr()
