@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO ?= runs/demo
 STEPS ?= 160
+SECONDS ?= 600
+CYCLES ?= 100
+SEED ?=
 
-.PHONY: install demo test test-all test-wheel lint format bench clean
+.PHONY: install demo test test-all test-optimized test-wheel soak lint format bench clean
 
 install: $(STAMP)
 
@@ -27,6 +30,15 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -m "not gpu" --durations=20
+
+# A chain of kills and starts on other numbers of ranks with other plugins, for at most so many seconds, compared with a run
+# of one process. Without a SEED a new one is drawn, and printed.
+soak: $(STAMP)
+	$(BIN)/python tests/faults/soak.py --seconds $(SECONDS) --cycles $(CYCLES) $(if $(SEED),--seed $(SEED))
+
+# Where Python leaves out assert statements; those of tests are kept by pytest, also on the ranks.
+test-optimized: $(STAMP)
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python -O -m pytest -W "ignore:assertions not in test modules:pytest.PytestConfigWarning" -m "not slow and not gpu" tests/faults tests/multi tests/unit
 
 # The wheel, not the checkout: a subpackage that pyproject.toml forgets works in one and is missing from the other.
 test-wheel: $(STAMP)

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 from booster.checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from booster.cluster import DistCoordinator
 from booster.config import Config
-from booster.errors import BoosterError, CheckpointError, ConfigError, DesyncError, RankFailedError
+from booster.errors import BoosterError, CheckpointError, ConfigError, DesyncError, NonfiniteError, RankFailedError
 from booster.estimate import MemoryEstimate, estimate_memory
 from booster.facade import Booster
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, TensorSlice
@@ -58,6 +58,7 @@ __all__ = [
     "MixedPrecision",
     "ModelWrapper",
     "Monitor",
+    "NonfiniteError",
     "OptimizerWrapper",
     "Plugin",
     "RankFailedError",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,6 +17,7 @@ from booster.interface import ModelWrapper, OptimizerWrapper
 
 __all__ = [
     "check_can_boost",
+    "note_boosted",
     "require_boosted_model",
     "require_boosted_optimizer",
     "require_optimizer",
@@ -29,10 +32,16 @@ _boosted: weakref.WeakSet[Any] = weakref.WeakSet()
 def check_can_boost(
     model: Any, optimizer: Any | None, criterion: Any | None, dataloader: Any | None, lr_scheduler: Any | None
 ) -> None:
-    """Raises ConfigError if these can't be boosted together; else remembers that they are."""
+    """Returns if these can be boosted together, as far as one rank can tell. No communication.
+
+    Raises:
+        ConfigError: They can't.
+    """
     _check_model(model)
+    tensors = _named_tensors(model)
+    _check_shapes(tensors)
     if optimizer is not None:
-        _check_optimizer(optimizer, model)
+        _check_optimizer(optimizer, {id(tensor) for _, tensor in tensors})
     if criterion is not None and not callable(criterion):
         raise ConfigError(
             f"boost() got a criterion of type {type(criterion).__name__}, which can't be called: give a loss such as"
@@ -45,6 +54,10 @@ def check_can_boost(
         )
     if lr_scheduler is not None:
         _check_scheduler(lr_scheduler, optimizer)
+
+
+def note_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Remembers that these were boosted: `check_can_boost` refuses them from now on."""
     _boosted.add(model)
     if optimizer is not None:
         _boosted.add(optimizer)
@@ -60,7 +73,26 @@ def _check_model(model: Any) -> None:
         raise ConfigError(f"boost() was given a model of type {type(model).__name__}: it must be a torch.nn.Module")
 
 
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns the parameters and buffers in one walk, which costs more than what is asked of them."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, tensor)
+        for prefix, module in model.named_modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+
+
+def _check_shapes(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} is of one of torch's lazy modules and has no shape yet: run the model once, on a batch of"
+                " any size, before boost()"
+            )
+
+
+def _check_optimizer(optimizer: Any, known: Collection[int]) -> None:
     if isinstance(optimizer, OptimizerWrapper) or (isinstance(optimizer, Optimizer) and optimizer in _boosted):
         raise ConfigError(
             "boost() was given an optimizer that is boosted already: boost each optimizer once, together with its model"
@@ -69,7 +101,6 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise ConfigError(
             f"boost() was given an optimizer of type {type(optimizer).__name__}: it must be a torch.optim.Optimizer"
         )
-    known = {id(parameter) for parameter in model.parameters()}
     foreign = [
         f"group {index}, shape {tuple(parameter.shape)}"
         for index, group in enumerate(optimizer.param_groups)
@@ -85,8 +116,18 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def _check_scheduler(lr_scheduler: Any, optimizer: Any | None) -> None:
+    if not callable(getattr(lr_scheduler, "step", None)):
+        raise ConfigError(
+            f"boost() got an lr_scheduler of type {type(lr_scheduler).__name__}, which has no step(): give one such as"
+            " torch.optim.lr_scheduler.StepLR(optimizer, 1), or leave it out"
+        )
     theirs = lr_scheduler.optimizer if isinstance(lr_scheduler, LRScheduler) else None
-    if theirs is not None and optimizer is not None and theirs is not optimizer:
+    if theirs is not None and optimizer is None:
+        raise ConfigError(
+            f"boost() was given a {type(lr_scheduler).__name__} without its optimizer, whose learning rates it sets:"
+            " pass the optimizer too, or leave the scheduler out"
+        )
+    if theirs is not None and theirs is not optimizer:
         raise ConfigError(
             f"the {type(lr_scheduler).__name__} was built on another optimizer than the one passed to boost(): build it"
             " on this one"

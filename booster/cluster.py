@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from booster.argument_checks import is_whole_number
 from booster.comm import barrier, group_rank, group_size, is_initialized, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.launch import launched_local_rank, leave
@@ -99,8 +100,10 @@ class DistCoordinator:
             RankFailedError: The block failed on the first rank (or the same class, where that was this library's).
         """
         size = group_size(process_group)
-        if not 0 <= executor_rank < size:
-            raise ConfigError(f"executor_rank={executor_rank} is outside of a group of {size}: choose 0 .. {size - 1}")
+        if not is_whole_number(executor_rank) or not 0 <= executor_rank < size:
+            raise ConfigError(
+                f"executor_rank={executor_rank!r} is outside of a group of {size}: choose 0 .. {size - 1}"
+            )
         _check_launched()
         if group_rank(process_group) != executor_rank:
             raise_on_all_ranks(None, process_group)

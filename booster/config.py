@@ -28,6 +28,11 @@ class Config(Mapping[str, Any]):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Takes the settings; raises `ConfigError` where a name is not a string."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"Config({settings!r}) was given a {type(settings).__name__}, which holds no named settings: give a"
+                " dict, or use Config.load(path) for a Python file"
+            )
         for name in settings:
             if not isinstance(name, str):
                 raise ConfigError(

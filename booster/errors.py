@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BoosterError", "CheckpointError", "ConfigError", "DesyncError", "RankFailedError"]
+__all__ = ["BoosterError", "CheckpointError", "ConfigError", "DesyncError", "NonfiniteError", "RankFailedError"]
 
 
 class BoosterError(Exception):
@@ -23,3 +23,7 @@ class DesyncError(BoosterError):
 
 class RankFailedError(BoosterError):
     """Another rank failed, is missing or too late: the message names it and what it was doing."""
+
+
+class NonfiniteError(BoosterError):
+    """A loss or a gradient is inf or nan on some rank: the message says where it came from. Nothing was updated."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,21 +12,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.boost_checks import check_can_boost, require_boosted_model, require_boosted_optimizer
+from booster.argument_checks import is_number, is_whole_number
+from booster.boost_agreement import agree_on_boost
+from booster.boost_checks import note_boosted, require_boosted_model, require_boosted_optimizer
 from booster.checkpoint_io import CheckpointIO
-from booster.comm import barrier, group_rank, group_size
-from booster.data import active_loader
+from booster.comm import barrier, group_rank, group_size, patience
+from booster.data.active import active_place
 from booster.errors import ConfigError
 from booster.facade_checkpoints import CheckpointMethods
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.metrics import gather_for_metrics
 from booster.mixed_precision import mixed_precision_from_name
+from booster.nonfinite import find_nonfinite
 from booster.phases import in_phase
 from booster.registry import plugin_from_name
 from booster.single_device import SingleDevicePlugin
 from booster.summary import summarize
+from booster.uneven import JoinedBatches
 
 __all__ = ["Booster"]
+
+T = TypeVar("T")
 
 
 class Booster(CheckpointMethods):
@@ -65,6 +71,7 @@ class Booster(CheckpointMethods):
     # Boosting.
 
     @in_phase("boost")
+    @patience("setup")
     def boost(
         self,
         model: nn.Module,
@@ -87,10 +94,13 @@ class Booster(CheckpointMethods):
         Collective: every rank must call it, for the same objects in the same order.
 
         Raises:
-            ConfigError: Something was boosted before, is of the wrong type, or does not belong together.
-            DesyncError: The ranks' models differ.
+            ConfigError: Something was boosted before, is of the wrong type, or does not belong together; on all ranks
+                if on any.
+            DesyncError: The ranks give different models, optimizers or other things, have different plugins or
+                versions, or make another call. Nothing was changed.
         """
-        check_can_boost(model, optimizer, criterion, dataloader, lr_scheduler)
+        agree_on_boost(self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler)
+        note_boosted(model, optimizer)
         self.plugin.place(model, optimizer)
         if self.mixed_precision is not None:
             self.mixed_precision.prepare(model)
@@ -109,6 +119,26 @@ class Booster(CheckpointMethods):
     def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader[Any]:
         """Returns a loader of this rank's part of the dataset; see `Plugin.prepare_dataloader`."""
         return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
+
+    def join_uneven(self, batches: Iterable[T]) -> Iterator[T]:
+        """Returns this rank's batches up to the last one that every rank has: all ranks end their loops together.
+
+        For iterators of the user's own, of which some may end before others: `for batch in booster.join_uneven(mine)`,
+        once an epoch. Where ranks end early, rank 0 logs after how many batches, and which ranks had no more; what the
+        others have left is dropped. The last batch ends a step of `accumulate`. One batch is read ahead, but of a
+        loader that the Booster made, whose saved position stays that of the batches handed out.
+
+        Args:
+            batches: This rank's, of any type.
+
+        Collective: every rank must go through it. One sum of three numbers over all ranks a batch.
+
+        Raises:
+            ConfigError: `batches` can't be iterated on some rank; on all ranks, with the first batch.
+            Exception: What reading a batch raised on a rank, there; elsewhere an error of that class if it is one of
+                this library's, else `RankFailedError`, with the rank and the text.
+        """
+        return JoinedBatches(batches)
 
     # Training.
 
@@ -149,6 +179,10 @@ class Booster(CheckpointMethods):
             raise ConfigError(
                 f"{type(self.plugin).__name__} reduces gradients in every backward(): leave no_sync() out"
             )
+        if model is not None:
+            model = require_boosted_model(model, "no_sync")
+        if optimizer is not None:
+            optimizer = require_boosted_optimizer(optimizer, "no_sync")
         return self.plugin.no_sync(model, optimizer)
 
     @contextmanager
@@ -156,8 +190,8 @@ class Booster(CheckpointMethods):
         """Makes one step out of several micro-batches: the gradient is the mean over them, as of one large batch.
 
         Inside, `optimizer.step`, `zero_grad` and clipping wait for the last micro-batch; ranks communicate only there.
-        The last batch of a loader ends a step too, and the mean is over the micro-batches that there were. With
-        `num_items` in backward() the gradient is divided by the global count instead.
+        The last batch of a loader or of `join_uneven` ends a step too, and the mean is over the micro-batches that
+        there were. With `num_items` in backward() the gradient is divided by the global count instead.
 
         Args:
             model: The boosted model.
@@ -167,11 +201,12 @@ class Booster(CheckpointMethods):
         Yields:
             True for the last micro-batch of a step: the one to step an LR scheduler in.
         """
-        if steps < 1:
-            raise ConfigError(f"accumulate(steps={steps}): a step needs at least one micro-batch; give 1 or more")
+        if not is_whole_number(steps) or steps < 1:
+            raise ConfigError(f"accumulate(steps={steps!r}) is no whole number of micro-batches: give 1 or more")
+        model = require_boosted_model(model, "accumulate")
         optimizer = require_boosted_optimizer(optimizer, "accumulate")
-        loader = active_loader()
-        is_last = optimizer.num_micro_steps + 1 >= steps or (loader is not None and loader.is_last_batch)
+        batch = active_place()
+        is_last = optimizer.num_micro_steps + 1 >= steps or (batch is not None and batch.is_last)
         with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.micro_step(is_last):
             yield is_last
 
@@ -185,10 +220,15 @@ class Booster(CheckpointMethods):
         Raises:
             ConfigError: `max_norm` is negative or nan, which would turn gradients round.
         """
-        if not max_norm >= 0:
+        if not is_number(max_norm) or max_norm < 0:
             raise ConfigError(
                 f"clip_grad_norm_(max_norm={max_norm!r}): no gradient has a norm of that, and scaling by it would turn"
                 " gradients round: give a number above 0, or float('inf') for the norm alone"
+            )
+        if not is_number(norm_type) or norm_type <= 0:
+            raise ConfigError(
+                f"clip_grad_norm_(norm_type={norm_type!r}): there is no norm of that order: give a number above 0, such"
+                " as 2.0, or float('inf') for the largest gradient"
             )
         return require_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
 
@@ -238,6 +278,11 @@ class Booster(CheckpointMethods):
                 f"execute_pipeline() was given a {type(data_iter).__name__}, which is no iterator, and each call takes"
                 " the next batch of one: write data_iter = iter(dataloader) once an epoch, and pass that"
             )
+        if not callable(criterion):
+            raise ConfigError(
+                f"execute_pipeline() was given a {type(criterion).__name__} for the criterion, which can't be called:"
+                " give a function of (outputs, batch) that returns the loss"
+            )
         model = require_boosted_model(model, "execute_pipeline")
         if optimizer is not None:
             optimizer = require_boosted_optimizer(optimizer, "execute_pipeline")
@@ -258,13 +303,46 @@ class Booster(CheckpointMethods):
         self.print(text)
         return text
 
+    def debug_nonfinite(
+        self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None, *, action: str = "raise"
+    ) -> AbstractContextManager[None]:
+        """Returns a block in which an inf or nan in a loss or a gradient, on any rank, is an error on all of them.
+
+        The error of a loss has the ranks, the first module whose output was not finite, and parameters that are not
+        finite themselves; it comes out of `backward`. That of gradients, out of the clipping or the step before
+        anything is updated, has the parameters and the ranks that computed such gradients. An overflow that a loss
+        scaler skips is no error, and written to the log. All outputs and gradients are looked at, which takes time.
+
+        Args:
+            model: The boosted model.
+            optimizer: Its boosted optimizer; None: losses and gradients of every optimizer are looked at.
+            action: "raise" a `NonfiniteError`, or "log" the same text and go on.
+
+        Collective: every rank must enter the block, and each backward() and step in it.
+
+        Raises:
+            ConfigError: Another action, or objects that were not boosted.
+        """
+        model = require_boosted_model(model, "debug_nonfinite")
+        if optimizer is not None:
+            optimizer = require_boosted_optimizer(optimizer, "debug_nonfinite")
+        return find_nonfinite(model, optimizer, action=action)
+
     def gather_for_metrics(self, data: Any) -> Any:
         """Returns the ranks' tensors joined along dimension 0, without the samples that fill up a loader's last batch.
 
-        Args:
-            data: A tensor with one entry per sample (or a scalar per rank), or any nesting of them.
+        Ranks may bring different numbers of entries, or none. What fills up the last batch of a loader that the Booster
+        made is left out where a tensor has one entry per sample of it; of other loaders that is not known.
 
-        Collective: every rank must call it, with tensors of the same shapes.
+        Args:
+            data: A tensor with one entry per sample (or a scalar per rank), or any nesting of them. An empty tensor of
+                one dimension, as `torch.empty(0)`, goes with any other.
+
+        Collective: every rank must call it, with as many tensors, which may differ in dimension 0 alone.
+
+        Raises:
+            ConfigError: Nothing in it can be joined on some rank: no tensor, or a sparse one; on all ranks.
+            DesyncError: The ranks' tensors don't fit each other; the message names the ranks and what they brought.
         """
         return gather_for_metrics(data, self.plugin.data_group)
 

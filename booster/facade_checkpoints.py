@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from booster.argument_checks import check_flag, check_path
 from booster.boost_checks import (
     require_boosted_model,
     require_optimizer,
@@ -17,9 +18,10 @@ from booster.boost_checks import (
     require_stateful_loader,
 )
 from booster.checkpoint_io import CheckpointIO
+from booster.checkpoint_io.loading.loader import check_verify
 from booster.checkpoint_io.training.plain_optimizer import as_optimizer_wrapper
 from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
-from booster.comm import group_rank
+from booster.comm import agree, group_rank, patience
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.phases import in_phase
@@ -27,6 +29,7 @@ from booster.random_state import ProcessRandomState
 
 __all__ = ["CheckpointMethods"]
 
+T = TypeVar("T")
 Models: TypeAlias = ModelWrapper | Mapping[str, ModelWrapper]
 Optimizers: TypeAlias = OptimizerWrapper | Optimizer | Mapping[str, OptimizerWrapper | Optimizer]
 Schedulers: TypeAlias = LRScheduler | Mapping[str, LRScheduler]
@@ -43,6 +46,7 @@ class CheckpointMethods:
     # The whole training state.
 
     @in_phase("save")
+    @patience("checkpoint")
     def save(
         self,
         path: str | PathLike[str],
@@ -86,8 +90,18 @@ class CheckpointMethods:
             CheckpointError: A value of `extra` or of a state that is no plain value, named by its key; or writing
                 failed on some rank. What was on disk is as it was.
         """
-        _check_path(path, "save")
-        parts = self._parts("save", model, optimizer, lr_scheduler, dataloader)
+        options = SaveOptions(
+            step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors
+        )
+
+        def checked() -> TrainingParts:
+            _check_path(path, "save")
+            for name, value in (("use_safetensors", use_safetensors), ("use_async", use_async)):
+                check_flag(name, value)
+            options.check()
+            return self._parts("save", model, optimizer, lr_scheduler, dataloader)
+
+        parts = _on_all_ranks("save", checked)
         precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
         self._checkpoint_io.save_training_state(
             path,
@@ -98,13 +112,12 @@ class CheckpointMethods:
                 "dp_size": self.plugin.dp_size,
                 "precision": "fp32" if precision is None else precision.describe(),
             },
-            options=SaveOptions(
-                step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors
-            ),
+            options=options,
             use_async=use_async,
         )
 
     @in_phase("load")
+    @patience("checkpoint")
     def load(
         self,
         path: str | PathLike[str],
@@ -115,6 +128,7 @@ class CheckpointMethods:
         *,
         strict: bool = True,
         verify: str = "checksums",
+        missing_ok: bool = False,
     ) -> Any:
         """Fills what is given from what `save` wrote, and restores the random states; returns `extra`.
 
@@ -123,7 +137,7 @@ class CheckpointMethods:
 
         Args:
             path: What `save` was given: the directory itself, or the latest whole step below it, whichever was saved
-                last. `path/step-00001200` is that step.
+                last; `path/latest` means the same. `path/step-00001200` is that step.
             model: As for `save`; what the checkpoint has and is not asked for is left alone.
             optimizer: As for `save`.
             lr_scheduler: As for `save`.
@@ -131,6 +145,8 @@ class CheckpointMethods:
             strict: False loads of a model what matches in name and shape.
             verify: "checksums" reads everything that a checksum was recorded for before anything is loaded;
                 "structure" trusts the bytes.
+            missing_ok: Return None, and change nothing, where there is no whole state yet: what a script asks that is
+                started anew after a failure. What is there and damaged is an error nevertheless.
 
         Collective: every rank must call it.
 
@@ -139,11 +155,19 @@ class CheckpointMethods:
             CheckpointError: Something that was asked for is missing or does not fit, or files are damaged. Nothing was
                 changed.
         """
-        _check_path(path, "load")
-        parts = self._parts("load", model, optimizer, lr_scheduler, dataloader)
-        return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify)
+
+        def checked() -> TrainingParts:
+            _check_path(path, "load")
+            check_flag("strict", strict)
+            check_flag("missing_ok", missing_ok)
+            check_verify(verify)
+            return self._parts("load", model, optimizer, lr_scheduler, dataloader)
+
+        parts = _on_all_ranks("load", checked)
+        return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     @in_phase("save")
+    @patience("checkpoint")
     def wait_for_checkpoints(self) -> None:
         """Returns when no save is under way in the background any more. Collective.
 
@@ -167,6 +191,7 @@ class CheckpointMethods:
     # One thing at a time.
 
     @in_phase("save")
+    @patience("checkpoint")
     def save_model(
         self,
         model: ModelWrapper,
@@ -183,9 +208,13 @@ class CheckpointMethods:
 
         `gather_dtensor` is there for callers of ColossalAI: files hold whole tensors always, so False is an error.
         """
-        _check_whole_tensors(gather_dtensor)
+
+        def checked() -> ModelWrapper:
+            _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
+            return require_boosted_model(model, "save_model")
+
         self._checkpoint_io.save_model(
-            require_boosted_model(model, "save_model"),
+            _on_all_ranks("save_model", checked),
             checkpoint,
             shard=shard,
             prefix=prefix or None,
@@ -195,6 +224,7 @@ class CheckpointMethods:
         )
 
     @in_phase("load")
+    @patience("checkpoint")
     def load_model(
         self,
         model: ModelWrapper,
@@ -204,10 +234,18 @@ class CheckpointMethods:
         verify: str = "checksums",
     ) -> None:
         """Fills the model; see `CheckpointIO.load_model`. Collective."""
-        model = require_boosted_model(model, "load_model")
-        self._checkpoint_io.load_model(model, checkpoint, strict=strict, verify=verify)
+
+        def checked() -> ModelWrapper:
+            check_path("checkpoint", checkpoint)
+            check_flag("strict", strict)
+            check_verify(verify)
+            return require_boosted_model(model, "load_model")
+
+        wrapped = _on_all_ranks("load_model", checked)
+        self._checkpoint_io.load_model(wrapped, checkpoint, strict=strict, verify=verify)
 
     @in_phase("save")
+    @patience("checkpoint")
     def save_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -224,9 +262,13 @@ class CheckpointMethods:
 
         `gather_dtensor` as in `save_model`.
         """
-        _check_whole_tensors(gather_dtensor)
+
+        def checked() -> OptimizerWrapper | Optimizer:
+            _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
+            return require_optimizer(optimizer, "save_optimizer")
+
         self._checkpoint_io.save_optimizer(
-            require_optimizer(optimizer, "save_optimizer"),
+            _on_all_ranks("save_optimizer", checked),
             checkpoint,
             shard=shard,
             prefix=prefix or None,
@@ -236,6 +278,7 @@ class CheckpointMethods:
         )
 
     @in_phase("load")
+    @patience("checkpoint")
     def load_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -244,23 +287,59 @@ class CheckpointMethods:
         verify: str = "checksums",
     ) -> None:
         """Fills the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
-        self._checkpoint_io.load_optimizer(require_optimizer(optimizer, "load_optimizer"), checkpoint, verify=verify)
+
+        def checked() -> OptimizerWrapper | Optimizer:
+            check_path("checkpoint", checkpoint)
+            check_verify(verify)
+            return require_optimizer(optimizer, "load_optimizer")
+
+        self._checkpoint_io.load_optimizer(_on_all_ranks("load_optimizer", checked), checkpoint, verify=verify)
 
     @in_phase("save")
+    @patience("checkpoint")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Writes the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
-        self._checkpoint_io.save_lr_scheduler(require_scheduler(lr_scheduler, "save_lr_scheduler"), checkpoint)
+
+        def checked() -> Any:
+            check_path("checkpoint", checkpoint)
+            return require_scheduler(lr_scheduler, "save_lr_scheduler")
+
+        self._checkpoint_io.save_lr_scheduler(_on_all_ranks("save_lr_scheduler", checked), checkpoint)
 
     @in_phase("load")
+    @patience("checkpoint")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Takes over what `save_lr_scheduler` wrote. Collective."""
-        self._checkpoint_io.load_lr_scheduler(require_scheduler(lr_scheduler, "load_lr_scheduler"), checkpoint)
+
+        def checked() -> Any:
+            check_path("checkpoint", checkpoint)
+            return require_scheduler(lr_scheduler, "load_lr_scheduler")
+
+        self._checkpoint_io.load_lr_scheduler(_on_all_ranks("load_lr_scheduler", checked), checkpoint)
+
+
+def _on_all_ranks(caller: str, check: Callable[[], T]) -> T:
+    """Returns what a check of this rank's arguments gives, once every rank's are right and all make the same call.
+
+    Collective. One small message before files are opened, for which a rank that refuses would be waited for in vain.
+
+    Raises:
+        ConfigError: What a rank's check raised; on all ranks.
+        DesyncError: Ranks make other calls.
+    """
+    try:
+        checked = check()
+    except Exception as error:  # for the other ranks too
+        agree(f"{caller}()", [], error=error)
+        raise
+    agree(f"{caller}()", [])
+    return checked
 
 
 def _check_path(path: Any, caller: str) -> None:
     if not isinstance(path, (str, PathLike)):
         raise ConfigError(
-            f"{caller}() was given a {type(path).__name__} as its path: the directory comes first, as in"
+            f"{caller}() was given a {type(path).__name__} as its path: the directory comes first, so write"
             f" {caller}('runs/a', model, optimizer)"
         )
 
@@ -274,12 +353,15 @@ def _by_name(given: Any, require: Callable[[Any, str], Any], caller: str) -> dic
     for name in given:
         if not isinstance(name, str) or not name:
             raise ConfigError(
-                f"{caller}() was given a dict with the key {name!r}: names are strings that are not empty"
+                f"{caller}() was given a dict with the key {name!r}: give names that are strings and not empty"
             )
     return {name: require(one, caller) for name, one in given.items()}
 
 
-def _check_whole_tensors(gather_dtensor: bool) -> None:
+def _check_save(checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetensors: bool, use_async: bool) -> None:
+    check_path("checkpoint", checkpoint)
+    for name, value in (("shard", shard), ("use_safetensors", use_safetensors), ("use_async", use_async)):
+        check_flag(name, value)
     if not gather_dtensor:
         raise ConfigError(
             "gather_dtensor=False asks for files with parts of tensors, which only the same layout could load: leave it"

@@ -8,16 +8,21 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from booster.comm import group_size
+from booster.comm.groups import register_world
+from booster.comm.signs import ENDED, end_signs, start_signs
 from booster.config import Config
 from booster.device import current_device, default_backend, device_type, set_device
 from booster.errors import ConfigError
+from booster.farewell import say_farewell
+from booster.joining import missing_ranks_named
 from booster.launch_environment import Place, has_torch_rank, has_torch_variables, read_torch
 from booster.launch_openmpi import num_openmpi_processes, read_openmpi
 from booster.launch_settings import LaunchSettings
@@ -26,6 +31,7 @@ from booster.logger import get_dist_logger
 from booster.network_interface import choose_gloo_interface, local_address
 from booster.random_state import set_seed
 from booster.rendezvous import Card, meet, open_store
+from booster.time_limits import set_time_limits, time_limits
 
 __all__ = [
     "get_config",
@@ -45,6 +51,7 @@ class _World:
     local_rank: int
     config: Config | None
     is_ours: bool  # made here, not adopted from the user's own init_process_group
+    process_id: int = field(default_factory=os.getpid)
 
 
 _world: _World | None = None
@@ -63,6 +70,8 @@ def launch(
     config: ConfigSource = None,
     *,
     timeout_seconds: float = 600,
+    setup_timeout_seconds: float = 1800,
+    checkpoint_timeout_seconds: float = 1800,
 ) -> None:
     """Joins the world of ranks, chooses this rank's device and seeds every source of random numbers.
 
@@ -82,7 +91,9 @@ def launch(
         seed: The same for all generators on all ranks, 0 .. 2**32 - 1.
         verbose: Whether rank 0 logs a line when all ranks are there.
         config: The script's own settings, a dict or the path of a Python file, read through `booster.get_config()`.
-        timeout_seconds: The longest wait here and in every later collective.
+        timeout_seconds: The longest wait for another rank in training.
+        setup_timeout_seconds: The longest wait here, where groups are made, and in `boost()`.
+        checkpoint_timeout_seconds: The longest wait in a save or a load.
 
     Raises:
         ConfigError: The settings can't work, differ from an earlier call's or between the ranks.
@@ -97,6 +108,8 @@ def launch(
         local_rank=local_rank,
         seed=seed,
         timeout_seconds=timeout_seconds,
+        setup_timeout_seconds=setup_timeout_seconds,
+        checkpoint_timeout_seconds=checkpoint_timeout_seconds,
     )
     loaded = None if config is None else Config.load(config)
     if _already_launched(settings, loaded):
@@ -105,6 +118,7 @@ def launch(
         _adopt(settings, loaded)
     else:
         _start(settings, loaded)
+    start_signs()
     set_seed(seed)
     if verbose:
         get_dist_logger().info(
@@ -119,6 +133,8 @@ def launch_from_torch(
     config: ConfigSource = None,
     *,
     timeout_seconds: float = 600,
+    setup_timeout_seconds: float = 1800,
+    checkpoint_timeout_seconds: float = 1800,
 ) -> None:
     """Launches with what `booster run` or torchrun put into the environment; without them it starts a world of one.
 
@@ -144,7 +160,8 @@ def launch_from_torch(
         place = Place(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
     else:
         place = _place_without_torch()
-    _launch_at(place, backend, seed, verbose, config, timeout_seconds)
+    limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
+    _launch_at(place, backend, seed, verbose, config, limits)
 
 
 def launch_from_slurm(
@@ -156,6 +173,8 @@ def launch_from_slurm(
     config: ConfigSource = None,
     *,
     timeout_seconds: float = 600,
+    setup_timeout_seconds: float = 1800,
+    checkpoint_timeout_seconds: float = 1800,
 ) -> None:
     """Launches with what `srun` put into the environment: `srun python train.py`, one task per rank.
 
@@ -173,7 +192,8 @@ def launch_from_slurm(
         ConfigError: Variables are missing or no numbers, `srun` did not start this process, host or port can't be told,
             or see `launch`.
     """
-    _launch_at(read_slurm(host, port), backend, seed, verbose, config, timeout_seconds)
+    limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
+    _launch_at(read_slurm(host, port), backend, seed, verbose, config, limits)
 
 
 def launch_from_openmpi(
@@ -185,6 +205,8 @@ def launch_from_openmpi(
     config: ConfigSource = None,
     *,
     timeout_seconds: float = 600,
+    setup_timeout_seconds: float = 1800,
+    checkpoint_timeout_seconds: float = 1800,
 ) -> None:
     """Launches with what OpenMPI's `mpirun` put into the environment: `mpirun -n 4 python train.py`.
 
@@ -202,7 +224,8 @@ def launch_from_openmpi(
     Raises:
         ConfigError: Variables are missing or no numbers, host or port can't be told, or see `launch`.
     """
-    _launch_at(read_openmpi(host, port), backend, seed, verbose, config, timeout_seconds)
+    limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
+    _launch_at(read_openmpi(host, port), backend, seed, verbose, config, limits)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -245,6 +268,8 @@ def leave() -> None:
     """
     global _world
     _world = None
+    set_time_limits(None)
+    end_signs(ENDED)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -267,8 +292,13 @@ def _place_without_torch() -> Place:
     return Place(rank=0, world_size=1, local_rank=0)
 
 
+def _limits(training: float, setup: float, checkpoint: float) -> dict[str, float]:
+    """Returns the arguments of `launch` for its time limits."""
+    return {"timeout_seconds": training, "setup_timeout_seconds": setup, "checkpoint_timeout_seconds": checkpoint}
+
+
 def _launch_at(
-    place: Place, backend: str | None, seed: int, verbose: bool, config: ConfigSource, timeout_seconds: float
+    place: Place, backend: str | None, seed: int, verbose: bool, config: ConfigSource, limits: Mapping[str, float]
 ) -> None:
     launch(
         place.rank,
@@ -280,7 +310,7 @@ def _launch_at(
         seed,
         verbose,
         config,
-        timeout_seconds=timeout_seconds,
+        **limits,
     )
 
 
@@ -288,6 +318,7 @@ def _already_launched(settings: LaunchSettings, config: Config | None) -> bool:
     global _world
     if _world is not None and not dist.is_initialized():
         _world = None  # the user destroyed the group
+        set_time_limits(None)
     if _world is None:
         return False
     names = [field.name for field in fields(LaunchSettings)]
@@ -317,7 +348,9 @@ def _adopt(settings: LaunchSettings, config: Config | None) -> None:
             "init_process_group, or launch with the same settings"
         )
     local_rank = settings.local_rank if settings.local_rank is not None else _local_rank_guess(settings.rank)
+    set_time_limits(settings.time_limits())
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=False)
+    _leave_at_the_end()
 
 
 def _local_rank_guess(rank: int) -> int:
@@ -327,7 +360,7 @@ def _local_rank_guess(rank: int) -> int:
 
 def _start(settings: LaunchSettings, config: Config | None) -> None:
     global _world
-    rank, world_size, seconds = settings.rank, settings.world_size, settings.timeout_seconds
+    rank, world_size, seconds = settings.rank, settings.world_size, settings.setup_timeout_seconds
     settings.check_meeting_place()
     store = open_store(settings.host, settings.port, rank, world_size, seconds)
     card = Card(
@@ -341,20 +374,23 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
     choose_gloo_interface(meeting.hosts, meeting.addresses, rank)
     local_rank = meeting.local_rank if settings.local_rank is None else settings.local_rank
     device = set_device(local_rank)
-    dist.init_process_group(
-        settings.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=seconds),
-        # Bound to its device, nccl needs no guess at the first barrier and can split groups.
-        device_id=device if "nccl" in settings.backend else None,
-    )
+    with missing_ranks_named(store, rank, world_size):
+        dist.init_process_group(
+            settings.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=settings.timeout_seconds),  # all ranks have just met
+            # Bound to its device, nccl needs no guess at the first barrier and can split groups.
+            device_id=device if "nccl" in settings.backend else None,
+        )
+    set_time_limits(settings.time_limits())
+    register_world()
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=True)
-    _destroy_at_exit()
+    _leave_at_the_end()
 
 
-def _destroy_at_exit() -> None:
+def _leave_at_the_end() -> None:
     global _registered_at_exit
     if not _registered_at_exit:
         atexit.register(_leave_at_exit)
@@ -362,9 +398,14 @@ def _destroy_at_exit() -> None:
 
 
 def _leave_at_exit() -> None:
-    # After an uncaught error (sys.last_value) other ranks may never join the collectives that are still queued here,
-    # and destroying a group waits for those until their timeout.
-    if _world is not None and _world.is_ours and getattr(sys, "last_value", None) is None:
+    if _world is None or _world.process_id != os.getpid() or not dist.is_initialized():
+        return  # a forked child is no rank
+    error = getattr(sys, "last_value", None)  # what was not caught
+    if group_size() > 1:
+        say_farewell(error, time_limits().training)
+    # After an uncaught error other ranks may never join the collectives that are still queued here, and destroying a
+    # group waits for those until their timeout.
+    if _world.is_ours and error is None:
         leave()
 
 

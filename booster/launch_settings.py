@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
+from booster.argument_checks import is_whole_number
 from booster.errors import ConfigError
 from booster.random_state import check_seed
+from booster.time_limits import TimeLimits, check_seconds
 
 __all__ = ["LaunchSettings", "available_backends", "check_backend"]
 
@@ -24,9 +27,12 @@ class LaunchSettings:
     local_rank: int | None
     seed: int
     timeout_seconds: float
+    setup_timeout_seconds: float
+    checkpoint_timeout_seconds: float
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        self._check_kinds()
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"rank={self.rank} with world_size={self.world_size} is outside of the world: "
@@ -37,11 +43,28 @@ class LaunchSettings:
                 f"local_rank={self.local_rank} with world_size={self.world_size} is outside of the world: "
                 "give the number of the rank on its own machine, counted from 0"
             )
-        if not self.timeout_seconds > 0:
-            raise ConfigError(
-                f"timeout_seconds={self.timeout_seconds!r} leaves no time to wait for others: give a number above 0"
-            )
+        for name in ("timeout_seconds", "setup_timeout_seconds", "checkpoint_timeout_seconds"):
+            check_seconds(name, getattr(self, name))
         check_backend(self.backend)
+
+    def _check_kinds(self) -> None:
+        numbers: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size}
+        if is_whole_number(self.world_size) and self.world_size > 1:
+            numbers["port"] = self.port
+        if self.local_rank is not None:
+            numbers["local_rank"] = self.local_rank
+        for name, value in numbers.items():
+            if not is_whole_number(value):
+                raise ConfigError(
+                    f"{name}={value!r} is a {type(value).__name__}, and ranks and ports are counted: give a whole"
+                    f" number, as in {name}=int(os.environ[...]) where it comes from the environment"
+                )
+
+    def time_limits(self) -> TimeLimits:
+        """Returns the longest waits that were asked for."""
+        return TimeLimits(
+            training=self.timeout_seconds, setup=self.setup_timeout_seconds, checkpoint=self.checkpoint_timeout_seconds
+        )
 
     def check_meeting_place(self) -> None:
         """Raises `ConfigError` unless host and port can be a place where the ranks meet, if there are several."""
@@ -56,6 +79,11 @@ def check_backend(backend: str) -> None:
     """Raises `ConfigError` unless this torch has the backend, or each of a list like "cpu:gloo,cuda:nccl"."""
     if not dist.is_available():
         raise ConfigError("this torch was built without torch.distributed: install one from pytorch.org that has it")
+    if not isinstance(backend, str):
+        raise ConfigError(
+            f"backend={backend!r} is a {type(backend).__name__}: give a name such as 'gloo' or 'nccl', or None for the"
+            " default"
+        )
     for part in backend.split(","):
         if part.split(":")[-1].lower() not in available_backends():
             raise ConfigError(

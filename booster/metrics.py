@@ -1,18 +1,72 @@
-"""Exact metrics: what all ranks computed, each sample once."""
+"""Exact metrics: what all ranks computed, each sample once, however unevenly it is spread."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, group_size
-from booster.data import active_loader
-from booster.errors import ConfigError
+from booster.comm import all_gather_equal, global_rank_of, group_rank, share_facts
+from booster.data.active import active_place
+from booster.errors import ConfigError, DesyncError
 from booster.tensor_tree import map_tensors
 
 __all__ = ["gather_for_metrics"]
+
+# Note [Gathering rows]
+# The ranks first tell each other what they bring: dtypes and shapes, and of the batch that is being worked on how many
+# samples it has and how many of them are repeats. In most batches all bring the same, which a digest shows. Then each
+# tensor is gathered once, as bytes, filled up to the longest. A tensor has one row per sample if that is so on all
+# ranks; then the repeats, which are the end of a rank's batch, don't travel at all.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """The rows that one rank has of one tensor."""
+
+    dtype: str
+    row_shape: tuple[int, ...]
+    num_rows: int
+    is_scalar: bool
+
+    @property
+    def fits_any(self) -> bool:
+        """Whether it is an empty tensor of one dimension, which torch.cat joins to whatever there is."""
+        return self.num_rows == 0 and not self.row_shape
+
+    def fits(self, other: _Block) -> bool:
+        """Whether the rows of the two can be joined."""
+        return self.fits_any or other.fits_any or (self.dtype, self.row_shape) == (other.dtype, other.row_shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} with rows of shape {self.row_shape}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Brought:
+    """What one rank brings: its tensors, and how many samples and repeats its batch has."""
+
+    blocks: tuple[_Block, ...]
+    num_samples: int
+    num_repeated: int
+
+    def as_fact(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_fact(cls, fact: str) -> _Brought:
+        fields = json.loads(fact)
+        blocks = tuple(_Block(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("blocks"))
+        return cls(blocks=blocks, **fields)
+
+    def has_row_per_sample(self, index: int) -> bool:
+        """Whether a tensor may have one row for each sample of the batch."""
+        return not self.blocks[index].is_scalar and self.blocks[index].num_rows == self.num_samples
 
 
 def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -21,25 +75,106 @@ def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any
     Args:
         data: Tensors, and any nesting of them.
         group: The ranks that read the parts of the data, each one part; None: the world.
+
+    Raises:
+        ConfigError: See `Booster.gather_for_metrics`.
+        DesyncError: Likewise.
     """
-    loader = active_loader()
-    samples = 0 if loader is None else loader.current_batch_samples
-    repeated = 0 if loader is None else loader.num_repeated_in_batch
+    tensors: list[torch.Tensor] = []
+    map_tensors(tensors.append, data)
+    error = _obstacle(tensors, data)
+    own = None if error is not None else _brought(tensors)
+    facts = share_facts("gather_for_metrics()", [] if own is None else [own.as_fact()], group, error)
+    everyone = [_Brought.from_fact(fact) for (fact,) in facts]
+    _require_fitting(everyone, group)
+    joined = iter([_joined(tensor, index, everyone, group) for index, tensor in enumerate(tensors)])
+    return map_tensors(lambda _: next(joined), data)
 
-    gathered = 0
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal gathered
-        gathered += 1
-        joined = all_gather_equal(tensor, group)
-        is_per_sample = tensor.dim() > 0 and tensor.shape[0] == samples
-        # The loader puts the samples that fill up its last batch at the very end of the last ranks' parts.
-        return joined[: samples * group_size(group) - repeated] if is_per_sample and repeated else joined
-
-    result = map_tensors(gather, data)
-    if not gathered:
-        raise ConfigError(
+def _obstacle(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | None:
+    """Returns what keeps this rank's data from being joined."""
+    if not tensors:
+        return ConfigError(
             f"gather_for_metrics() was given a {type(data).__name__} without any tensor: other ranks' values can't be"
             " joined to it. Put numbers into a tensor, for example torch.tensor(value)"
         )
-    return result
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            return ConfigError(
+                f"gather_for_metrics() was given a tensor of layout {tensor.layout}, whose rows don't lie one after"
+                " another: pass tensor.to_dense(), or a padded one"
+            )
+    return None
+
+
+def _brought(tensors: Sequence[torch.Tensor]) -> _Brought:
+    place = active_place()
+    return _Brought(
+        blocks=tuple(_block(tensor) for tensor in tensors),
+        num_samples=0 if place is None else place.num_samples,
+        num_repeated=0 if place is None else place.num_repeated_here,
+    )
+
+
+def _block(tensor: torch.Tensor) -> _Block:
+    num_rows, *row_shape = tensor.shape or (1,)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _Block(dtype=dtype, row_shape=tuple(row_shape), num_rows=num_rows, is_scalar=tensor.dim() == 0)
+
+
+def _require_fitting(everyone: Sequence[_Brought], group: dist.ProcessGroup | None) -> None:
+    counts = [len(one.blocks) for one in everyone]
+    if len(set(counts)) > 1:
+        raise DesyncError(
+            "gather_for_metrics() can't join what the ranks brought: "
+            + _by_ranks([f"{count} tensors" for count in counts], group)
+            + ". Pass the same structure on every rank, with torch.empty(0) where one has nothing"
+        )
+    for index in range(counts[0]):
+        blocks = [one.blocks[index] for one in everyone]
+        reference = _reference(blocks)
+        if not all(block.fits(reference) for block in blocks):
+            raise DesyncError(
+                f"gather_for_metrics() can't join the ranks' tensors, number {index + 1} of {counts[0]}: "
+                + _by_ranks([str(block) for block in blocks], group)
+                + ". They may differ in dimension 0 alone: pad or convert them before, to the same on every rank"
+            )
+
+
+def _reference(blocks: Sequence[_Block]) -> _Block:
+    """Returns a block whose dtype and rows are those of the joined tensor."""
+    return next((block for block in blocks if not block.fits_any), blocks[0])
+
+
+def _by_ranks(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(global_rank_of(rank, group))
+    return ", ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} brought {text}"
+        for text, ranks in ranks_of.items()
+    )
+
+
+def _joined(
+    tensor: torch.Tensor, index: int, everyone: Sequence[_Brought], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Returns the rows of all ranks, without repeats. See Note [Gathering rows]."""
+    blocks = [one.blocks[index] for one in everyone]
+    is_per_sample = all(one.has_row_per_sample(index) for one in everyone)
+    counts = [one.blocks[index].num_rows - is_per_sample * one.num_repeated for one in everyone]
+    own = tensor.detach().reshape(tensor.shape or (1,))[: counts[group_rank(group)]]
+    if len(counts) == 1:
+        return own
+    reference = _reference(blocks)
+    dtype, shape = getattr(torch, reference.dtype), (sum(counts), *reference.row_shape)
+    row_bytes = dtype.itemsize * math.prod(reference.row_shape)
+    if max(counts) * row_bytes == 0:
+        return own.new_empty(shape, dtype=dtype)
+    padded = own.new_zeros(max(counts) * row_bytes, dtype=torch.uint8)
+    padded[: own.nbytes].copy_(own.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
+    gathered = all_gather_equal(padded, group)
+    if len(set(counts)) > 1:
+        pieces = gathered.view(len(counts), -1)
+        gathered = torch.cat([piece[: count * row_bytes] for piece, count in zip(pieces, counts, strict=True)])
+    return gathered.view(dtype).view(shape)

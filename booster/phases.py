@@ -17,11 +17,14 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 
 __all__ = [
+    "PARTS_OF_SAVE",
+    "PHASES",
     "Communication",
     "CurrentPlace",
     "OperationPlace",
     "Phase",
     "PhaseObserver",
+    "call_on_entry",
     "current_place",
     "end_step",
     "in_phase",
@@ -32,8 +35,9 @@ __all__ = [
 
 # Note [Phases]
 # What a training loop calls enters a phase: "boost", "data", "forward", "evaluate" (a forward in evaluation mode
-# without gradients), "backward", "clip", "step", "pipeline", "save", "load"; and inside of any of them "communication",
-# with the operation that this rank is in. Phases nest. Each thread has its own, on a track that other threads may read:
+# without gradients), "backward", "clip", "step", "pipeline", "save", "load"; a save has the parts "save plan", "save
+# write" and "commit", in the thread that does them; and inside of any of them is "communication", with the operation
+# that this rank is in. Phases nest. Each thread has its own, on a track that other threads may read:
 # the one that notices that a rank hangs is not the one that does. Entering and leaving is always noted, as an error
 # about a lost rank wants to say where this one was, and costs half a microsecond; more is done only on a track with
 # observers. Every moment belongs to the innermost phase, so the times of all phases, with those outside of any, add up
@@ -41,6 +45,12 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+PARTS_OF_SAVE = ("save plan", "save write", "commit")
+
+# All phases but "communication", whose operations have names of their own.
+_OF_TRAINING = ("boost", "data", "forward", "evaluate", "backward", "clip", "step", "pipeline")
+PHASES = (*_OF_TRAINING, "save", *PARTS_OF_SAVE, "load")
 
 
 class Communication(Protocol):
@@ -70,6 +80,12 @@ class PhaseObserver:
 
     def loss_given(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
         """An optimizer begins with the backward of a loss: a mean, or a sum over so many items."""
+
+    def loss_is_elsewhere(self, optimizer: Any) -> None:
+        """An optimizer ends the backward of a loss that another pipeline stage is told of."""
+
+    def gradients_known(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+        """An optimizer has the gradients that it will step with; `named` gives this rank's, by the user's names."""
 
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped, or skipped its step."""
@@ -143,6 +159,8 @@ class Phase:
             track.account(now)
         self.outer = track.phase
         track.phase = self
+        if _on_entry is not None:
+            self._tell_entry(_on_entry)
         return self
 
     def __exit__(
@@ -154,6 +172,28 @@ class Phase:
         track.phase = self.outer
         if self.operation is not None:
             track.last_operation = _PastOperation(self.operation)
+
+    def _tell_entry(self, callback: Callable[[str], None]) -> None:
+        if self.outer is not None and self.outer.name == self.name:  # a method of a phase that calls another of it
+            return
+        try:
+            callback(self.name)
+        except BaseException:  # a context that does not come about is not left either
+            self._track.phase = self.outer
+            raise
+
+
+_on_entry: Callable[[str], None] | None = None
+
+
+def call_on_entry(callback: Callable[[str], None] | None) -> None:
+    """Has whatever thread enters a phase call this with the phase's name, once it is in it; None: nothing any more.
+
+    What it raises comes out of the call that entered the phase. It is for faults that strike on purpose; there is one
+    callback in a process.
+    """
+    global _on_entry
+    _on_entry = callback
 
 
 def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

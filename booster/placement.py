@@ -7,18 +7,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import broadcast, require_same_on_all_ranks
+from booster.comm import broadcast, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.lazy_init import materialize
 
-__all__ = ["make_replicas_equal", "move_to_device"]
+__all__ = ["make_replicas_equal", "move_to_device", "require_values"]
 
 
 def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
     """Moves parameters and buffers, and the states of an optimizer that has made steps already; lazy ones are filled.
 
+    Collective: a rank that has no memory for it would leave the others waiting for its weights.
+
     Raises:
-        ConfigError: The model has parameters on the meta device, which have no values to move.
+        ConfigError: The model has parameters on the meta device, which have no values to move; on all ranks if on any.
+    """
+    error: Exception | None = None
+    try:
+        _move(model, optimizer, device)
+    except Exception as raised:  # it is raised again, here and on all other ranks
+        error = raised
+    raise_on_all_ranks(error)
+
+
+def require_values(model: nn.Module) -> None:
+    """Returns if all parameters have values, or were made in a `LazyInitContext`, which knows how to make them.
+
+    Raises:
+        ConfigError: The model has parameters on the meta device.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -26,6 +42,10 @@ def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.
                 f"parameter {name!r} is on the meta device and has no values: build the model on a real device, or call"
                 " model.to_empty(device=...) and initialise it before boost()"
             )
+
+
+def _move(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
+    require_values(model)
     materialize(model, device)
     model.to(device)
     if optimizer is not None and optimizer.state:
@@ -35,12 +55,6 @@ def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.
 def make_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Gives every rank of the group the weights and buffers of its first rank.
 
-    Collective.
-
-    Raises:
-        DesyncError: The ranks' models differ in names, shapes, dtypes or in what needs a gradient.
+    Collective: the ranks' models have the same names, shapes and dtypes.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    facts = [f"{name}: {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for name, t in tensors]
-    require_same_on_all_ranks("the model's parameters and buffers", facts, group)
-    broadcast([tensor for _, tensor in tensors], group)
+    broadcast([*model.parameters(), *model.buffers()], group)

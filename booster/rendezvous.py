@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -21,6 +22,8 @@ __all__ = ["Card", "Meeting", "meet", "open_store"]
 # (a script may destroy its group and launch again), keep each world apart.
 _num_opened = 0
 
+_ATTEMPT_SECONDS = 3.0  # for one connection, to where packets are lost
+_PAUSE_SECONDS = 0.05
 _GRACE_SECONDS = (
     5  # the others wait for longer than rank 0 does, so that its verdict, which names the late, comes first
 )
@@ -78,8 +81,10 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=timeout_seconds)
     try:
+        if not serves:
+            _wait_for_server(host, port, timeout_seconds)
         store = TCPStore(host, port, world_size, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         raise _unreachable(host, port, rank, serves, timeout_seconds, error) from error
     return PrefixStore(prefix, store)
 
@@ -102,7 +107,7 @@ def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> Meeting
     except dist.DistError as error:
         raise RankFailedError(
             f"rank {rank} waited {timeout_seconds:g} s at the launch for rank 0 to see all {card.world_size} ranks, "
-            "and it never did: look at rank 0's output, or allow more time with timeout_seconds=..."
+            "and it never did: look at rank 0's output, or allow more time with setup_timeout_seconds=..."
         ) from error
     if verdict["missing"]:
         raise _missing(verdict["missing"], card.world_size, timeout_seconds)
@@ -110,6 +115,23 @@ def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> Meeting
         raise ConfigError(verdict["difference"])
     hosts: list[str] = verdict["hosts"]
     return Meeting(local_rank=hosts[:rank].count(hosts[rank]), hosts=hosts, addresses=verdict["addresses"])
+
+
+def _wait_for_server(host: str, port: int, timeout_seconds: float) -> None:
+    """Returns when somebody listens there. torch's client pauses ever longer, far beyond its own timeout.
+
+    Raises:
+        OSError: Nobody did in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_ATTEMPT_SECONDS).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _judge(store: Store, mine: Card, timeout_seconds: float) -> dict[str, object]:
@@ -142,7 +164,7 @@ def _first_difference(cards: list[Card]) -> str | None:
 def _missing(ranks: list[int], world_size: int, timeout_seconds: float) -> RankFailedError:
     return RankFailedError(
         f"rank(s) {ranks} of world_size={world_size} did not come to the launch within {timeout_seconds:g} s: "
-        "look why they did not start, or allow more time with timeout_seconds=..."
+        "look why they did not start, or allow more time with setup_timeout_seconds=..."
     )
 
 

@@ -101,11 +101,17 @@ class SingleDevicePlugin(Plugin):
 
 def _parsed(device: str | torch.device) -> torch.device:
     try:
-        return torch.device(device)
-    except RuntimeError as error:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"device={device!r} is no device that torch knows: write 'cpu', the name of an accelerator, or leave it out"
         ) from error
+    if parsed.type == "meta":
+        raise ConfigError(
+            f"device={device!r} holds no values, and a model that is moved there loses its own: write 'cpu', the name"
+            " of an accelerator, or leave it out"
+        )
+    return parsed
 
 
 def _launched_processes() -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from booster.checkpoint_io.layout import BIN_SUFFIXES, SAFETENSORS_SUFFIXES, FileNames, Kind, is_valid_prefix
 from booster.errors import ConfigError
 
-__all__ = ["Destination", "as_path"]
+__all__ = ["Destination", "as_path", "check_size_per_shard"]
 
 MEGABYTE = 10**6
 
@@ -36,8 +37,7 @@ class Destination:
         use_safetensors: bool,
     ) -> None:
         self.path = as_path(checkpoint)
-        if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
-            raise ConfigError(f"size_per_shard={size_per_shard!r} is no size in MB: give a whole number from 1 on")
+        check_size_per_shard(size_per_shard)
         _check_prefix(prefix, shard)
         if not shard:
             _check_suffix(self.path, use_safetensors)
@@ -58,12 +58,19 @@ def as_path(checkpoint: str | os.PathLike[str]) -> Path:
     return Path(text)
 
 
+def check_size_per_shard(size_per_shard: Any) -> None:
+    """Raises `ConfigError` unless a file can be of so many MB at the most."""
+    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
+        raise ConfigError(f"size_per_shard={size_per_shard!r} is no size in MB: give a whole number from 1 on")
+
+
 def _check_prefix(prefix: str | None, shard: bool) -> None:
     if prefix is None:
         return
     if not shard:
         raise ConfigError(
-            f"prefix={prefix!r} goes into the names of shards, and shard=False writes to the path as it is"
+            f"prefix={prefix!r} goes into the names of shards, and shard=False writes to the path as it is: pass"
+            " shard=True, or leave prefix out"
         )
     if not is_valid_prefix(prefix):
         raise ConfigError(

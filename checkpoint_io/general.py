@@ -34,8 +34,6 @@ from booster.interface import ModelWrapper, OptimizerWrapper
 
 __all__ = ["GeneralCheckpointIO"]
 
-TIMEOUT_SECONDS = 1800.0
-
 
 class GeneralCheckpointIO(CheckpointIO):
     """Saves and loads whatever the wrappers describe as slices: whole on every rank, or cut in any way over ranks.
@@ -45,7 +43,8 @@ class GeneralCheckpointIO(CheckpointIO):
     Args:
         group: The ranks that call together; None: the world, or this process alone where nothing was launched.
         storage: Where files are; None: the local file system.
-        timeout_seconds: How long a rank waits for the others in each phase of a save, before an error names them.
+        timeout_seconds: How long a rank waits for the others in each phase of a save, before an error names them;
+            None: `checkpoint_timeout_seconds` of the launch.
         host: Name of the machine that this rank runs on; None: asked of the system. Files on a file system that
             several hosts share are each written by one host.
     """
@@ -55,9 +54,19 @@ class GeneralCheckpointIO(CheckpointIO):
         group: dist.ProcessGroup | None = None,
         storage: Storage | None = None,
         *,
-        timeout_seconds: float = TIMEOUT_SECONDS,
+        timeout_seconds: float | None = None,
         host: str | None = None,
     ) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"group={group!r} is a {type(group).__name__}: give a group of ranks, such as plugin.data_group, or"
+                " leave it out for all ranks"
+            )
+        if timeout_seconds is not None and not (isinstance(timeout_seconds, (int, float)) and timeout_seconds > 0):
+            raise ConfigError(
+                f"timeout_seconds={timeout_seconds!r} leaves no time to wait for others: give a number of seconds above"
+                " 0, or None for that of the launch"
+            )
         self.ranks = Ranks(group, host)
         self.storage = Storage() if storage is None else storage
         self.saver = Saver(self.ranks, self.storage, timeout_seconds)
@@ -194,9 +203,10 @@ class GeneralCheckpointIO(CheckpointIO):
         *,
         strict: bool = True,
         verify: str = "checksums",
+        missing_ok: bool = False,
     ) -> Any:
         """Fills the parts of a training run and returns `extra`; see `TrainingStateIO.load`. Collective."""
-        return self._training_state.load(checkpoint, parts, strict=strict, verify=verify)
+        return self._training_state.load(checkpoint, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     def wait(self) -> None:
         """Returns when no save is under way any more; see `CheckpointIO.wait`. Collective over the group."""

@@ -142,8 +142,12 @@ class CheckpointIO(ABC):
         *,
         strict: bool = True,
         verify: str = "checksums",
+        missing_ok: bool = False,
     ) -> Any:
-        """Fills the parts from what `save_training_state` wrote and returns `extra`; see `load_model`."""
+        """Fills the parts from what `save_training_state` wrote and returns `extra`; see `load_model`.
+
+        With `missing_ok` it returns None, and changes nothing, where there is no whole training state at all.
+        """
 
     @abstractmethod
     def wait(self) -> None:

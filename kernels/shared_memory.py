@@ -81,8 +81,9 @@ def can_reduce(dtype: torch.dtype) -> bool:
 class SharedMemory:
     """One rank's end of the memory of a group of ranks; made by `create` on rank 0 and by `attach` on the others.
 
-    Every method but `abort` is collective: all ranks call the same ones in the same order, one thread at a time, with
-    the same lengths and dtypes, and no two give an operation another number. Tensors lie on the CPU and are contiguous.
+    Every method but `abort` and `set_timeout` is collective: all ranks call the same ones in the same order, one thread
+    at a time, with the same lengths and dtypes, and no two give an operation another number. Tensors lie on the CPU and
+    are contiguous.
 
     Raises:
         SharedMemoryError: By all of them: a rank has ended, is too late, or calls something else.
@@ -131,6 +132,11 @@ class SharedMemory:
     def begin(self) -> None:
         """Makes this end ready; called when all ranks have theirs. No communication."""
         self._native.begin()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes how long this rank waits in what begins from now on. Any thread may call it. No communication."""
+        self._timeout_seconds = seconds
+        self._native.set_timeout(seconds)
 
     def all_reduce(self, tensor: torch.Tensor, operator: Literal["sum", "max"], number: int) -> None:
         """Reduces a tensor in place, from rank 0 on, to the same bits on every rank; 16-bit formats sum in fp32."""

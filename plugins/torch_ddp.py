@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import group_rank, group_size, is_initialized
+from booster.comm import agree, group_rank, group_size, is_initialized, patience
 from booster.comm.counter import record
+from booster.comm.waiting import Place, failures_named
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
@@ -24,7 +25,8 @@ from booster.estimate.replicas import replica_memory
 from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.phases import observers, spend_rest_of
-from booster.placement import make_replicas_equal, move_to_device
+from booster.placement import make_replicas_equal, move_to_device, require_values
+from booster.plugins.sharding.checks import check_flag, error_of, is_number
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.tensor_tree import map_tensors
 
@@ -37,12 +39,18 @@ __all__ = ["TorchDDPPlugin"]
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__).parameters
 _BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
 
+# What torch's reducer does, in the words of an error about a lost rank.
+_AVERAGING = "averaging of gradients"
+_GIVING_BUFFERS = "broadcast of buffers"
+
 
 class TorchDDPPlugin(Plugin):
     """Every rank holds the whole model and optimizer; gradients are averaged while backward runs.
 
     Memory per rank: parameters, gradients and optimizer states in full. Bytes sent per rank and step: 2(P-1)/P of the
     gradients. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+
+    Collective: every rank must make it, with the same arguments.
 
     Args:
         broadcast_buffers: Give all ranks the first rank's buffers before each forward.
@@ -54,9 +62,11 @@ class TorchDDPPlugin(Plugin):
         sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
 
     Raises:
-        ConfigError: Before `launch`, or with a bucket size below zero.
+        ConfigError: Before `launch`, or with a bucket size below zero; on all ranks if on any.
+        DesyncError: The ranks' arguments differ.
     """
 
+    @patience("setup")
     def __init__(
         self,
         broadcast_buffers: bool = True,
@@ -73,10 +83,6 @@ class TorchDDPPlugin(Plugin):
                 "TorchDDPPlugin was made before the processes know each other: call booster.launch_from_torch() and"
                 " start the script with `booster run`"
             )
-        if bucket_cap_mb <= 0:
-            raise ConfigError(
-                f"bucket_cap_mb={bucket_cap_mb} holds no gradient: give a size in MiB above 0, such as 25"
-            )
         self._ddp_arguments: dict[str, Any] = {
             _BROADCAST_BUFFERS: broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -86,7 +92,19 @@ class TorchDDPPlugin(Plugin):
             "static_graph": static_graph,
         }
         self._sync_batch_norm = sync_batch_norm
+        agree("making a TorchDDPPlugin", self.agreement_facts(), error=error_of(self._check_arguments))
         self._device = current_device()
+
+    def _check_arguments(self) -> None:
+        bucket_cap_mb = self._ddp_arguments["bucket_cap_mb"]
+        if not is_number(bucket_cap_mb) or not bucket_cap_mb > 0:
+            raise ConfigError(
+                f"bucket_cap_mb={bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as 25"
+            )
+        for name, value in self._ddp_arguments.items():
+            if name != "bucket_cap_mb":
+                check_flag("broadcast_buffers" if name == _BROADCAST_BUFFERS else name, value)
+        check_flag("sync_batch_norm", self._sync_batch_norm)
 
     def supported_devices(self) -> list[str]:
         return ["cpu", self._device.type]
@@ -112,6 +130,13 @@ class TorchDDPPlugin(Plugin):
     def dp_rank(self) -> int:
         return group_rank()
 
+    def agreement_facts(self) -> list[str]:
+        arguments = self._ddp_arguments | {"sync_batch_norm": self._sync_batch_norm}
+        return [f"{name}={value!r}" for name, value in arguments.items()]
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        require_values(model)
+
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         move_to_device(model, optimizer, self._device)
         make_replicas_equal(model)
@@ -128,7 +153,7 @@ class TorchDDPPlugin(Plugin):
     ) -> Boosted:
         is_primary = self.dp_rank == 0
         boosted = ModelWrapper(model, self._distributed(model), is_primary=is_primary)
-        wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted, is_primary=is_primary)
+        wrapped = None if optimizer is None else _ReplicasOptimizer(optimizer, boosted, is_primary=is_primary)
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
@@ -174,6 +199,18 @@ class TorchDDPPlugin(Plugin):
         return GeneralCheckpointIO()
 
 
+class _ReplicasOptimizer(OptimizerWrapper):
+    """The optimizer of replicas, whose gradients torch averages in backward."""
+
+    _num_backwards = 0
+
+    def _collecting_gradients(self) -> AbstractContextManager[None]:
+        if self.data_parallel_group is None and group_size() == 1:
+            return nullcontext()
+        self._num_backwards += 1
+        return failures_named(Place(_AVERAGING, self._num_backwards), self.data_parallel_group)
+
+
 class _WithFixedBuckets(DistributedDataParallel):
     """DistributedDataParallel whose buckets are the same from the first step on.
 
@@ -186,6 +223,7 @@ class _WithFixedBuckets(DistributedDataParallel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.has_synchronized = False
+        self._num_forwards = 0
         # Where any parameter may stay unused torch forms no new buckets.
         if not self.find_unused_parameters and not self.static_graph:
             self.reducer._push_all_rebuilt_params()
@@ -197,6 +235,12 @@ class _WithFixedBuckets(DistributedDataParallel):
         if self.require_backward_grad_sync and torch.is_grad_enabled() and observers():
             self._have_the_wait_seen(outputs)
         return outputs
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Gives all ranks the first rank's buffers, and has a lost rank named."""
+        self._num_forwards += 1
+        with failures_named(Place(_GIVING_BUFFERS, self._num_forwards), self.process_group):
+            return super()._pre_forward(*inputs, **kwargs)
 
     def _have_the_wait_seen(self, outputs: Any) -> None:
         """Has the end of backward, in which torch waits for the sums over the ranks, count as communication."""

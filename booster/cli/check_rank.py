@@ -36,7 +36,7 @@ def main(record_path: str, timeout_seconds: float) -> None:
 
     try:
         note(step="joining the other process")
-        launch_from_torch(verbose=False, timeout_seconds=timeout_seconds)
+        launch_from_torch(verbose=False, timeout_seconds=timeout_seconds, setup_timeout_seconds=timeout_seconds)
         note(step="choosing how tensors travel (and building what that needs)")
         device = collective_device()
         way = transport() if device.type == "cpu" else str(torch.distributed.get_backend())

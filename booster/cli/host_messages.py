@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from booster.cli.failure import Failure, RankFailure
+from booster.cli.failure import RankFailure
 
 __all__ = ["rank_prefix", "read_failures", "read_message", "tell_failures", "tell_refusal", "tell_started"]
 
@@ -28,7 +28,7 @@ def tell_started() -> None:
     _tell(event="started")
 
 
-def tell_failures(failures: Mapping[int, Failure], world_size: int) -> None:
+def tell_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
     """Says which ranks of this host failed and how."""
     told = {
         str(rank): {
@@ -36,6 +36,8 @@ def tell_failures(failures: Mapping[int, Failure], world_size: int) -> None:
             "pid": failure.pid,
             "exitcode": failure.exitcode,
             "error_file_data": failure.error_file_data,
+            "by_launcher": failure.by_launcher,
+            "was_stopped": failure.was_stopped,
         }
         for rank, failure in failures.items()
     }

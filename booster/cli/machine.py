@@ -63,20 +63,26 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
     from torch.distributed.launcher.api import elastic_launch
 
     from booster.cli.agreed_rendezvous import Attempt
+    from booster.cli.rank_agent import RankNotes, ranks_noted
     from booster.cli.rank_output import RankLogs
 
     attempt = Attempt()
+    notes = RankNotes(host=arguments.as_host or "", attempt=attempt)
     logs = RankLogs(log_dir, output, lambda: attempt.number)
     config = launch_config(arguments, num_ranks, logs, attempt)
     _silence_elastic_logs()
     try:
-        elastic_launch(config, sys.executable)(*worker_command(arguments))
+        with ranks_noted(notes):
+            elastic_launch(config, sys.executable)(*worker_command(arguments))
     except ChildFailedError as error:
+        failures = notes.explained(error.failures)
+        if notes.signs:
+            print(notes.signs, file=sys.stderr, flush=True)
         if output is None:
-            print(report(error.failures, logs.world_size), file=sys.stderr, flush=True)
+            print(report(failures, logs.world_size), file=sys.stderr, flush=True)
         else:
-            host_messages.tell_failures(error.failures, logs.world_size)
-        return exit_code_of(error.failures)
+            host_messages.tell_failures(failures, logs.world_size)
+        return exit_code_of(failures)
     except RendezvousClosedError as error:
         raise RankFailedError(
             "another machine of this run ended while the ranks were to start anew: look at its output, and start all "

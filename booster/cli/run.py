@@ -168,7 +168,8 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--max-restarts={arguments.max_restarts} is negative: give 0 for none, or how many")
     for name in ("master_port", "ssh_port"):
         port = getattr(arguments, name)
-        if port is not None and not 0 <= port < 2**16:
+        least = 1 if name == "ssh_port" else 0  # at 0 torch's launcher finds a free one itself
+        if port is not None and not least <= port < 2**16:
             raise ConfigError(f"--{name.replace('_', '-')}={port} is no port: give a number in 1 .. 65535")
     parse_extra_arguments(arguments.extra_launch_args or "")
 

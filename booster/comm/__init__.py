@@ -1,6 +1,6 @@
 """The one room that calls collectives."""
 
-from booster.comm.agreement import raise_on_all_ranks, require_same_on_all_ranks
+from booster.comm.agreement import agree, raise_on_all_ranks, require_same_on_all_ranks, share_facts
 from booster.comm.collectives import (
     all_gather_equal,
     all_reduce_max,
@@ -19,6 +19,7 @@ from booster.comm.counter import CommunicationCount, count_communication
 from booster.comm.exchange import gather_distinct
 from booster.comm.faults import Fault, InjectedFault, inject_faults
 from booster.comm.flat_collectives import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
+from booster.comm.groups import new_group, new_group_of_rows, new_mesh, patience
 from booster.comm.imagined import are_others_imagined, imagine_others, imagined_world
 from booster.comm.links import IncomingLink, OutgoingLink, TensorSpec
 from booster.comm.point_to_point import (
@@ -50,6 +51,7 @@ __all__ = [
     "TensorReceive",
     "TensorSend",
     "TensorSpec",
+    "agree",
     "all_gather_equal",
     "all_reduce_max",
     "all_reduce_numbers",
@@ -70,13 +72,18 @@ __all__ = [
     "inject_faults",
     "is_initialized",
     "new_cpu_group",
+    "new_group",
+    "new_group_of_rows",
+    "new_mesh",
     "note_failure",
+    "patience",
     "raise_on_all_ranks",
     "receive",
     "receive_tensor",
     "require_same_on_all_ranks",
     "send",
     "send_tensor",
+    "share_facts",
     "start_all_gather",
     "start_all_reduce",
     "start_receive_tensor",

@@ -1,21 +1,92 @@
-"""An error that one rank alone can see becomes the same error on every rank, so that nobody waits for it for ever."""
+"""Ranks agree before they go on, and an error that one rank alone can see becomes the same error on every rank."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.comm.collectives import all_gather_equal, all_reduce_numbers, group_rank, group_size
+from booster.comm.collectives import all_gather_equal, all_reduce_numbers, global_rank_of, group_rank, group_size
 from booster.comm.exchange import gather_distinct
 from booster.comm.imagined import are_others_imagined
 from booster.errors import BoosterError, DesyncError, RankFailedError
 
-__all__ = ["raise_on_all_ranks", "require_same_on_all_ranks"]
+__all__ = ["agree", "raise_on_all_ranks", "require_same_on_all_ranks", "share_facts"]
+
+# Note [One record]
+# Ranks that do different things don't stand at the same place: one makes a plugin while another is in boost() already,
+# and a third has found an argument that can't be. A backend can't tell. Messages of different lengths make gloo end the
+# process, and those of one length for two purposes are taken for each other. So whatever ranks compare while they are
+# set up begins with the same record, of one length: a digest of what they are at and of all that must be alike, and
+# whether this rank has an error. Equal records are all that travels where all is well. Else every rank sees in the same
+# records what travels next: the errors, or the texts that the digests were made of.
+_NO_ERROR, _ERROR = b"\0", b"\1"
+
+_MAX_LISTED = 10  # ranks in a message
+_MAX_SIDES = 6  # different values in a message
+
+
+def agree(
+    what: str, facts: Sequence[str], group: dist.ProcessGroup | None = None, error: Exception | None = None
+) -> None:
+    """Returns if all ranks are at the same, with the same facts, and none has an error; else raises on all of them.
+
+    Args:
+        what: What this rank is at, for the message, such as "boost()".
+        facts: Lines of text that must be the same everywhere, in the same order; those of a rank with an error don't
+            count.
+        group: The ranks that must agree; None: the world.
+        error: What is wrong on this rank; None: nothing.
+
+    Raises:
+        DesyncError: The ranks differ; the message names all ranks that do, and the first difference.
+        Exception: A rank's error, there the error itself; elsewhere as `raise_on_all_ranks` says.
+
+    Collective: every rank of the group must call it. One all-gather of 33 bytes where all is well.
+    """
+    everyone = share_facts(what, facts, group, error)
+    if any(other != everyone[0] for other in everyone):
+        raise DesyncError(_disagreement([[what, *other] for other in everyone], group))
+
+
+def share_facts(
+    what: str, facts: Sequence[str], group: dist.ProcessGroup | None = None, error: Exception | None = None
+) -> list[list[str]]:
+    """Returns the facts of all ranks, by rank, which may differ here; else as `agree`.
+
+    Collective: every rank of the group must call it. Where facts differ, they are gathered: a few more messages.
+    """
+    if group_size(group) == 1 or are_others_imagined():
+        if error is not None:
+            raise error
+        return [list(facts)] * group_size(group)
+    digest = hashlib.sha256(json.dumps([what, *facts]).encode()).digest()
+    record = digest + (_NO_ERROR if error is None else _ERROR)
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    records = all_gather_equal(mine, group).view(-1, len(record))
+    if bool(records[:, -1].any()):
+        _raise_failure(error, group)
+    if bool((records == records[0]).all()):
+        return [list(facts)] * len(records)
+    everyone = _from_all_ranks([what, *facts], group)
+    if any(other[0] != what for other in everyone):
+        raise DesyncError(_disagreement(everyone, group))
+    return [other[1:] for other in everyone]
+
+
+def require_same_on_all_ranks(what: str, facts: Sequence[str], group: dist.ProcessGroup | None = None) -> None:
+    """Returns if the ranks' facts are the same; see `agree`.
+
+    Raises:
+        DesyncError: The ranks differ.
+
+    Collective: every rank of the group must call it.
+    """
+    agree(what, facts, group)
 
 
 def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
@@ -25,49 +96,30 @@ def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None 
     `RankFailedError`) with the failing rank's number and text.
 
     Collective: every rank of the group must call it, with None where all is well. One small all-reduce when nobody
-    failed.
+    failed, which takes fewer messages than the all-gather of `agree`: for what happens in every step.
     """
-    size = group_size(group)
-    if size == 1 or are_others_imagined():
+    if group_size(group) == 1 or are_others_imagined():
         if error is not None:
             raise error
         return
-    failures = int(all_reduce_numbers([float(error is not None)], group)[0])
-    if failures == 0:
-        return
-    reports = _from_all_ranks(None if error is None else (type(error).__name__, str(error)), group)
+    if int(all_reduce_numbers([float(error is not None)], group)[0]) > 0:
+        _raise_failure(error, group)
+
+
+def _raise_failure(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+    reports = _from_all_ranks(None if error is None else [type(error).__name__, str(error)], group)
     if error is not None:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     rank, (name, text) = failed[0]
     others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-    raise _error_class(name)(f"rank {rank} failed{others}, so rank {group_rank(group)} stops too: {text}")
+    here, there = global_rank_of(group_rank(group), group), global_rank_of(rank, group)
+    raise _error_class(name)(f"rank {there} failed{others}, so rank {here} stops too: {text}")
 
 
 def _error_class(name: str) -> type[BoosterError]:
     classes = {cls.__name__: cls for cls in BoosterError.__subclasses__()}
     return classes.get(name, RankFailedError)
-
-
-def require_same_on_all_ranks(what: str, facts: Sequence[str], group: dist.ProcessGroup | None = None) -> None:
-    """Raises `DesyncError` on every rank if the ranks' facts differ; names the first rank and fact that do.
-
-    Args:
-        what: What is compared, for the message.
-        facts: Lines of text that must be the same everywhere, in the same order.
-        group: The ranks that must agree.
-
-    Collective: every rank of the group must call it. One all-gather of 32 bytes when they agree.
-    """
-    if group_size(group) == 1 or are_others_imagined():
-        return
-    digest = hashlib.sha256("\n".join(facts).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    digests = all_gather_equal(mine, group).view(-1, len(digest))
-    if bool((digests == digests[0]).all()):
-        return
-    difference = _first_difference(_from_all_ranks(list(facts), group))
-    raise DesyncError(f"the ranks differ in {what}: {difference}. Start every rank from the same script")
 
 
 def _from_all_ranks(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
@@ -76,12 +128,65 @@ def _from_all_ranks(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
     return [json.loads(payloads[owner]) for owner in owners]
 
 
-def _first_difference(everyone: Sequence[Sequence[str]]) -> str:
-    reference = everyone[0]
-    for rank, facts in enumerate(everyone):
-        for index in range(max(len(facts), len(reference))):
-            ours = reference[index] if index < len(reference) else "nothing"
-            theirs = facts[index] if index < len(facts) else "nothing"
-            if ours != theirs:
-                return f"rank 0 has {ours}, rank {rank} has {theirs}"
-    raise AssertionError("called without a difference")
+# Words for a difference.
+
+
+def _disagreement(everyone: Sequence[Sequence[str]], group: dist.ProcessGroup | None) -> str:
+    """Returns a message about lists of text, of which each begins with what the rank was at, and not all are equal."""
+    majority, differing = _sides(everyone)
+    whats = _values(everyone, 0, majority)
+    unlike = (
+        f"{_named(differing, group)} {'differs' if len(differing) == 1 else 'differ'} from {_named(majority, group)}"
+    )
+    if len(whats) > 1:
+        places = _listed((f"{_named(ranks, group)} {_be(ranks)} at {what}" for what, ranks in whats), len(whats))
+        return (
+            f"the ranks make different calls: {places}; {unlike}. All must make the same calls in the same order: start"
+            " every rank from the same script"
+        )
+    index = min(_first_difference(everyone[majority[0]], everyone[rank]) for rank in differing)
+    values = _values(everyone, index, majority)
+    facts = _listed((f"{_named(ranks, group)} {_have(ranks)} {value}" for value, ranks in values), len(values))
+    return f"the ranks differ in {whats[0][0]}: {facts}; {unlike}. Start every rank from the same script"
+
+
+def _sides(everyone: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
+    """Returns the ranks that most ranks are like, at a tie the side with the lowest rank, and all others."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, texts in enumerate(everyone):
+        alike.setdefault(tuple(texts), []).append(rank)
+    majority = max(alike.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    return majority, [rank for rank in range(len(everyone)) if rank not in majority]
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> int:
+    pairs = zip(ours, theirs, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
+
+
+def _values(everyone: Sequence[Sequence[str]], index: int, majority: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Returns the different texts at an index, each with its ranks, that of the majority first."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in sorted(range(len(everyone)), key=lambda rank: (rank not in majority, rank)):
+        texts = everyone[rank]
+        ranks_of.setdefault(texts[index] if index < len(texts) else "nothing", []).append(rank)
+    return [(text, sorted(ranks)) for text, ranks in ranks_of.items()]
+
+
+def _listed(texts: Iterable[str], number: int) -> str:
+    shown = [text for text, _ in zip(texts, range(_MAX_SIDES), strict=False)]
+    return ", ".join(shown) + (f" and {number - len(shown)} others" if number > len(shown) else "")
+
+
+def _named(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
+    names = ", ".join(str(global_rank_of(rank, group)) for rank in ranks[:_MAX_LISTED])
+    more = f" and {len(ranks) - _MAX_LISTED} more" if len(ranks) > _MAX_LISTED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{more}"
+
+
+def _be(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"

@@ -13,6 +13,12 @@ import torch.distributed as dist
 
 from booster.comm.imagined import are_others_imagined
 from booster.comm.operation import Operation, begin
+from booster.comm.small_messages import (
+    all_gather_by_messages,
+    all_reduce_by_messages,
+    broadcast_by_messages,
+    goes_by_messages,
+)
 from booster.device import current_device
 from booster.kernels.shared_memory import SharedMemory, can_reduce
 
@@ -33,6 +39,9 @@ __all__ = [
 
 # torch 2.13 renamed all_gather_into_tensor and warns at each call of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# As many as nothing else sums: ranks that are at another call don't take it for theirs.
+_OF_A_BARRIER = (0.0,) * 5
 
 
 def is_initialized() -> bool:
@@ -91,11 +100,14 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     joined = source.new_empty((size * source.shape[0], *source.shape[1:]))
     volume = joined.nbytes - source.nbytes
     operation = begin("all_gather", group, sent=volume, received=volume)
-    operation.run(
-        source,
-        in_memory=lambda memory: memory.all_gather(joined, source, operation.number),
-        by_backend=lambda: _all_gather_single(joined, source, group=group),
-    )
+
+    def by_backend() -> None:
+        if goes_by_messages(source, group):
+            all_gather_by_messages(operation, joined, source)
+        else:
+            _all_gather_single(joined, source, group=group)
+
+    operation.run(source, lambda memory: memory.all_gather(joined, source, operation.number), by_backend)
     return joined.to(home)
 
 
@@ -118,10 +130,15 @@ def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: di
     volume = 2 * (size - 1) * tensor.nbytes // size
     operation = begin("all_reduce", group, sent=volume, received=volume)
 
-    def by_backend() -> None:
-        dist.all_reduce(tensor, dist.ReduceOp.SUM if operator == "sum" else dist.ReduceOp.MAX, group=group)
+    is_plain = can_reduce(tensor.dtype) and tensor.is_contiguous()
 
-    if can_reduce(tensor.dtype) and tensor.is_contiguous():
+    def by_backend() -> None:
+        if is_plain and goes_by_messages(tensor, group):
+            all_reduce_by_messages(operation, tensor, operator)
+        else:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if operator == "sum" else dist.ReduceOp.MAX, group=group)
+
+    if is_plain:
         operation.run(tensor, lambda memory: memory.all_reduce(tensor, operator, operation.number), by_backend)
     elif not are_others_imagined():  # the backend's affair, and its error where that can't reduce it either
         with operation.waiting():
@@ -276,14 +293,16 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 
 
 def _broadcast(operation: Operation, buffer: torch.Tensor, source: int) -> None:
-    operation.run(
-        buffer,
-        in_memory=lambda memory: memory.broadcast(buffer, source, operation.number),
-        by_backend=lambda: dist.broadcast(buffer, src=global_rank_of(source, operation.group), group=operation.group),
-    )
+    def by_backend() -> None:
+        if goes_by_messages(buffer, operation.group):
+            broadcast_by_messages(operation, buffer, source)
+        else:
+            dist.broadcast(buffer, src=global_rank_of(source, operation.group), group=operation.group)
+
+    operation.run(buffer, lambda memory: memory.broadcast(buffer, source, operation.number), by_backend)
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Waits until every rank of the group is here, at most for the group's timeout. Collective."""
     if group_size(group) > 1:
-        all_reduce_numbers([0.0], group)
+        all_reduce_numbers(_OF_A_BARRIER, group)

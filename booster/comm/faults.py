@@ -1,6 +1,6 @@
-"""Faults on purpose, for tests: a rank that raises, is late or dies at a certain communication.
+"""Faults on purpose, for tests: a rank that raises, is late, stops or dies at a certain communication or phase.
 
-    with inject_faults(Fault(rank=1, operation="reduce_scatter", call=2, action="exit")):
+    with inject_faults(Fault.kill(rank=1, at="commit"), Fault.delay(rank=0, at="reduce_scatter", call=2, seconds=1.0)):
         train()
 
 Every rank enters the block with the same faults; each acts on its own rank alone.
@@ -9,6 +9,8 @@ Every rank enters the block with the same faults; each acts on its own rank alon
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,41 +22,79 @@ from typing import Literal
 import torch.distributed as dist
 
 from booster.errors import ConfigError
+from booster.phases import PHASES, call_on_entry
 
-__all__ = ["EXIT_CODE", "OPERATIONS", "Fault", "InjectedFault", "inject_faults", "strike"]
+__all__ = ["ACTIONS", "EXIT_CODE", "OPERATIONS", "Fault", "InjectedFault", "inject_faults", "strike"]
 
 EXIT_CODE = 86  # of a process that a fault ended, for tests to tell from other ends
 OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "receive", "reduce_scatter", "send")
-_ACTIONS = ("raise", "delay", "exit")
+ACTIONS = ("kill", "stop", "throw", "leave", "exit", "delay")
+_HAPPENS_ON = ("throw", "leave", "exit")  # a rank is killed, stopped and delayed, but these happen on it
 
 
 class InjectedFault(RuntimeError):
-    """What a fault with the action "raise" raises."""
+    """What a fault with the action "throw" raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens, where and when; checked when it is made.
+    """What happens, where and when; checked when it is made. It is plain data: `Fault(**asdict(fault))` is the same.
 
     Attributes:
         rank: World rank on which it happens.
-        operation: Name of the communication, one of `OPERATIONS`.
-        call: At the start of which call of that operation within the block, counted from 1.
-        action: "raise" raises `InjectedFault`, "delay" sleeps and goes on, "exit" ends the process at once.
+        at: A communication of `OPERATIONS`, or a phase of `booster.phases.PHASES`.
+        call: At the start of which such operation, or entry of that phase, within the block, counted from 1 over all
+            threads. A phase within itself is not entered again.
+        action: "kill" ends the process by SIGKILL; "stop" stops it by SIGSTOP, as a machine that hangs; "throw" raises
+            `InjectedFault`; "leave" ends the program as if it were done (`sys.exit(0)`: in the main thread alone);
+            "exit" ends the process at once with `EXIT_CODE`; "delay" sleeps and goes on.
         seconds: How long a delay is.
     """
 
     rank: int
-    operation: str
+    at: str
     call: int = 1
-    action: Literal["raise", "delay", "exit"] = "raise"
+    action: Literal["kill", "stop", "throw", "leave", "exit", "delay"] = "throw"
     seconds: float = 0.0
 
+    @classmethod
+    def kill(cls, *, rank: int, at: str, call: int = 1) -> Fault:
+        """Returns the fault that ends the process by SIGKILL, as the system does where memory runs out."""
+        return cls(rank=rank, at=at, call=call, action="kill")
+
+    @classmethod
+    def stop(cls, *, rank: int, at: str, call: int = 1) -> Fault:
+        """Returns the fault that stops the process by SIGSTOP: it lives, and does nothing until SIGCONT or SIGKILL."""
+        return cls(rank=rank, at=at, call=call, action="stop")
+
+    @classmethod
+    def throw(cls, *, rank: int, at: str, call: int = 1) -> Fault:
+        """Returns the fault that raises `InjectedFault`."""
+        return cls(rank=rank, at=at, call=call, action="throw")
+
+    @classmethod
+    def leave(cls, *, rank: int, at: str, call: int = 1) -> Fault:
+        """Returns the fault that ends the program early and without an error, by `sys.exit(0)`."""
+        return cls(rank=rank, at=at, call=call, action="leave")
+
+    @classmethod
+    def exit(cls, *, rank: int, at: str, call: int = 1) -> Fault:
+        """Returns the fault that ends the process at once with `EXIT_CODE`; nothing is cleaned up."""
+        return cls(rank=rank, at=at, call=call, action="exit")
+
+    @classmethod
+    def delay(cls, *, rank: int, at: str, call: int = 1, seconds: float) -> Fault:
+        """Returns the fault that sleeps so long, and goes on."""
+        return cls(rank=rank, at=at, call=call, action="delay", seconds=seconds)
+
     def __post_init__(self) -> None:
-        if self.operation not in OPERATIONS:
-            raise ConfigError(f"operation={self.operation!r} never happens: choose one of {', '.join(OPERATIONS)}")
-        if self.action not in _ACTIONS:
-            raise ConfigError(f"action={self.action!r} is unknown: choose one of {', '.join(_ACTIONS)}")
+        if self.at not in (*OPERATIONS, *PHASES):
+            raise ConfigError(
+                f"at={self.at!r} never happens: choose an operation ({', '.join(OPERATIONS)})"
+                f" or a phase ({', '.join(PHASES)})"
+            )
+        if self.action not in ACTIONS:
+            raise ConfigError(f"action={self.action!r} is unknown: choose one of {', '.join(ACTIONS)}")
         if self.rank < 0 or self.call < 1:
             raise ConfigError(f"rank={self.rank}, call={self.call} never comes: ranks count from 0 and calls from 1")
         if (self.action == "delay") != (self.seconds > 0):
@@ -62,21 +102,31 @@ class Fault:
                 f"action={self.action!r} with seconds={self.seconds:g}: a delay needs seconds above 0, and only a delay"
             )
 
+    def __str__(self) -> str:
+        call = "" if self.call == 1 else f" number {self.call}"
+        late = f" by {self.seconds:g} s" if self.seconds else ""
+        return f"{self.action}{' on' * (self.action in _HAPPENS_ON)} rank {self.rank} at {self.at}{call}{late}"
+
+    def __repr__(self) -> str:
+        call = "" if self.call == 1 else f", call={self.call}"
+        late = f", seconds={self.seconds:g}" if self.seconds else ""
+        return f"Fault.{self.action}(rank={self.rank}, at={self.at!r}{call}{late})"
+
 
 class _Injection:
-    """The faults of one block, and how many calls of each operation it has seen on this rank."""
+    """The faults of one block, and how many calls of each operation and phase it has seen on this rank."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = faults
         self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def strike(self, operation: str, rank: int) -> None:
+    def strike(self, at: str, rank: int) -> None:
         with self._lock:
-            self._calls[operation] += 1
-            call = self._calls[operation]
+            self._calls[at] += 1
+            call = self._calls[at]
         for fault in self._faults:
-            if (fault.rank, fault.operation, fault.call) == (rank, operation, call):
+            if (fault.rank, fault.at, fault.call) == (rank, at, call):
                 _act(fault)
 
 
@@ -85,26 +135,35 @@ _active: tuple[_Injection, ...] = ()
 
 @contextmanager
 def inject_faults(*faults: Fault) -> Iterator[None]:
-    """Lets the faults happen in what this process communicates within the block; blocks may be nested."""
-    global _active
+    """Lets the faults happen in what this process does within the block, in any thread; blocks may be nested."""
     injection = _Injection(faults)
-    _active = (*_active, injection)
+    _activate((*_active, injection))
     try:
         yield
     finally:
-        _active = tuple(other for other in _active if other is not injection)
+        _activate(tuple(other for other in _active if other is not injection))
 
 
-def strike(operation: str) -> None:
-    """Lets the faults act that are due at the start of this operation."""
+def _activate(injections: tuple[_Injection, ...]) -> None:
+    global _active
+    _active = injections
+    call_on_entry(strike if injections else None)
+
+
+def strike(at: str) -> None:
+    """Lets the faults act that are due at the start of this operation or phase."""
     for injection in _active:
-        injection.strike(operation, dist.get_rank())
+        injection.strike(at, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 def _act(fault: Fault) -> None:
     if fault.action == "delay":
         time.sleep(fault.seconds)
+    elif fault.action in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
     elif fault.action == "exit":
         os._exit(EXIT_CODE)
+    elif fault.action == "leave":
+        sys.exit(0)
     else:
-        raise InjectedFault(f"{fault} struck, as the test asked")
+        raise InjectedFault(f"{fault}: struck, as the test asked")

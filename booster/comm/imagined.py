@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from booster.errors import ConfigError
 
@@ -57,12 +58,16 @@ def imagined_world(num_ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # which torch changes, to name the rank
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    level = get_debug_level()
+    set_debug_level(DebugLevel.OFF)  # TORCH_DISTRIBUTED_DEBUG=DETAIL would have real ranks meet at the store
     try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         with imagine_others():
             yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        set_debug_level(level)
         sys.excepthook = hook
 
 

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.comm.counter import record
 from booster.comm.faults import strike
+from booster.comm.groups import limit_of_messages
 from booster.comm.shared_memory import GroupMemory, memory_of
 from booster.comm.started import Started, perform_started
 from booster.comm.waiting import Place, failures_named
@@ -29,6 +30,8 @@ _FIRST_TAG = 2**24  # below are the tags of those who use torch's point-to-point
 _TAGS_EACH = 2**27  # before they begin anew; a tag has 31 bits
 _TAG_KINDS = {"reduce_scatter": 0, "all_gather": 1, "send": 2, "receive": 2}
 _HEADER_KIND = 3
+_SMALL_KINDS = {"all_reduce": 4, "broadcast": 5, "all_gather": 6}
+_SMALL_SIZES = 2**16 + 1
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int | None]]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -60,6 +63,10 @@ class Operation:
         """The tag of the message that goes ahead of a tensor."""
         return _tag(_HEADER_KIND, self.number)
 
+    def tag_of_small(self, nbytes: int) -> int:
+        """Returns a tag of its messages, of so many bytes each, that one with messages of another length has not."""
+        return _tag(_SMALL_KINDS[self.name], self.number * _SMALL_SIZES + nbytes)
+
     def send_to(self, tensor: torch.Tensor, receiver: int, tag: int) -> dist.Work:
         """Starts a message to a rank of the group, straight from a contiguous tensor, which has to outlive it."""
         with self.failures_named():
@@ -77,7 +84,8 @@ class Operation:
             RankFailedError: A rank is lost or too late; the message names it.
         """
         with self.waiting():
-            work.wait()
+            limit = limit_of_messages(self.group)
+            work.wait() if limit is None else work.wait(limit)
 
     def memory_for(self, tensor: torch.Tensor) -> GroupMemory | None:
         """Returns the shared memory that this collective of CPU tensors goes through; None: the group's backend.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from booster.comm.collectives import collective_device, global_rank_of, group_rank, group_size
 from booster.comm.counter import record
+from booster.comm.groups import new_group
 from booster.comm.imagined import are_others_imagined
 from booster.comm.operation import Operation, begin
 from booster.errors import ConfigError
@@ -47,7 +48,9 @@ def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     if are_others_imagined() and group is not None:
         return group
     ranks = [global_rank_of(rank, group) for rank in range(group_size(group))]
-    made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
+    made = new_group(ranks, "gloo", use_local_synchronization=group is not None)
+    if made is None:
+        raise AssertionError(f"rank {dist.get_rank()} is not among its own group's ranks {ranks}")
     return made
 
 

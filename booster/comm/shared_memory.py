@@ -26,7 +26,14 @@ from booster.errors import ConfigError
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, Ticket, is_available
 from booster.logger import get_dist_logger
 
-__all__ = ["GroupMemory", "abort_shared_memory", "memory_of", "transport", "use_shared_memory"]
+__all__ = [
+    "GroupMemory",
+    "abort_shared_memory",
+    "memory_of",
+    "set_shared_memory_timeout",
+    "transport",
+    "use_shared_memory",
+]
 
 # Note [Choosing a transport]
 # A group decides at its first collective of CPU tensors in this package, once. Each rank tells what it knows of itself
@@ -127,6 +134,13 @@ def abort_shared_memory(group: dist.ProcessGroup) -> None:
     decision = _decisions.get(group)
     if decision is not None:
         decision.memory.abort()
+
+
+def set_shared_memory_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Changes how long a rank waits in what begins from now on, if the group has shared memory. No communication."""
+    decision = _decisions.get(group)
+    if decision is not None:
+        decision.memory.set_timeout(seconds)
 
 
 def _decide(group: dist.ProcessGroup) -> GroupMemory | None:

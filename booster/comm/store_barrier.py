@@ -12,11 +12,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from booster.comm.collectives import group_rank, group_size
+from booster.comm.bounded_store import BoundedStore, new_client
+from booster.comm.collectives import global_rank_of, group_rank, group_size
+from booster.comm.inquiry import last_signs_of, listed, surroundings
+from booster.comm.signs import ended_processes, ends_of_ranks, read_signs
 from booster.comm.started import perform_started
 from booster.errors import BoosterError, DesyncError, RankFailedError
+from booster.phases import current_place
+from booster.time_limits import time_limits
 
 __all__ = ["ErrorBarrier", "own_store"]
 
@@ -26,13 +31,16 @@ __all__ = ["ErrorBarrier", "own_store"]
 # written once: a rank whose time is up writes one too, naming those without a report, and whichever came first is what
 # every rank obeys, also one that arrives later. So no rank goes on where another gave up.
 # A report is deleted by its rank once the verdict says that rank 0 has read it; the verdict by the last that read it.
-# After a timeout the keys stay: a late rank must still find them.
+# After a timeout the keys stay: a late rank must still find them. The same verdict comes before the timeout where a
+# rank is missing that can't come any more, as its program or its process has ended.
 # Nobody waits inside of the store: a blocking get holds the client's lock, and the main thread of this process may need
 # it to build a group. For the same reason the barriers have a client of their own (a clone), one per process.
 
 _CHUNK_BYTES = 4 * 2**20  # TCPStore takes no value above 8 MiB
 _MAX_TEXT = 4000
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02
+_ANSWER_SECONDS = 10.0  # of the store; a machine may pause for a while
+_SECONDS_BETWEEN_LOOKS = 1.0  # at whether those that are missing live
 _RANKS_AT_LAST_PAUSE = 64  # a larger world asks less often, so that its store answers as many questions a second
 
 # By default store: the barriers' client of it, and how many barriers each name had.
@@ -49,17 +57,33 @@ class ErrorBarrier:
         group: The ranks that take part; None: the world, which is one rank where nothing was launched.
         name: What the phases belong to, the same on all ranks. Barriers that live at the same time have different
             names.
-        timeout_seconds: How long a phase waits for the last rank.
+        timeout_seconds: How long a phase waits for the last rank; None: what the launch was given for checkpoints.
 
     Collective: every rank of the group makes it, and calls the same methods in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, name: str, timeout_seconds: float = 1800) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, name: str, timeout_seconds: float | None = None
+    ) -> None:
+        self._group = group
         self._rank, self._size = group_rank(group), group_size(group)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = time_limits().checkpoint if timeout_seconds is None else timeout_seconds
         self._name = name
         self._num_phases = 0
-        self._store = None if self._size == 1 else own_store(group, name)
+        self._store = None if self._size == 1 else self._own_store()
+
+    def _own_store(self) -> BoundedStore:
+        try:
+            return own_store(self._group, self._name, min(self._timeout_seconds, _ANSWER_SECONDS))
+        except dist.DistError as failure:
+            raise self._lost_store("the begin", failure) from failure
+
+    def _lost_store(self, phase: str, failure: dist.DistError) -> RankFailedError:
+        return RankFailedError(
+            f"rank {dist.get_rank()} lost the store of torch.distributed at {phase} of {self._name!r}"
+            f"{surroundings(current_place())}: {str(failure).splitlines()[0]}. The process that serves it (rank 0 or"
+            " the launcher) has ended or is stopped, see its log"
+        )
 
     def gather(self, phase: str, payload: bytes = b"", error: Exception | None = None) -> list[bytes]:
         """Returns the payloads by rank on rank 0, and an empty list on the others, once every rank is here.
@@ -102,26 +126,40 @@ class ErrorBarrier:
             return [payload], payload
         perform_started()
         self._num_phases += 1
-        store = PrefixStore(str(self._num_phases), self._store)
-        meeting = Meeting(store, self._rank, self._size, f"{phase!r} of {self._name!r}", self._timeout_seconds)
+        store = self._store.under(str(self._num_phases))
+        meeting = Meeting(
+            store,
+            self._rank,
+            self._size,
+            f"{phase!r} of {self._name!r}",
+            self._timeout_seconds,
+            world_ranks=[global_rank_of(rank, self._group) for rank in range(self._size)],
+        )
         try:
             return meeting.hold(payload, error, is_shared=is_shared)
         except dist.DistError as failure:
             if error is not None:
                 raise error from failure
-            raise RankFailedError(
-                f"rank {self._rank} lost the store of torch.distributed at {phase!r} of {self._name!r}: {failure}. The"
-                " process that serves it (rank 0 or torchrun) has ended, see its log"
-            ) from failure
+            raise self._lost_store(repr(phase), failure) from failure
 
 
 class Meeting:
     """One phase on one rank; see Note [Error barrier]."""
 
-    def __init__(self, store: Any, rank: int, size: int, phase: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        phase: str,
+        timeout_seconds: float,
+        *,
+        world_ranks: Sequence[int] | None = None,
+    ) -> None:
         self._store = store  # torch's stubs give its values as str; they are bytes
         self._rank, self._size = rank, size
         self._phase = phase
+        self._world_ranks = world_ranks
         self._timeout_seconds = timeout_seconds
         self._reports = [f"report/{other}" for other in range(size)]
 
@@ -148,25 +186,49 @@ class Meeting:
         self._store.set(key, self._with_chunks(key, head, payload))
 
     def _wait(self, keys: Sequence[str], or_key: str | None = None) -> bool:
-        """Returns whether the keys came before the other key; gives the verdict itself when time is up."""
-        deadline = time.monotonic() + self._timeout_seconds
+        """Returns whether the keys came before the other key; gives the verdict itself where they won't come."""
+        began = time.monotonic()
+        deadline, next_look = began + self._timeout_seconds, began + _SECONDS_BETWEEN_LOOKS
         pause, last_pause = _FIRST_PAUSE, _LAST_PAUSE * max(1.0, self._size / _RANKS_AT_LAST_PAUSE)
         while not self._store.check(list(keys)):
             if or_key is not None and self._store.check([or_key]):
                 return False
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self._pronounce(self._lateness())
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + _SECONDS_BETWEEN_LOOKS
+                over = self._over()
+                if over:
+                    self._pronounce(self._absence(over, f"and can't any more, {now - began:.1f} s later"))
+                    return False
+            if now >= deadline:
+                late = f"within {self._timeout_seconds:g} s"
+                self._pronounce(self._absence(self._missing() or [0], late))
                 return False
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, last_pause)
         return True
 
-    def _lateness(self) -> dict[str, Any]:
-        missing = [rank for rank, key in enumerate(self._reports) if not self._store.check([key])]
+    def _missing(self) -> list[int]:
+        return [rank for rank, key in enumerate(self._reports) if not self._store.check([key])]
+
+    def _over(self) -> list[int]:
+        """Returns who is missing and can't come any more; see Note [Signs]."""
+        if self._world_ranks is None:
+            return []
+        missing = {self._world_ranks[rank]: rank for rank in self._missing()}
+        over = {*ends_of_ranks(), *ended_processes(read_signs(missing))}
+        # A rank may have given its report and ended since: what counts is that it did not before it ended.
+        still_missing = set(self._missing())
+        return [rank for world_rank, rank in missing.items() if world_rank in over and rank in still_missing]
+
+    def _absence(self, missing: Sequence[int], when: str) -> dict[str, Any]:
+        ranks = list(missing) if self._world_ranks is None else [self._world_ranks[rank] for rank in missing]
+        known = "see the logs of the missing ranks; they died, hang, or need a longer timeout"
+        if self._world_ranks is not None:
+            known = f"{last_signs_of(ranks)}. See their logs; they died, hang, or need a longer timeout"
         text = (
-            f"{_listed(missing or [0])} did not get through {self._phase} within {self._timeout_seconds:g} s, so all"
-            " ranks stop: see the logs of the missing ranks; they died, hang, or need a longer timeout"
+            f"{listed(ranks)} did not get through {self._phase} {when}, so all ranks stop"
+            f"{surroundings(current_place())}: {known}"
         )
         return {"class": RankFailedError.__name__, "text": text, "is_late": True}
 
@@ -232,17 +294,17 @@ def _num_chunks(payload: bytes) -> int:
     return max(1, -(-len(payload) // _CHUNK_BYTES))
 
 
-def own_store(group: dist.ProcessGroup | None, name: str) -> Store:
+def own_store(group: dist.ProcessGroup | None, name: str, answer_seconds: float = _ANSWER_SECONDS) -> BoundedStore:
     """Returns a store under a prefix that nothing of these ranks used before, by a client that only this room uses."""
     default: Any = _get_default_store()
     ranks = dist.get_process_group_ranks(group)
     key = f"{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{name}"
     with _clients_lock:
         if default not in _clients:
-            _clients[default] = (default.clone(), Counter())
+            _clients[default] = (new_client(default, answer_seconds), Counter())
         client, uses = _clients[default]
         uses[key] += 1
-        return PrefixStore(f"booster.barrier/{key}/{uses[key]}", client)
+        return BoundedStore(client, f"booster.barrier/{key}/{uses[key]}", answer_seconds)
 
 
 def _described(error: Exception) -> tuple[str, str]:
@@ -258,9 +320,3 @@ def _raised(failure: dict[str, Any]) -> BoosterError:
 
 def _known_classes() -> dict[str, type[BoosterError]]:
     return {cls.__name__: cls for cls in BoosterError.__subclasses__() if cls.__module__ == BoosterError.__module__}
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:10])
-    more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"

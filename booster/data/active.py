@@ -1,4 +1,4 @@
-"""Which loaders are being iterated right now, so that the facade knows when a batch is the last of its loader.
+"""Which loaders are being iterated right now, so that the facade knows when a batch is the last of its pass.
 
 An iteration is known from its first batch until it ends, is closed or is garbage collected (what `break` does to a
 `for` loop's iterator). The list holds weak references only, so that knowing an iteration does not keep it alive.
@@ -13,14 +13,21 @@ if TYPE_CHECKING:
     from booster.data.dataloader import DistributedDataLoader
     from booster.data.sampler import BatchPlace
 
-__all__ = ["Iteration", "active_iteration", "active_loader", "enter_iteration", "leave_iteration"]
+__all__ = [
+    "Iteration",
+    "active_iteration",
+    "active_loader",
+    "active_place",
+    "enter_iteration",
+    "leave_iteration",
+]
 
 
 class Iteration(Protocol):
-    """One pass over a loader: the loader, and the place of the batch that was handed out last."""
+    """One pass over a loader, or over other batches (None), and the place of the batch that was handed out last."""
 
     @property
-    def loader(self) -> DistributedDataLoader[Any]: ...
+    def loader(self) -> DistributedDataLoader[Any] | None: ...
 
     @property
     def place(self) -> BatchPlace: ...
@@ -49,12 +56,20 @@ def _forget(dead: weakref.ref[Iteration]) -> None:
 
 
 def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iteration | None:
-    """The innermost iteration that is going on, of any loader or of this one; None outside."""
-    for ref in reversed(_live):
-        iteration = ref()
-        if iteration is not None and (loader is None or iteration.loader is loader):
+    """The innermost iteration that is going on, of anything or of this loader; None outside."""
+    for iteration in _innermost_first():
+        if loader is None or iteration.loader is loader:
             return iteration
     return None
+
+
+def active_place() -> BatchPlace | None:
+    """The place of the batch that was handed out last by the innermost iteration; None outside of any.
+
+    Collective: no. Every rank sees its own iterations only.
+    """
+    iteration = active_iteration()
+    return None if iteration is None else iteration.place
 
 
 def active_loader() -> DistributedDataLoader[Any] | None:
@@ -62,5 +77,9 @@ def active_loader() -> DistributedDataLoader[Any] | None:
 
     Collective: no. Every rank sees its own loaders only.
     """
-    iteration = active_iteration()
-    return None if iteration is None else iteration.loader
+    loaders = (iteration.loader for iteration in _innermost_first())
+    return next((loader for loader in loaders if loader is not None), None)
+
+
+def _innermost_first() -> list[Iteration]:
+    return [iteration for ref in reversed(_live) if (iteration := ref()) is not None]

@@ -73,7 +73,9 @@ class CustomBatchSampler(BatchSampler):
         """The batch that begins at this position (in batches)."""
         num_samples = min(self.batch_size, self.num_samples - position * self.batch_size)
         is_last = self.num_batches(position + 1) == 0
-        return BatchPlace(num_samples=num_samples, num_repeated=0, stop=position + 1, is_last=is_last)
+        return BatchPlace(
+            num_samples=num_samples, num_repeated=0, num_repeated_here=0, stop=position + 1, is_last=is_last
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._walk(super().__iter__(), self._epoch, self._position)
@@ -121,15 +123,29 @@ class CustomBatchSampler(BatchSampler):
                 "saved, or leave out distributed_sampler_cls, whose positions hold for any ranks and batch size"
             )
 
-    def announcement(self) -> str | None:
-        """None: what a foreign sampler repeats or drops is not known."""
-        return None
+    def announcement(self, position: int = 0) -> str | None:
+        """What this rank reads of the dataset, where that is not an equal part of it; said of every epoch at once."""
+        dropped = self.num_samples % self.batch_size if self.drop_last else 0
+        if position or (not dropped and self.num_samples * self.dp_size == self.dataset_length):
+            return None
+        name = type(self.sampler).__name__
+        less = f", of which drop_last=True drops the last {dropped}" if dropped else ""
+        return (
+            f"{name} gives rank {self.dp_rank} of {self.dp_size} {self.num_samples} samples of {self.dataset_length} in"
+            f" an epoch{less}: what it repeats, leaves out or gives other ranks is its own affair; if some have fewer"
+            " batches, read them with booster.join_uneven(loader)"
+        )
 
 
 def _accepted(
     sampler_cls: Callable[..., Sampler[int]], given: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The offered arguments that the class takes; ConfigError if it does not take the given ones."""
+    if not callable(sampler_cls):
+        raise ConfigError(
+            f"distributed_sampler_cls={sampler_cls!r} can't be called: pass a class that is made as cls(dataset,"
+            " num_replicas=, rank=, shuffle=), or leave it out"
+        )
     parameters = inspect.signature(sampler_cls).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     missing = [name for name in given if name not in parameters and not takes_any]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
 from booster.data.active import Iteration, active_iteration, enter_iteration, leave_iteration
+from booster.data.announcement import announce
 from booster.data.loader_state import decode_state, encode_state
 from booster.data.sampler import BatchPlace, EpochSampler
 from booster.data.seeding import SeededDataset, WorkerStart
@@ -70,6 +71,12 @@ class EpochIterator(Iterator[T_co]):
         self.loader._handed_out(None if place.is_last else self._cursor)
         enter_iteration(self)
         return batch
+
+    def end_after_this(self) -> None:
+        """Makes the batch that was handed out last the epoch's last one, also where there are more."""
+        if self._place is not None:
+            self._place = replace(self._place, is_last=True)
+        self.loader._handed_out(None)
 
     def close(self) -> None:
         """Ends the pass and lets go of its workers."""
@@ -205,6 +212,8 @@ class DistributedDataLoader(DataLoader[T_co]):
         # With drop_last and a larger global batch now, what is left of the epoch may be no batch any more.
         is_over = position > 0 and sampler.num_batches(position) == 0
         self._here = self._next = _Cursor(epoch=plain["epoch"] + is_over, position=0 if is_over else position)
+        if self._next.position:
+            announce(sampler.announcement(self._next.position))
 
     @property
     def is_last_batch(self) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from booster.argument_checks import check_flag
+from booster.data.announcement import announce
 from booster.data.custom_sampler import CustomBatchSampler
 from booster.data.dataloader import DistributedDataLoader
 from booster.data.sampler import DistributedBatchSampler, EpochSampler, check_data_world
 from booster.data.seeding import derive_seed
 from booster.errors import ConfigError
+from booster.random_state import check_seed
 
-__all__ = ["prepare_dataloader", "shard_dataloader"]
+__all__ = ["check_can_shard", "prepare_dataloader", "shard_dataloader"]
 
 _LOADER_OPTIONS = (
     "collate_fn",
@@ -50,7 +54,8 @@ def prepare_dataloader(
 
     An `IterableDataset` can't be split from outside. For more than one rank it has to give each rank its own part by
     itself and to say so by an attribute `is_sharded = True`; it then gets a plain torch DataLoader, whose state and
-    uneven end are the dataset's own affair.
+    number of batches are the dataset's own affair. Where ranks may get different numbers of them, which is logged once
+    as nobody can know it before, read it with `booster.join_uneven(loader)`.
 
     Args:
         dataset: With `__len__` and `__getitem__`, or an IterableDataset.
@@ -73,13 +78,20 @@ def prepare_dataloader(
         ConfigError: an empty dataset, no batch left, ranks or sizes out of range, arguments that contradict.
     """
     _check_options(kwargs)
+    _check_plain_arguments(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
+    check_seed(seed)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, **kwargs}
     if isinstance(dataset, IterableDataset):
         _check_iterable(dataset, dp_size, shuffle, distributed_sampler_cls)
         check_data_world(dp_rank, dp_size, 1 if batch_size is None else batch_size)
         if kwargs.get("generator") is None:  # else every rank's workers draw the same numbers
             options["generator"] = torch.Generator().manual_seed(derive_seed("workers", seed, dp_rank))
-        return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
+        if dp_size > 1:
+            announce(
+                f"{type(dataset).__name__} splits itself over {dp_size} ranks: whether all get as many batches is"
+                " its own affair; if some may get fewer, read them with booster.join_uneven(loader)"
+            )
+        return _made(DataLoader, dataset, batch_size=batch_size, drop_last=drop_last, **options)
     length = _length(dataset)
     sampler: EpochSampler
     if distributed_sampler_cls is None:
@@ -95,11 +107,37 @@ def prepare_dataloader(
             seed=seed,
             drop_last=drop_last,
         )
-    loader: DistributedDataLoader[Any] = DistributedDataLoader(
-        dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options
-    )
-    _announce(sampler)
+    loader = _made(DistributedDataLoader, dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options)
+    announce(sampler.announcement())
     return loader
+
+
+def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None:
+    """Returns if a torch loader is split for this rank, or can be. No communication.
+
+    Raises:
+        ConfigError: It is split for other ranks, can't be split (each rank would read the same), or has no batch.
+    """
+    split_for = _split_of(loader)
+    if split_for is not None:
+        if split_for != (dp_rank, dp_size):
+            raise ConfigError(
+                f"a dataloader split for rank {split_for[0]} of {split_for[1]}, boosted on rank {dp_rank} of "
+                f"{dp_size}: samples would be read twice or never; make it with num_replicas={dp_size}, "
+                f"rank={dp_rank}, or with plugin.prepare_dataloader"
+            )
+        return
+    obstacle = _obstacle(loader)
+    if obstacle is None and loader.batch_size is not None:
+        DistributedBatchSampler(
+            _length(loader.dataset), loader.batch_size, dp_rank, dp_size, drop_last=loader.drop_last
+        )  # checks its numbers
+    elif obstacle is not None and dp_size > 1:
+        raise ConfigError(
+            f"a dataloader with {obstacle}: it can't be split over {dp_size} ranks, and each would read the same data; "
+            "use plugin.prepare_dataloader(dataset, batch_size, ...), or a sampler of the kind of "
+            "torch.utils.data.DistributedSampler"
+        )
 
 
 def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int = 1024) -> DataLoader[Any]:
@@ -112,25 +150,10 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: 
     Raises:
         ConfigError: a loader that is split for other ranks, or that can't be split (each rank would read the same).
     """
-    split_for = _split_of(loader)
-    if split_for is not None:
-        if split_for != (dp_rank, dp_size):
-            raise ConfigError(
-                f"a dataloader split for rank {split_for[0]} of {split_for[1]}, boosted on rank {dp_rank} of "
-                f"{dp_size}: samples would be read twice or never; make it with num_replicas={dp_size}, "
-                f"rank={dp_rank}, or with plugin.prepare_dataloader"
-            )
+    check_can_shard(loader, dp_rank, dp_size)
+    # With an obstacle the one rank reads everything, in whatever order the user's own sampler gives.
+    if loader.batch_size is None or _split_of(loader) is not None or _obstacle(loader) is not None:
         return loader
-    obstacle = _obstacle(loader)
-    if obstacle is not None:
-        if dp_size == 1:
-            return loader  # the one rank reads everything, in whatever order the user's own sampler gives
-        raise ConfigError(
-            f"a dataloader with {obstacle}: it can't be split over {dp_size} ranks, and each would read the same data; "
-            "use plugin.prepare_dataloader(dataset, batch_size, ...), or a sampler of the kind of "
-            "torch.utils.data.DistributedSampler"
-        )
-    assert loader.batch_size is not None
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     return prepare_dataloader(
         loader.dataset,
@@ -146,7 +169,26 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: 
     )
 
 
+def _made(kind: Callable[..., DataLoader[Any]], *args: Any, **options: Any) -> DataLoader[Any]:
+    """Returns a loader of torch's, or a `ConfigError` with what torch says of the options that it does not take."""
+    try:
+        return kind(*args, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"torch's DataLoader does not take these options ({error}): give num_workers= a whole number from 0, and"
+            " prefetch_factor, persistent_workers and timeout together with workers only"
+        ) from error
+
+
+def _check_plain_arguments(**flags: Any) -> None:
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
 def _check_options(options: dict[str, Any]) -> None:
+    for name in ("collate_fn", "worker_init_fn"):
+        if options.get(name) is not None and not callable(options[name]):
+            raise ConfigError(f"prepare_dataloader({name}={options[name]!r}) can't be called: give a function")
     samplers = sorted({"sampler", "batch_sampler"} & set(options))
     if samplers:
         raise ConfigError(
@@ -158,7 +200,7 @@ def _check_options(options: dict[str, Any]) -> None:
     if unknown:
         raise ConfigError(
             f"prepare_dataloader got {', '.join(unknown)}, which torch's DataLoader does not take here: "
-            f"beside its own arguments it takes {', '.join(_LOADER_OPTIONS)}"
+            f"correct or leave out what is not one of {', '.join(_LOADER_OPTIONS)}"
         )
     if not options.get("in_order", True):
         raise ConfigError(
@@ -189,14 +231,6 @@ def _length(dataset: Any) -> int:
             "dataset __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset"
         )
     return len(dataset)
-
-
-def _announce(sampler: EpochSampler) -> None:
-    text = sampler.announcement()
-    if text is not None:
-        from booster.logger import get_dist_logger
-
-        get_dist_logger("booster.data").info(text, ranks=[0])
 
 
 def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ class BatchPlace:
 
     num_samples: int  # in this rank's batch, repeats included
     num_repeated: int  # in the global batch; they are its very end
+    num_repeated_here: int  # of these, in this rank's batch; they are the end of that
     stop: int  # position after the batch
     is_last: bool
 
@@ -56,8 +57,8 @@ class EpochSampler(Protocol):
     def adopt(self, described: Mapping[str, Any], position: int) -> None:
         """Goes on as the described sampler does; ConfigError where the samples to follow would not be its own."""
 
-    def announcement(self) -> str | None:
-        """What the user should know about the uneven end of an epoch; None where it is even."""
+    def announcement(self, position: int = 0) -> str | None:
+        """What the user should know about the uneven end of an epoch that goes on here; None where it is even."""
 
     def __iter__(self) -> Iterator[list[int]]: ...
 
@@ -141,13 +142,19 @@ class DistributedBatchSampler(Sampler[list[int]]):
     @property
     def num_repeated(self) -> int:
         """How many samples a full epoch reads twice, over all ranks."""
-        tail = self.num_samples % self.global_batch_size
-        return 0 if self.drop_last else -tail % self.dp_size
+        return self._num_repeated_from(0)
 
     @property
     def num_dropped(self) -> int:
         """How many samples a full epoch leaves out, over all ranks."""
-        return self.num_samples % self.global_batch_size if self.drop_last else 0
+        return self._num_dropped_from(0)
+
+    def _num_repeated_from(self, position: int) -> int:
+        tail = (self.num_samples - position) % self.global_batch_size
+        return 0 if self.drop_last else -tail % self.dp_size
+
+    def _num_dropped_from(self, position: int) -> int:
+        return (self.num_samples - position) % self.global_batch_size if self.drop_last else 0
 
     def set_epoch(self, epoch: int) -> None:
         """The next `iter()` yields this epoch from its start."""
@@ -167,10 +174,12 @@ class DistributedBatchSampler(Sampler[list[int]]):
         """The batch that begins at this position (in samples)."""
         num_real = min(self.global_batch_size, self.num_samples - position)
         num_samples = -(-num_real // self.dp_size)
+        num_real_here = min(max(num_real - self.dp_rank * num_samples, 0), num_samples)
         stop = position + num_real
         return BatchPlace(
             num_samples=num_samples,
             num_repeated=num_samples * self.dp_size - num_real,
+            num_repeated_here=num_samples - num_real_here,
             stop=stop,
             is_last=self.num_batches(stop) == 0,
         )
@@ -227,11 +236,15 @@ class DistributedBatchSampler(Sampler[list[int]]):
                 )
         self.seed = described["seed"]
 
-    def announcement(self) -> str | None:
-        """How many samples an epoch repeats or drops, in words; None where it is even."""
+    def announcement(self, position: int = 0) -> str | None:
+        """How many samples every epoch repeats or drops, or the one that goes on here if that differs; None: none."""
         given = f"{self.num_samples} samples, batch_size={self.batch_size} on {self.dp_size} ranks"
-        if self.num_repeated:
-            return f"{given}: every epoch repeats {self.num_repeated} at its end to give all ranks equally many"
-        if self.num_dropped:
-            return f"{given}, drop_last=True: every epoch drops the last {self.num_dropped} of its order"
+        epoch = f"the epoch that goes on after {position} samples" if position else "every epoch"
+        repeated, dropped = self._num_repeated_from(position), self._num_dropped_from(position)
+        if position and (repeated, dropped) == (self.num_repeated, self.num_dropped):
+            return None  # was said
+        if repeated:
+            return f"{given}: {epoch} repeats {repeated} at its end to give all ranks equally many"
+        if dropped:
+            return f"{given}, drop_last=True: {epoch} drops the last {dropped} of its order"
         return None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.argument_checks import is_number
 from booster.comm import group_size, imagine_others, imagined_world, is_initialized
 from booster.errors import ConfigError
 from booster.estimate.optimizer_memory import OptimizerMemory
@@ -142,6 +143,16 @@ def answer(
     device_memory: int | None = None,
 ) -> MemoryEstimate:
     """Returns the estimate for a question that may be put to several plugins; see `estimate_memory`."""
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"settings={settings!r} is a {type(settings).__name__}: give the plugin's arguments by name, such as"
+            " {'stage': 2}, or leave it out"
+        )
+    if device_memory is not None and not (is_number(device_memory) and device_memory > 0):
+        raise ConfigError(
+            f"device_memory={device_memory!r} is no number of bytes: give what a device has, such as 80 * 2**30, or"
+            " leave it out"
+        )
     with _asked(plugin, num_ranks, settings) as asked, _without_garbage_collection():
         if mixed_precision not in (None, "fp32") and asked.control_precision():
             raise ConfigError(

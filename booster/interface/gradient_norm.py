@@ -12,6 +12,12 @@ from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
 
 __all__ = ["any_nonfinite", "gradient_norm"]
 
+# Note [One decision]
+# Whether a step is skipped is decided by all ranks of the world together, of all axes of a mesh, from every gradient
+# that any of them holds, also from those that others should hold alike. A rank that steps where others skip has other
+# weights from then on, another loss scale, and soon other communication: so a rank where memory, a hook or a parameter
+# that was left out of the averaging made a difference must not be asked alone.
+
 
 @torch.no_grad()
 def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from booster.argument_checks import is_number
 from booster.comm import all_reduce_numbers, group_size
 from booster.errors import ConfigError
 from booster.interface.gradient_factors import GradientFactors
@@ -69,9 +70,10 @@ class GradientWindow:
                 " every backward() call of a step, or to none"
             )
         if num_items is not None:
-            if num_items < 0:
+            if not is_number(num_items) or num_items < 0:
                 raise ConfigError(
-                    f"num_items={num_items} is negative: give the number of items that the loss sums over"
+                    f"num_items={num_items!r} counts nothing that a sum could be divided by: give the number of items"
+                    " that the loss sums over, 0 or more, or None for a mean"
                 )
             self.num_items = (self.num_items or 0.0) + float(num_items)
         self.num_backwards += 1

@@ -98,6 +98,10 @@ class MixedPrecision(ABC):
         """Returns a name for summaries and checkpoints."""
         return type(self).__name__
 
+    def agreement_facts(self) -> list[str]:
+        """Returns lines of text that must be the same on all ranks; compared by every boost()."""
+        return [f"the mixed precision {self.describe()} in {self.compute_dtype}, keeps_masters={self.keeps_masters}"]
+
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Returns the context that the model's forward runs in."""
         return nullcontext()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import raise_on_all_ranks
+from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.errors import BoosterError, ConfigError
 from booster.interface.fused_update import FusedUpdate
 from booster.interface.gradient_factors import GradientFactors
@@ -258,6 +258,7 @@ class OptimizerWrapper(OptimizerParameters):
             return
         if self._gradients_are_true():
             self._window.is_final = True
+            self._tell_of_gradients()
             return
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         multiplier = self._window.multiplier(scale, self.data_parallel_group) * self._reduce_gradients()
@@ -274,6 +275,11 @@ class OptimizerWrapper(OptimizerParameters):
         self._window.is_final = True
         for hook in self._gradient_hooks:
             hook(gradients)
+        self._tell_of_gradients()
+
+    def _tell_of_gradients(self) -> None:
+        for observer in observers():
+            observer.gradients_known(self, self._named_gradients)
 
     def _apply_factors(self) -> None:
         """Makes the gradients the true ones where that was left to the step; see Note [Gradient factors]."""
@@ -475,8 +481,8 @@ class OptimizerWrapper(OptimizerParameters):
         return self._window.factors.true_norm(gradient_norm(self._gradients(), norm_type))
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Returns whether any rank holds a gradient with inf or nan. Here all ranks hold the same gradients."""
-        return any_nonfinite(gradients)
+        """Returns whether any rank of the world holds an inf or nan; see Note [One decision]. Collective."""
+        return all_reduce_numbers([float(any_nonfinite(gradients))])[0] > 0
 
     def _multiply(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         if gradients:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
+from booster.interface.gradient_window import GradientWindow
 from booster.interface.mixed_precision import MasterWeights
+from booster.interface.model import ModelWrapper
 from booster.interface.optimizer_pass_through import OptimizerPassThrough
 
 __all__ = ["OptimizerParameters"]
@@ -14,7 +18,9 @@ __all__ = ["OptimizerParameters"]
 class OptimizerParameters(OptimizerPassThrough):
     """An optimizer whose `param_groups` may hold fp32 copies of the model's parameters."""
 
+    model: ModelWrapper
     master_weights: MasterWeights | None
+    _window: GradientWindow
 
     def _optimized_parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
@@ -43,6 +49,16 @@ class OptimizerParameters(OptimizerPassThrough):
     def group_masters(self, index: int) -> list[nn.Parameter]:
         """Returns the fp32 copies in a param group that this rank updates in place of the model's parameters."""
         return [one for one in self.param_groups[index]["params"] if self.working_parameter(one) is not one]
+
+    def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the gradients that this rank holds, with the user's names of their parameters."""
+        is_raw = self._window.factors is not None
+        names = {id(one): self.model.logical_name(name) for name, one in self.model.named_parameters()}
+        for parameter in self._optimized_parameters():
+            working = self.working_parameter(parameter)
+            gradient = working.grad if is_raw else parameter.grad
+            if gradient is not None:
+                yield names.get(id(working), "a parameter outside of the model"), gradient
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._working_parameters())

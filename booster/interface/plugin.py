@@ -38,8 +38,9 @@ Boosted: TypeAlias = tuple[
 class Plugin(ABC):
     """What the facade asks of a strategy.
 
-    `Booster.boost` calls, on every rank and in this order: `place` on the user's own objects, `MixedPrecision.prepare`
-    unless the plugin controls precision, `configure`, `MixedPrecision.configure`.
+    `Booster.boost` calls, on every rank and in this order: `check` and `agreement_facts`, after which it goes on if all
+    ranks are well and agree; `place` on the user's own objects, `MixedPrecision.prepare` unless the plugin controls
+    precision, `configure`, `MixedPrecision.configure`.
     """
 
     # What the strategy can do.
@@ -98,16 +99,31 @@ class Plugin(ABC):
         """Returns the number format in which gradients of such parameters are summed over ranks."""
         return parameter_dtype
 
+    def agreement_facts(self) -> list[str]:
+        """Returns lines of text that must be the same on all ranks, such as "stage=1"; compared by every boost().
+
+        The class is compared in any case. What may differ, as a device or a directory does, stays out; so do addresses
+        in texts of objects. No communication.
+        """
+        return []
+
     # What it does.
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:  # noqa: B027
+        """Raises for what this rank can tell can't be boosted; changes nothing. Default: nothing.
+
+        No communication: what it raises on one rank, boost() raises on all.
+
+        Raises:
+            ConfigError: The plugin can't train the model, or update it with the optimizer.
+        """
 
     @abstractmethod
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Moves the user's model to its device and makes all ranks start from the same weights, in place.
 
-        Collective. `nn.Parameter` objects stay the same ones.
-
-        Raises:
-            DesyncError: The ranks' models differ in names, shapes or dtypes.
+        Collective; all ranks have models of the same names, shapes and dtypes. `nn.Parameter` objects stay the same
+        ones.
         """
 
     @abstractmethod

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from booster.argument_checks import is_whole_number
 from booster.errors import ConfigError
 from booster.lazy_init.arguments import tensors_in
 from booster.lazy_init.guard import guard_all
@@ -66,9 +67,18 @@ class LazyInitContext:
         *,
         eager_below_bytes: int = _EAGER_BELOW_BYTES,
     ) -> None:
-        if eager_below_bytes < 0:
-            raise ConfigError(f"eager_below_bytes={eager_below_bytes} is negative: take 0 to make every tensor lazy")
-        device = torch.device("cpu" if default_device is None else default_device)
+        if not is_whole_number(eager_below_bytes) or eager_below_bytes < 0:
+            raise ConfigError(
+                f"eager_below_bytes={eager_below_bytes!r} is negative or no number of bytes: give a whole number, such"
+                " as 65536, or 0 to make every tensor lazy"
+            )
+        try:
+            device = torch.device("cpu" if default_device is None else default_device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"default_device={default_device!r} is no device that torch knows: write 'cpu', the name of an"
+                " accelerator, or leave it out"
+            ) from error
         if device.type == "meta":
             raise ConfigError("default_device='meta' has no memory to fill: give the device that the model trains on")
         self._device = device

@@ -100,6 +100,9 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         """Returns a loss scaler for one optimizer."""
         return self._new_scaler()
 
+    def agreement_facts(self) -> list[str]:
+        return [*super().agreement_facts(), f"loss scale: {self._new_scaler.args!r}"]
+
 
 class BF16MixedPrecision(AutocastMixedPrecision):
     """bfloat16 autocast; bfloat16 has fp32's range, so losses are not scaled."""

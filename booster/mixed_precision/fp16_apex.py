@@ -96,6 +96,9 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def keeps_masters(self) -> bool:
         return bool(self.options.master_weights)
 
+    def agreement_facts(self) -> list[str]:
+        return [*super().agreement_facts(), repr(self.options)]
+
     def prepare(self, model: nn.Module) -> None:
         """Casts the model's weights in place, as the level says.
 

@@ -78,6 +78,13 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         """The format of the matrix multiplications."""
         return torch.float16
 
+    def agreement_facts(self) -> list[str]:
+        return [
+            *super().agreement_facts(),
+            f"loss scale: {self._new_scaler.args!r}",
+            f"log_num_zeros_in_grad={self._counts_zeros}",
+        ]
+
     @property
     def keeps_masters(self) -> bool:
         return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
+from booster.argument_checks import check_flag
 from booster.errors import ConfigError
 
 __all__ = ["MonitorSettings"]
@@ -41,6 +42,7 @@ class MonitorSettings:
                 f"progress={self.progress!r} is unknown: give True for a bar where stderr is a terminal, 'always', or"
                 " False"
             )
+        check_flag("across_ranks", self.across_ranks)
         _require_count("every", self.every)
         for name in ("total_steps", "first_step"):
             if getattr(self, name) is not None:

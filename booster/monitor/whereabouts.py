@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from booster.comm.signs import place_as_json, place_from_json
 from booster.phases import CurrentPlace, OperationPlace
 
 __all__ = ["Whereabouts", "from_note", "report", "to_note"]
@@ -43,17 +44,13 @@ class Whereabouts:
 
 def to_note(whereabouts: Whereabouts) -> str:
     """Returns it as a text that `from_note` reads."""
-    return json.dumps(asdict(whereabouts))
+    return json.dumps({**asdict(whereabouts), "place": place_as_json(whereabouts.place)})
 
 
 def from_note(note: str) -> Whereabouts:
     """Returns what `to_note` was given."""
     fields = json.loads(note)
-    place = fields["place"]
-    for name in ("operation", "last_operation"):
-        if place[name] is not None:
-            place[name] = OperationPlace(**{**place[name], "ranks": tuple(place[name]["ranks"])})
-    return Whereabouts(**{**fields, "place": CurrentPlace(**{**place, "phases": tuple(place["phases"])})})
+    return Whereabouts(**{**fields, "place": place_from_json(fields["place"])})
 
 
 def report(everyone: Mapping[int, Whereabouts], num_ranks: int) -> str:

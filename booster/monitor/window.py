@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from booster.phases import PhaseObserver
+from booster.phases import PARTS_OF_SAVE, PhaseObserver
 
 __all__ = ["OTHER", "PARTS", "UNTRAINED_PARTS", "Window", "count_tokens"]
 
@@ -63,6 +63,7 @@ class Window(PhaseObserver):
     def split(self) -> dict[str, float]:
         """Returns the seconds of each of `PARTS`, which add up to those of all phases."""
         seconds = {name: self._seconds[name] for name in PARTS if name != OTHER}
+        seconds["save"] += sum(self._seconds[name] for name in PARTS_OF_SAVE)
         return {**seconds, OTHER: sum(self._seconds.values()) - sum(seconds.values())}
 
     # As an observer.

@@ -42,14 +42,17 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     for name in _AMOUNTS:
         value = group[name]
         if not _is_number(value) or not (float(value) >= 0 and math.isfinite(float(value))):
-            raise ConfigError(f"{name}={value!r} must be a finite number from 0 on")
+            raise ConfigError(f"{name}={value!r} is no amount to compute with: give a finite number from 0 on")
     _check_betas(group["betas"])
 
 
 def _check_betas(betas: object) -> None:
     is_pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
     if not is_pair or not all(_is_number(beta) and 0.0 <= float(beta) < 1.0 for beta in betas):  # type: ignore[attr-defined]
-        raise ConfigError(f"betas={betas!r} must be two numbers, both from 0 on and less than 1")
+        raise ConfigError(
+            f"betas={betas!r} are no decay rates, which keep a part of what was: give two numbers from 0 on and less"
+            " than 1, such as (0.9, 0.999)"
+        )
 
 
 def _is_number(value: object) -> bool:

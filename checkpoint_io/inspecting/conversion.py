@@ -36,7 +36,6 @@ __all__ = ["Conversion", "consolidate", "convert"]
 CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CHECKED_ELEMENTS = 2**20
 _CONFIG = "config.json"
-_TIMEOUT_SECONDS = 1800.0  # of a barrier between ranks, of which there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ def convert(storage: Storage, source: Contents, target: Path, conversion: Conver
             is_stale=_left_over(storage, target, {part.folder for part in parts}),
             doing="converting",
         )
-        Saver(Ranks(), storage, _TIMEOUT_SECONDS).save(request)
+        Saver(Ranks(), storage).save(request)
     return notes
 
 
@@ -126,7 +125,7 @@ def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *,
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
     request = SaveRequest(target=target, is_directory=False, components=[component], doing="consolidating")
-    Saver(Ranks(), storage, _TIMEOUT_SECONDS).save(request)
+    Saver(Ranks(), storage).save(request)
 
 
 def _components(

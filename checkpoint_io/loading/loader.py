@@ -24,13 +24,19 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
 
-__all__ = ["VERIFY", "Load", "Loader", "ModelLoad", "OptimizerLoad", "load_all"]
+__all__ = ["VERIFY", "Load", "Loader", "ModelLoad", "OptimizerLoad", "check_verify", "load_all"]
 
 VERIFY = ("checksums", "structure")
 
 # How long the other ranks look for what rank 0 has found: a network file system shows new files late.
 _PATIENCE_SECONDS = 30.0
 _COMPARED_ELEMENTS = 2**20
+
+
+def check_verify(verify: object) -> None:
+    """Raises `ConfigError` unless it is a way to check a checkpoint."""
+    if verify not in VERIFY:
+        raise ConfigError(f"verify={verify!r} is no way to check a checkpoint: give one of {', '.join(VERIFY)}")
 
 
 class Load(Protocol):
@@ -58,8 +64,7 @@ class Loader:
     """
 
     def __init__(self, ranks: Ranks, storage: Storage, verify: str = "checksums") -> None:
-        if verify not in VERIFY:
-            raise ConfigError(f"verify={verify!r} is no way to check a checkpoint: give one of {', '.join(VERIFY)}")
+        check_verify(verify)
         self.ranks = ranks
         self.storage = storage
         self._verify = verify

@@ -37,7 +37,7 @@ class AsyncSaves:
         self._thread: threading.Thread | None = None
         self._free: list[Arena] = []
         self._num_arenas = 0
-        self._failures: list[Exception] = []
+        self._failures: list[BaseException] = []
 
     def start(self, stage: Callable[[Arena], Callable[[], None]], doing: str) -> None:
         """Copies what is to be written, and returns; the rest runs in the background, after the saves before it.
@@ -120,7 +120,7 @@ class AsyncSaves:
                 job, arena, doing = self._jobs.popleft()
             try:
                 job()
-            except Exception as error:  # raised in the caller's next checkpoint call
+            except BaseException as error:  # raised in the caller's next checkpoint call; this thread must go on
                 get_dist_logger().error(f"{doing} in the background failed: {error}")
                 with self._changed:
                     self._failures.append(error)

@@ -23,6 +23,7 @@ from booster.checkpoint_io.storage import Storage
 from booster.comm import ErrorBarrier, new_cpu_group
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
+from booster.phases import Phase
 
 __all__ = ["Saver"]
 
@@ -33,10 +34,10 @@ class Saver:
     Args:
         ranks: Who saves together.
         storage: Where to.
-        timeout_seconds: How long a rank waits for the others in each phase.
+        timeout_seconds: How long a rank waits for the others in each phase; None: what the launch was given.
     """
 
-    def __init__(self, ranks: Ranks, storage: Storage, timeout_seconds: float) -> None:
+    def __init__(self, ranks: Ranks, storage: Storage, timeout_seconds: float | None = None) -> None:
         self._ranks = ranks
         self._storage = storage
         self._timeout_seconds = timeout_seconds
@@ -59,7 +60,8 @@ class Saver:
             self._async.raise_failures()
         else:
             self._async.wait()  # a save that overtook them would be overwritten by what they copied before it
-        agenda = self._planner.plan(request)
+        with Phase("save plan"):
+            agenda = self._planner.plan(request)
         planned = agenda.components
         barrier = ErrorBarrier(
             self._ranks.group, name=f"checkpoint/{agenda.name}", timeout_seconds=self._timeout_seconds
@@ -120,18 +122,21 @@ class _Writing:
     def run(self) -> None:
         """Writes and commits."""
         try:
-            directory = Path(self._on_rank_zero("creating the files", self._create).decode())
-            crcs = self._write(directory)
-            reports = self._barrier.gather("writing", *crcs)
-            self._on_rank_zero("committing", lambda: self._commit(directory, reports))
+            with Phase("save write"):
+                directory = Path(self._on_rank_zero("creating the files", self._create).decode())
+                crcs = self._write(directory)
+                reports = self._barrier.gather("writing", *crcs)
+            with Phase("commit"):
+                self._on_rank_zero("committing", lambda: self._commit(directory, reports))
         finally:
             if self._transaction is not None:
                 self._transaction.abort()  # leaves what was committed alone
 
     def run_in_background(self) -> None:
         """Writes and commits; rank 0, which may serve the store, stays until all ranks know."""
-        self.run()
-        self._barrier.gather("leaving")
+        with Phase("save"):
+            self.run()
+            self._barrier.gather("leaving")
 
     def _on_rank_zero(self, phase: str, action: Callable[[], bytes]) -> bytes:
         payload: bytes | None = None

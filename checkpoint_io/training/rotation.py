@@ -13,7 +13,7 @@ from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError, ConfigError
 from booster.logger import get_dist_logger
 
-__all__ = ["TRAINING_STATE", "TRAINING_STATE_MANIFEST", "StepFolders", "WholeStep", "read_training_manifest"]
+__all__ = ["LATEST", "TRAINING_STATE", "TRAINING_STATE_MANIFEST", "StepFolders", "WholeStep", "read_training_manifest"]
 
 TRAINING_STATE = "training_state.json"
 TRAINING_STATE_MANIFEST = "training_state.manifest.json"

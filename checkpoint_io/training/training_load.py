@@ -17,7 +17,7 @@ from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training.lr_scheduler_state import scheduler_state
 from booster.checkpoint_io.training.rank_tensors import RandomStateLoad
-from booster.checkpoint_io.training.rotation import TRAINING_STATE, StepFolders, read_training_manifest
+from booster.checkpoint_io.training.rotation import LATEST, TRAINING_STATE, StepFolders, read_training_manifest
 from booster.checkpoint_io.training.training_document import TrainingDocument
 from booster.checkpoint_io.training.training_parts import TrainingParts
 from booster.checkpoint_io.training.waiting_gradients import GradientsLoad
@@ -27,14 +27,19 @@ from booster.logger import get_dist_logger
 
 __all__ = ["load_training_state"]
 
+_MAX_NAMES = 5  # in a message
+
 
 def load_training_state(
-    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, *, strict: bool, verify: str
+    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, *, strict: bool, verify: str, missing_ok: bool
 ) -> Any:
     """Fills the parts and returns `extra`; see `TrainingStateIO.load`. Collective."""
     doing = f"loading the training state from {path}"
-    require_same_on_all_ranks("what they load", [doing], ranks.group)
-    directory, document = _find(ranks, storage, path, parts, doing)
+    require_same_on_all_ranks("what they load", [doing, f"missing_ok={missing_ok}"], ranks.group)
+    found = _find(ranks, storage, path, parts, doing, missing_ok=missing_ok)
+    if found is None:
+        return None
+    directory, document = found
     with Loader(ranks, storage, verify) as loader:
         states = ranks.agree(lambda: _scheduler_states(document, parts, directory), doing)
         loads = list(_loads(loader, directory, document, parts, strict=strict))
@@ -65,22 +70,45 @@ def _say_what_is_left(ranks: Ranks, document: TrainingDocument, parts: TrainingP
         get_dist_logger().warning(f"{directory} also holds {', '.join(left)}: not asked for, so not loaded")
 
 
+def _say_what_is_there(storage: Storage, root: Path) -> None:
+    """Warns where a run begins anew in spite of what is there: a path may have been mistaken. Rank 0 only."""
+    names = sorted(storage.names(root)) if storage.kind(root) is not None else []
+    if names:
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        get_dist_logger().warning(
+            f"{root} holds {', '.join(names[:_MAX_NAMES])}{more}, but no whole training state: nothing is loaded, as"
+            " missing_ok=True allows"
+        )
+
+
 def _find(
-    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, doing: str
-) -> tuple[Path, TrainingDocument]:
-    """Returns where the training state is and what it says, as rank 0 found it. Collective."""
+    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, doing: str, *, missing_ok: bool
+) -> tuple[Path, TrainingDocument] | None:
+    """Returns where the training state is and what it says, as rank 0 found it; None: nowhere. Collective."""
 
     def find() -> bytes:
         if ranks.rank != 0:
             return b""
-        name, raw = _read_latest(storage, path, parts)
-        return json.dumps({"name": name, "document": raw.decode("utf-8")}).encode()
+        root = _root(storage, path)
+        found = _read_latest(storage, root, parts)
+        if found is not None:
+            return json.dumps({"directory": str(found[0]), "document": found[1].decode("utf-8")}).encode()
+        if missing_ok and storage.kind(root) != "file":
+            _say_what_is_there(storage, root)
+            return b"null"
+        raise CheckpointError(
+            f"{root} holds no whole training state, neither itself nor as a step-... folder: give a directory that"
+            " booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to begin"
+            " without one"
+        )
 
     payloads, of_rank = ranks.gather(ranks.agree(find, doing))
 
-    def parse() -> tuple[Path, TrainingDocument]:
+    def parse() -> tuple[Path, TrainingDocument] | None:
         found = json.loads(payloads[of_rank[0]])
-        directory = path / found["name"]
+        if found is None:
+            return None
+        directory = Path(found["directory"])
         document = TrainingDocument.parse(found["document"].encode(), str(directory / TRAINING_STATE))
         lost = document.lacks(parts.names())
         if lost:
@@ -94,21 +122,25 @@ def _find(
     return ranks.agree(parse, doing)
 
 
-def _read_latest(storage: Storage, path: Path, parts: TrainingParts) -> tuple[str, bytes]:
-    """Returns the folder of the latest state, "" for the path itself, and its document. Rank 0 only."""
-    latest = StepFolders(storage, path).latest()
+def _root(storage: Storage, path: Path) -> Path:
+    """Returns the directory to look in: that of a path which ends in `latest` and is no directory. Rank 0 only.
+
+    The pointer itself is not read, see Note [Sequence], and may be missing where the steps are there.
+    """
+    return path.parent if path.name == LATEST and storage.kind(path) in (None, "file") else path
+
+
+def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Path, bytes] | None:
+    """Returns the directory of the latest state and its document; None where there is no state. Rank 0 only."""
+    latest = StepFolders(storage, root).latest()
     if latest is None:
-        raise CheckpointError(
-            f"{path} holds no whole training state, neither itself nor as a step-... folder: give a directory that"
-            " booster.save() wrote; one with a model alone is for load_model()"
-        )
+        return None
     manifest = read_training_manifest(storage, latest.path)
     if manifest is None:
         raise CheckpointError(f"{latest.path} was removed while it was being loaded: load again")
     _check_documents(storage, latest.path, manifest, parts)
     place = resolve(storage, latest.path, TRAINING_STATE)
-    name = "" if latest.path == path else latest.path.name
-    return name, storage.read_file(place, max_bytes=MAX_JSON_BYTES, inside=latest.path)
+    return latest.path, storage.read_file(place, max_bytes=MAX_JSON_BYTES, inside=latest.path)
 
 
 def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:

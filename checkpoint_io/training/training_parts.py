@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from booster.checkpoint_io.destination import check_size_per_shard
 from booster.checkpoint_io.training.rank_tensors import RandomState
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
@@ -86,6 +87,7 @@ class SaveOptions:
         """
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ConfigError(f"step={self.step!r} is no number of steps: give a whole number from 0 on")
+        check_size_per_shard(self.size_per_shard)
         if self.keep_last is None:
             return
         if self.step is None:

@@ -121,7 +121,15 @@ class TrainingStateIO:
         )
         self._saver.save(request, use_async=use_async)
 
-    def load(self, checkpoint: str | os.PathLike[str], parts: TrainingParts, *, strict: bool, verify: str) -> Any:
+    def load(
+        self,
+        checkpoint: str | os.PathLike[str],
+        parts: TrainingParts,
+        *,
+        strict: bool,
+        verify: str,
+        missing_ok: bool = False,
+    ) -> Any:
         """Fills the parts from a directory, or from the latest whole step below it; returns `extra`. Collective.
 
         Args:
@@ -129,12 +137,21 @@ class TrainingStateIO:
             parts: What to fill; what the checkpoint has beside it is left alone.
             strict: Whether models must have exactly the stored tensors.
             verify: "checksums" or "structure".
+            missing_ok: Return None, with nothing changed, where there is no whole training state at all.
 
         Raises:
             CheckpointError: Something that was asked for is not there or does not fit, or damage; nothing was changed.
         """
         self._saver.wait()
-        return load_training_state(self._ranks, self._storage, as_path(checkpoint), parts, strict=strict, verify=verify)
+        return load_training_state(
+            self._ranks,
+            self._storage,
+            as_path(checkpoint),
+            parts,
+            strict=strict,
+            verify=verify,
+            missing_ok=missing_ok,
+        )
 
     def _gather(self, parts: TrainingParts) -> _Gathered:
         """Returns the ranks' plain values, and the gradients that wait on any rank. Collective."""

@@ -63,13 +63,15 @@ bool has_interrupt() {
     return PyErr_CheckSignals() != 0;
 }
 
+int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
+
 char* address(uint64_t number) { return reinterpret_cast<char*>(static_cast<uintptr_t>(number)); }
 
 class Collectives {
   public:
     Collectives(Segment segment, int rank, double timeout_seconds, const Functions& functions)
         : process_id_(getpid()), rank_(rank), segment_(std::move(segment)),
-          waiter_(segment_, rank, static_cast<int64_t>(timeout_seconds * 1e9), has_interrupt),
+          waiter_(segment_, rank, nanoseconds(timeout_seconds), has_interrupt),
           pipeline_(segment_, rank, waiter_),
           around_{segment_, rank, segment_.num_ranks(), functions.reduce, functions.copy_past_caches} {
         Card& card = segment_.card(rank);
@@ -84,6 +86,9 @@ class Collectives {
         waiter_.meet_peers();
         has_begun_ = true;
     }
+
+    // Of waits that begin from now on.
+    void set_timeout(double seconds) { waiter_.set_timeout(nanoseconds(seconds)); }
 
     int file_number() const { return segment_.file(); }
 
@@ -195,6 +200,7 @@ PYBIND11_MODULE(shm_collectives_native, module) {
     module.def("attach", booster::attach);
     py::class_<Collectives>(module, "Collectives")
         .def("begin", &Collectives::begin)
+        .def("set_timeout", &Collectives::set_timeout)
         .def("file_number", &Collectives::file_number)
         .def("all_reduce", &Collectives::all_reduce)
         .def("reduce_scatter", &Collectives::reduce_scatter)

@@ -59,6 +59,9 @@ class Waiter {
     Waiter(const Segment& segment, int rank, int64_t timeout_nanoseconds, bool (*has_interrupt)())
         : segment_(segment), rank_(rank), timeout_(timeout_nanoseconds), has_interrupt_(has_interrupt) {}
 
+    // For waits that begin from now on. Any thread may call it.
+    void set_timeout(int64_t nanoseconds) { timeout_.store(nanoseconds, std::memory_order_relaxed); }
+
     // Once all ranks have written their cards.
     void meet_peers() {
         const int num_ranks = segment_.num_ranks();
@@ -158,7 +161,7 @@ class Waiter {
 
     void sleep(Phase phase, uint64_t step) const {
         std::atomic<uint32_t>& word = word_of(phase, step);
-        const int64_t deadline = now() + timeout_;
+        const int64_t deadline = now() + timeout_.load(std::memory_order_relaxed);
         for (;;) {
             const uint32_t value = word.load(std::memory_order_seq_cst);
             if (reaches(value, target_of(step))) return;
@@ -213,7 +216,7 @@ class Waiter {
 
     const Segment& segment_;
     const int rank_;
-    const int64_t timeout_;
+    std::atomic<int64_t> timeout_;
     bool (*const has_interrupt_)();
     std::vector<PeerProcess> peers_;
     int num_pauses_ = 0;

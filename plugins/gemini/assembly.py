@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from booster.comm import broadcast, require_same_on_all_ranks
+from booster.comm import broadcast
 from booster.device import memory_allocated
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.mixed_precision.fp16_naive import log_on_master
@@ -29,14 +29,10 @@ __all__ = ["Assembly", "place_buffers"]
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves buffers to a device and gives all ranks the first rank's; parameters stay where they are. Collective.
+    """Moves buffers to a device and gives all ranks the first rank's; parameters stay where they are.
 
-    Raises:
-        DesyncError: The ranks' models differ in names, shapes, dtypes or in what needs a gradient.
+    Collective: the ranks' models have the same buffers.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    facts = [f"{name}: {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for name, t in tensors]
-    require_same_on_all_ranks("the model's parameters and buffers", facts)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import (
+    agree,
     group_rank,
     group_size,
     is_initialized,
     new_cpu_group,
-    raise_on_all_ranks,
-    require_same_on_all_ranks,
+    new_mesh,
+    patience,
 )
 from booster.data import shard_dataloader
 from booster.device import current_device
@@ -29,12 +29,13 @@ from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.placement import require_values
 from booster.plugins.gemini.assembly import Assembly, place_buffers
 from booster.plugins.gemini.memory import gemini_memory
 from booster.plugins.gemini.optimizer import GeminiOptimizer
 from booster.plugins.gemini.placement import Placement
 from booster.plugins.gemini.settings import GeminiArguments, GeminiSettings, PlacementArguments
-from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
+from booster.plugins.sharding.checks import check_memory_is_apart, error_of, report_first_skip
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -120,6 +121,7 @@ class GeminiPlugin(Plugin):
         DesyncError: The ranks' arguments differ.
     """
 
+    @patience("setup")
     def __init__(
         self,
         chunk_config_dict: Mapping[str, Any] | None = None,
@@ -215,9 +217,7 @@ class GeminiPlugin(Plugin):
             DynamicLossScaler, *scale_numbers, report=log_on_master if verbose is True else report_first_skip()
         )
         # Before groups are made, for which ranks that differ would wait in vain.
-        raise_on_all_ranks(error_of(self._check_arguments))
-        facts = [*self._arguments.facts, *self._placement_arguments.facts, f"loss scale: {scale_numbers!r}"]
-        require_same_on_all_ranks("GeminiPlugin's arguments", facts)
+        agree("making a GeminiPlugin", self.agreement_facts(), error=error_of(self._check_arguments))
         self._placement = self._make_placement()
         self._make_groups()
 
@@ -225,6 +225,10 @@ class GeminiPlugin(Plugin):
         self._arguments.check(group_size())
         self._make_placement()
         self._new_loss_scaler()
+
+    def agreement_facts(self) -> list[str]:
+        facts = [*self._arguments.facts, *self._placement_arguments.facts]
+        return [*facts, f"loss scale: {self._new_loss_scaler.args!r}"]
 
     def _make_placement(self) -> Placement:
         return self._placement_arguments.make(
@@ -236,9 +240,7 @@ class GeminiPlugin(Plugin):
     def _make_groups(self) -> None:
         num_replicas = self._arguments.extra_dp_size
         # Ranks next to each other share the shards: they are likelier to be on one machine.
-        self._mesh = init_device_mesh(
-            self._device.type, (num_replicas, group_size() // num_replicas), mesh_dim_names=("replica", "shard")
-        )
+        self._mesh = new_mesh(self._device.type, (num_replicas, group_size() // num_replicas), ("replica", "shard"))
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard") if num_replicas > 1 else None
         self._agreement_group = None if is_cpu else new_cpu_group()
@@ -275,18 +277,16 @@ class GeminiPlugin(Plugin):
         is_summed_in_fp32 = self._device.type == "cpu" and parameter_dtype.itemsize < 4
         return torch.float32 if is_summed_in_fp32 else parameter_dtype
 
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if optimizer is not None:
+            require_elementwise(optimizer)
+        require_values(model)
+        check_memory_is_apart(model, list(model.parameters()))
+
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        raise_on_all_ranks(error_of(lambda: self._check(model, optimizer)))
-        facts = [] if optimizer is None else optimizer_facts(model, optimizer)
-        require_same_on_all_ranks("the optimizer or its param groups", facts)
         place_buffers(model, self._device)
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
-
-    def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        if optimizer is not None:
-            require_elementwise(optimizer)
-        check_memory_is_apart(model, list(model.parameters()))
 
     def configure(
         self,

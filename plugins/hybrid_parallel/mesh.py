@@ -7,9 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from booster.comm import group_rank, group_size, new_cpu_group, require_same_on_all_ranks
+from booster.comm import (
+    group_rank,
+    group_size,
+    new_cpu_group,
+    new_group,
+    new_group_of_rows,
+    new_mesh,
+    require_same_on_all_ranks,
+)
 from booster.errors import ConfigError
 
 __all__ = ["AXES", "HybridMesh", "mesh_order", "rank_groups"]
@@ -71,9 +79,7 @@ class HybridMesh:
             )
         self._sizes = {axis: given[axis] for axis in mesh_order(dp_outside=dp_outside)}
         self._device_type = device_type
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device_type, tuple(self._sizes.values()), mesh_dim_names=tuple(self._sizes)
-        )
+        self.device_mesh: DeviceMesh = new_mesh(device_type, tuple(self._sizes.values()), tuple(self._sizes))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._further_groups: list[dist.ProcessGroup] = []
         self._cpu_groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
@@ -128,8 +134,8 @@ class HybridMesh:
         found: dist.ProcessGroup | None = None
         for line in rank_groups(self._sizes, (axis,)):
             ranks = [line[place] for place in places]
-            group = dist.new_group(ranks)
-            if group_rank() in ranks:
+            group = new_group(ranks)
+            if group is not None:
                 found = group
                 self._further_groups.append(group)
         return found
@@ -149,6 +155,6 @@ class HybridMesh:
             return world
         if len(axes) == 1:
             return self.device_mesh.get_group(axes[0])
-        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(rank_groups(self._sizes, axes))[0]
+        mine = new_group_of_rows(rank_groups(self._sizes, axes))
         assert group_rank(mine) == self.rank(*axes), f"rank {group_rank()} has another place in its group"
         return mine

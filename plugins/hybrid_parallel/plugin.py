@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import group_size, is_initialized, raise_on_all_ranks, require_same_on_all_ranks
+from booster.comm import agree, group_size, is_initialized, patience
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
@@ -37,7 +37,7 @@ from booster.plugins.hybrid_parallel.plans.plan import UserPlan
 from booster.plugins.hybrid_parallel.settings import HybridArguments
 from booster.plugins.low_level_zero.settings import ZeroSettings
 from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
+from booster.plugins.sharding.checks import check_flag, check_memory_is_apart, error_of, report_first_skip
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -67,6 +67,8 @@ class HybridParallelPlugin(Plugin):
     model, the hidden states forward and their gradients backward. Of m micro-batches, "1f1b" keeps the activations of
     at most pp, "gpipe" of all m; both leave (pp-1)/(m+pp-1) of the time idle, "interleaved" a num_model_chunks-th of
     that for as many times the messages; "zbv" fills it with gradients of weights, in the memory of "1f1b".
+
+    Collective: every rank must make it, with the same arguments but for `verbose`.
 
     Args:
         tp_size: Ranks that share each layer.
@@ -128,9 +130,11 @@ class HybridParallelPlugin(Plugin):
             each with what the one before gave; stages divide it.
 
     Raises:
-        ConfigError: Before `launch`, or arguments that can't be, alone or together.
+        ConfigError: Before `launch`, or arguments that can't be, alone or together; on all ranks if on any.
+        DesyncError: The ranks' arguments differ.
     """
 
+    @patience("setup")
     def __init__(
         self,
         tp_size: int = 1,
@@ -237,7 +241,9 @@ class HybridParallelPlugin(Plugin):
             max_scale,
             report=log_on_master if verbose else report_first_skip(),
         )
-        raise_on_all_ranks(error_of(self._check_arguments))
+        # Before groups are made, for which ranks that differ would wait in vain.
+        error = error_of(lambda: self._check_arguments(verbose))
+        agree("making a HybridParallelPlugin", [] if error else self.agreement_facts(), error=error)
         self._device = current_device()
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **arguments.axis_sizes(group_size()))
         self._mesh.group("dp")  # made by all ranks here, as whoever asks later may be some of them
@@ -248,9 +254,14 @@ class HybridParallelPlugin(Plugin):
         if cpu_offload and self._device.type == "cpu":
             log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
 
-    def _check_arguments(self) -> None:
+    def _check_arguments(self, verbose: bool) -> None:
         self._arguments.check(group_size())
+        check_flag("verbose", verbose)
         self._new_loss_scaler()  # checks its numbers
+
+    def agreement_facts(self) -> list[str]:
+        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
+        return [*facts, f"loss scale: {self._new_loss_scaler.args!r}"]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:
@@ -265,7 +276,11 @@ class HybridParallelPlugin(Plugin):
             ConfigError: An unknown key, a tensor size above 1 without a mode, an unknown mode, or sizes that don't
                 divide the world.
         """
-        return cls(**arguments_from_config(config, arguments))
+        read: dict[str, Any] = {}
+        error = error_of(lambda: read.update(arguments_from_config(config, arguments)))
+        if error is not None:
+            agree(f"making a {cls.__name__}", [], error=error)
+        return cls(**read)
 
     def supported_devices(self) -> list[str]:
         return ["cpu", self._device.type]
@@ -328,22 +343,18 @@ class HybridParallelPlugin(Plugin):
         """
         return self._split.explain(model)
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        raise_on_all_ranks(error_of(lambda: self._check(model, optimizer)))
-        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
-        facts += [] if optimizer is None else optimizer_facts(model, optimizer)
-        require_same_on_all_ranks("the plugin's arguments, the plan or the optimizer's param groups", facts)
-        if self._arguments.sync_batch_norm and self.dp_size > 1:
-            convert_batch_norm(model, self._device)
-        self._split.apply(model, optimizer)
-
-    def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._split.check(model)
         if optimizer is None:
             return
         require_elementwise(optimizer)
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         check_memory_is_apart(model, trained)
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if self._arguments.sync_batch_norm and self.dp_size > 1:
+            convert_batch_norm(model, self._device)
+        self._split.apply(model, optimizer)
 
     def configure(
         self,

@@ -278,9 +278,9 @@ class HybridArguments:
             or self.zero_stage not in (0, 1, 2)
         ):
             raise ConfigError(
-                f"zero_stage={self.zero_stage!r} is not a stage of this plugin: 0 keeps optimizer states whole, 1"
-                " divides them among the data parallel ranks, 2 gradients too (3 would divide parameters too, which"
-                " GeminiPlugin and TorchFSDPPlugin do)"
+                f"zero_stage={self.zero_stage!r} is not a stage of this plugin: give 0, which keeps optimizer states"
+                " whole, 1, which divides them among the data parallel ranks, or 2, which divides gradients too;"
+                " GeminiPlugin and TorchFSDPPlugin divide parameters as well"
             )
         if self.zero_stage == 2 and self.pp_size > 1:
             raise ConfigError(

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import (
+    agree,
     group_rank,
     group_size,
     is_initialized,
     new_cpu_group,
-    raise_on_all_ranks,
-    require_same_on_all_ranks,
+    new_mesh,
+    patience,
 )
 from booster.data import shard_dataloader
 from booster.device import current_device
@@ -28,13 +28,13 @@ from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
-from booster.placement import make_replicas_equal, move_to_device
+from booster.placement import make_replicas_equal, move_to_device, require_values
 from booster.plugins.low_level_zero.memory import zero_memory
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.low_level_zero.settings import ZeroArguments, ZeroSettings
 from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
+from booster.plugins.sharding.checks import check_flag, check_memory_is_apart, error_of, report_first_skip
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -55,6 +55,8 @@ class LowLevelZeroPlugin(Plugin):
 
     The user's optimizer must be elementwise, as torch's own but LBFGS, Adafactor, Muon and SparseAdam are, or declare
     how it runs on shards; see `booster.interface.ShardAware`.
+
+    Collective: every rank must make it, with the same arguments but for `verbose`.
 
     Args:
         stage: 1: optimizer states (and masters) are divided among the ranks; local gradients are kept whole, so that
@@ -86,9 +88,11 @@ class LowLevelZeroPlugin(Plugin):
         broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
 
     Raises:
-        ConfigError: Before `launch`, or an argument that can't be.
+        ConfigError: Before `launch`, or an argument that can't be; on all ranks if on any.
+        DesyncError: The ranks' arguments differ.
     """
 
+    @patience("setup")
     def __init__(
         self,
         stage: int = 1,
@@ -136,7 +140,6 @@ class LowLevelZeroPlugin(Plugin):
             sync_batch_norm=sync_batch_norm,
             broadcast_buffers=broadcast_buffers,
         )
-        self._arguments.check(group_size())
         self._new_loss_scaler = functools.partial(
             DynamicLossScaler,
             initial_scale,
@@ -148,15 +151,20 @@ class LowLevelZeroPlugin(Plugin):
             max_scale,
             report=log_on_master if verbose else report_first_skip(),
         )
-        self._new_loss_scaler()  # checks the numbers now
+        # Before groups are made, for which ranks that differ would wait in vain.
+        error = error_of(lambda: self._check_arguments(verbose))
+        agree("making a LowLevelZeroPlugin", self.agreement_facts(), error=error)
         self._device = current_device()
         # Ranks next to each other share the shards: they are likelier to be on one machine.
-        self._mesh = init_device_mesh(
-            self._device.type, (extra_dp_size, group_size() // extra_dp_size), mesh_dim_names=("replica", "shard")
-        )
+        self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
         self._agreement_group = None if self._device.type == "cpu" else new_cpu_group()
         if cpu_offload and self._device.type == "cpu":
             log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
+
+    def _check_arguments(self, verbose: bool) -> None:
+        self._arguments.check(group_size())
+        check_flag("verbose", verbose)
+        self._new_loss_scaler()  # checks its numbers
 
     def supported_devices(self) -> list[str]:
         return ["cpu", self._device.type]
@@ -190,21 +198,8 @@ class LowLevelZeroPlugin(Plugin):
             return torch.float32
         return self._arguments.communication_dtype or parameter_dtype
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        raise_on_all_ranks(error_of(lambda: self._check(model, optimizer)))
-        facts = self._facts(model, optimizer)
-        require_same_on_all_ranks("the plugin's arguments or the optimizer's param groups", facts)
-        move_to_device(model, optimizer, self._device)
-        make_replicas_equal(model)
-        if self._arguments.sync_batch_norm and self.dp_size > 1:
-            convert_batch_norm(model, self._device)
-
-    def _facts(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-        """Returns what must be the same on all ranks, each of which updates its own part by it."""
-        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
-        return facts + ([] if optimizer is None else optimizer_facts(model, optimizer))
-
-    def _check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        require_values(model)
         if optimizer is None:
             return
         require_elementwise(optimizer)
@@ -217,6 +212,16 @@ class LowLevelZeroPlugin(Plugin):
                 f"communication_dtype={self._arguments.communication_dtype} would shorten the gradients of parameters"
                 " that have more than 32 bits: leave it out"
             )
+
+    def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        move_to_device(model, optimizer, self._device)
+        make_replicas_equal(model)
+        if self._arguments.sync_batch_norm and self.dp_size > 1:
+            convert_batch_norm(model, self._device)
+
+    def agreement_facts(self) -> list[str]:
+        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
+        return [*facts, f"loss scale: {self._new_loss_scaler.args!r}"]
 
     def configure(
         self,

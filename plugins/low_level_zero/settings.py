@@ -55,8 +55,8 @@ class ZeroArguments:
         """
         if self.stage not in (1, 2) or isinstance(self.stage, bool):
             raise ConfigError(
-                f"stage={self.stage!r} is not a stage of this plugin: 1 divides optimizer states among the ranks, 2"
-                " gradients too (3 would divide parameters too, which this plugin does not)"
+                f"stage={self.stage!r} is not a stage of this plugin: give 1, which divides optimizer states among the"
+                " ranks, or 2, which divides gradients too; GeminiPlugin and TorchFSDPPlugin divide parameters as well"
             )
         if self.precision not in DTYPES:
             raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from booster.argument_checks import check_flag
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16_naive import log_on_master
 
@@ -19,7 +19,6 @@ __all__ = [
     "check_replicas",
     "error_of",
     "is_number",
-    "optimizer_facts",
     "report_first_skip",
 ]
 
@@ -39,11 +38,11 @@ def report_first_skip() -> Callable[[str], None]:
     return report
 
 
-def error_of(check: Callable[[], None]) -> ConfigError | None:
-    """Returns what a check raises; None: nothing."""
+def error_of(check: Callable[[], object]) -> Exception | None:
+    """Returns what a check raises, for all ranks to hear of; None: nothing."""
     try:
         check()
-    except ConfigError as error:
+    except Exception as error:
         return error
     return None
 
@@ -67,17 +66,6 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
                 f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
                 " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
             )
-
-
-def optimizer_facts(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Returns what must be the same of an optimizer on all ranks, each of which updates its own part by it."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    facts = [f"optimizer {type(optimizer).__name__}"]
-    for index, group in enumerate(optimizer.param_groups):
-        facts.append(f"group {index}: {', '.join(names[id(parameter)] for parameter in group['params'])}")
-        plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-        facts += [f"group {index}: {key}={value!r}" for key, value in sorted(plain.items())]
-    return facts
 
 
 def is_number(value: Any) -> bool:
@@ -112,13 +100,3 @@ def check_replicas(extra_dp_size: Any, world_size: int) -> None:
             f"extra_dp_size={extra_dp_size!r} does not divide the {world_size} ranks into equal groups that each hold"
             " all shards: give a divisor of the world size, or 1"
         )
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Returns if an argument is True or False.
-
-    Raises:
-        ConfigError: It is something else, which might be taken for either.
-    """
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is no truth value: pass True or False")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_numbers, raise_on_all_ranks
+from booster.comm import all_reduce_numbers, group_size, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
+from booster.interface.gradient_norm import any_nonfinite
 from booster.interface.mixed_precision import LossScaler
+from booster.interface.parameter_layout import is_cut
 from booster.interface.shards import SeesWholeSteps
 from booster.phases import in_phase
 from booster.plugins.sharding.masters import follow_weights
@@ -227,6 +230,17 @@ class ShardedOptimizer(OptimizerWrapper):
                 found += [parameter.grad] if shard is None else shard.counted(parameter.grad)
         return found
 
+    def _uncounted_gradients(self) -> list[torch.Tensor]:
+        """Returns gradients of which another rank of the counting group counts elements, as of copies over tp ranks."""
+        cut = (part.parameter for part in self.shards.parts if is_cut(part.working))
+        return [parameter.grad for parameter in cut if parameter.grad is not None]
+
+    def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter in self._optimized_parameters():
+            if parameter.grad is not None:
+                shard = self.shards.of(parameter)
+                yield self._names[id(parameter)] if shard is None else shard.name, parameter.grad
+
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         if norm_type == 2.0 and self._known_norm is not None:
             norm = self._known_norm
@@ -235,8 +249,17 @@ class ShardedOptimizer(OptimizerWrapper):
         return norm if self._window.factors is None else self._window.factors.true_norm(norm)
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
-        self._known_norm = norm_over_ranks(self._counted_gradients(), 2.0, self._counting_group)
-        return not bool(torch.isfinite(self._known_norm))
+        counted, uncounted = self._counted_gradients(), self._uncounted_gradients()
+        if any_nonfinite(uncounted):
+            counted.append(uncounted[0].new_full((1,), math.nan))  # which no rank of the group misses then
+        self._known_norm = norm_over_ranks(counted, 2.0, self._counting_group)
+        found = not bool(torch.isfinite(self._known_norm))
+        if group_size(self._counting_group) == group_size():
+            return found
+        found_anywhere = all_reduce_numbers([float(found)])[0] > 0
+        if found_anywhere and not found:
+            self._known_norm = torch.full_like(self._known_norm, math.nan)
+        return found_anywhere
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

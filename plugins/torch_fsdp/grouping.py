@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from booster.comm import gather_distinct, group_rank
+from booster.comm import gather_distinct, group_rank, new_mesh
 from booster.device import current_device
 from booster.errors import ConfigError
 
@@ -39,7 +39,7 @@ def make_mesh(given: Any, device_type: str, shape: tuple[int, int]) -> DeviceMes
         groups = [given.get_group(0), given.get_group(1)]
         return DeviceMesh.from_group(groups, device_type, given.mesh, mesh_dim_names=AXES)
     # Ranks next to each other share the shards: they are likelier to be on one machine.
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    mesh = new_mesh(device_type, shape, AXES)
     if given is None or given is dist.group.WORLD:
         return mesh
     # All ranks in one group: the other axis has one rank.

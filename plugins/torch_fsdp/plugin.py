@@ -18,14 +18,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import (
+    agree,
     all_reduce_max,
     collective_device,
     group_rank,
     group_size,
     is_initialized,
     new_cpu_group,
-    raise_on_all_ranks,
-    require_same_on_all_ranks,
+    patience,
 )
 from booster.data import shard_dataloader
 from booster.device import current_device
@@ -34,7 +34,7 @@ from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWr
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scaler import DynamicLossScaler
-from booster.plugins.sharding.checks import check_memory_is_apart, error_of, optimizer_facts, report_first_skip
+from booster.plugins.sharding.checks import check_memory_is_apart, error_of, report_first_skip
 from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.plugins.torch_fsdp.assembly import Assembly
@@ -104,6 +104,7 @@ class TorchFSDPPlugin(Plugin):
         DesyncError: The ranks' arguments differ.
     """
 
+    @patience("setup")
     def __init__(
         self,
         process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | DeviceMesh | None = None,
@@ -166,14 +167,16 @@ class TorchFSDPPlugin(Plugin):
         )
         self._device = current_device()
         # Before groups are made, for which ranks that differ would wait in vain.
-        raise_on_all_ranks(error_of(self._check_arguments))
-        facts = [*self._arguments.facts, f"loss scale: {scale_numbers!r}"]
-        require_same_on_all_ranks("TorchFSDPPlugin's arguments", facts)
+        error = error_of(self._check_arguments)
+        agree("making a TorchFSDPPlugin", [] if error else self.agreement_facts(), error=error)
         self._make_groups()
 
     def _check_arguments(self) -> None:
         self._arguments.check(group_size())
         self._new_loss_scaler()
+
+    def agreement_facts(self) -> list[str]:
+        return [*self._arguments.facts, f"loss scale: {self._new_loss_scaler.args!r}"]
 
     def _make_groups(self) -> None:
         self._strategy = self._arguments.strategy(group_size(), _num_hosts())
@@ -218,34 +221,29 @@ class TorchFSDPPlugin(Plugin):
         is_summed_in_fp32 = self._device.type == "cpu" and travels.itemsize < 4
         return torch.float32 if is_summed_in_fp32 else travels
 
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._assembly().check(model)
+        check_memory_is_apart(model, list(model.parameters()))
+        self._materializer(model).check()
+        self._kind = OptimizerKind.PIECES if optimizer is None else kind_of(optimizer)
+
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        materializer = self._materializer(model)
-        raise_on_all_ranks(error_of(lambda: self._check(model, materializer)))
-        require_same_on_all_ranks("the model's parameters and buffers", materializer.facts)
-        self._kind = OptimizerKind.PIECES if optimizer is None else self._agreed_kind(optimizer)
-        facts = [] if optimizer is None else optimizer_facts(model, optimizer)
-        require_same_on_all_ranks("the optimizer or its param groups", facts)
-        materializer.place_real()
+        if optimizer is not None:
+            self._agree_on_kind()
+        self._materializer(model).place_real()
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
-    def _agreed_kind(self, optimizer: Optimizer) -> OptimizerKind:
-        """Returns what the optimizer has to see, which ranks find out by trying and must not disagree on."""
-        kinds: list[OptimizerKind] = []
-        raise_on_all_ranks(error_of(lambda: kinds.append(kind_of(optimizer))))
-        mine = torch.tensor([kinds[0]], dtype=torch.int64, device=collective_device(self._agreement_group))
-        return OptimizerKind(int(all_reduce_max(mine, self._agreement_group)))
+    def _agree_on_kind(self) -> None:
+        """Finds out what the optimizer has to see, which ranks have tried by themselves and must not disagree on."""
+        mine = torch.tensor([self._kind], dtype=torch.int64, device=collective_device(self._agreement_group))
+        self._kind = OptimizerKind(int(all_reduce_max(mine, self._agreement_group)))
 
     def _materializer(self, model: nn.Module) -> Materializer:
         arguments = self._arguments
         return Materializer(
             model, self._device, param_init_fn=arguments.param_init_fn, sync=arguments.sync_module_states
         )
-
-    def _check(self, model: nn.Module, materializer: Materializer) -> None:
-        self._assembly().check(model)
-        check_memory_is_apart(model, list(model.parameters()))
-        materializer.check()
 
     def configure(
         self,

@@ -52,7 +52,7 @@ def test_the_other_collectives(world_size):
         barrier()
         all_gather_equal(torch.ones(5))
         broadcast([torch.ones(6), torch.ones(0), torch.ones(7)], source=1)
-    reduced = sum(2 * (world_size - 1) * size // world_size for size in (16, 40, 8, 8))
+    reduced = sum(2 * (world_size - 1) * size // world_size for size in (16, 40, 8, 40))
     assert count.calls == Counter(all_reduce=4, all_gather=1, broadcast=2)
     assert +count.sent == +Counter(
         all_reduce=reduced, all_gather=20 * (world_size - 1), broadcast=52 if is_source else 0

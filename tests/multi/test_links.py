@@ -200,7 +200,7 @@ def test_mistakes_are_told():
 
 
 def _hit_by_a_fault():
-    with inject_faults(Fault(rank=0, operation="send", call=2, action="raise")):
+    with inject_faults(Fault.throw(rank=0, at="send", call=2)):
         if dist.get_rank() == 0:
             link = OutgoingLink(1, None)
             link.send([torch.ones(2)])

@@ -541,7 +541,7 @@ def _lose_an_operation_of_another_group():
         with pytest.raises(RankFailedError, match="could not finish all_gather number 1"):
             barrier(sound)
     else:
-        with inject_faults(Fault(rank=1, operation="all_gather")), pytest.raises(InjectedFault):
+        with inject_faults(Fault.throw(rank=1, at="all_gather")), pytest.raises(InjectedFault):
             start_all_gather(torch.ones(2), broken)
     return all_gather_equal(torch.ones(1), sound).tolist()
 

@@ -99,9 +99,7 @@ def _call_twice(call, way, *faults):
 def _expect_named(results, call, way):
     operation = OPERATIONS.get(call, call)
     for rank, (text, seconds) in results.items():
-        assert text.startswith(
-            f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 gave no sign"
-        )
+        assert text.startswith(f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 is missing")
         assert f"; {WITNESSES[way]} says: " in text
         assert seconds < SOON_SECONDS
 
@@ -109,7 +107,7 @@ def _expect_named(results, call, way):
 @pytest.mark.parametrize(("call", "way"), [*FAST_CASES, *SLOW_CASES])
 def test_a_rank_that_died_is_named(call, way):
     """By four ranks: in a ring rank 0 is no neighbour of rank 2, and learns of its end from the others."""
-    fault = Fault(rank=2, operation=OPERATIONS.get(call, call), action="exit")
+    fault = Fault.exit(rank=2, at=OPERATIONS.get(call, call))
     with pytest.raises(RanksFailed, match="rank 2 of 4 died: left with exit code 86") as caught:
         run_ranks(_call_twice, 4, call, way, fault, fresh=True)
     assert caught.value.results.keys() == {0, 1, 3}
@@ -123,7 +121,7 @@ def test_a_rank_that_died_is_named(call, way):
 @pytest.mark.parametrize("call", ["reduce_scatter", "all_gather", "all_reduce", "broadcast"])
 def test_a_rank_that_hangs_is_named_and_learns_it(call, way):
     delay = GROUP_SECONDS + 4.0
-    fault = Fault(rank=2, operation=call, action="delay", seconds=delay)
+    fault = Fault.delay(rank=2, at=call, seconds=delay)
     results = run_ranks(_call_twice, 3, call, way, fault, fresh=True)
     _expect_named(dict(enumerate(results[:2])), call, way)
     late, _ = results[2]
@@ -135,10 +133,10 @@ def test_a_rank_that_hangs_is_named_and_learns_it(call, way):
 
 @pytest.mark.parametrize("way", [pytest.param(MEMORY, marks=pytest.mark.slow), GLOO])
 def test_a_rank_that_raises_is_named(way):
-    fault = Fault(rank=2, operation="reduce_scatter", action="raise")
+    fault = Fault.throw(rank=2, at="reduce_scatter")
     results = run_ranks(_call_twice, 3, "reduce_scatter", way, fault, fresh=True)
     _expect_named(dict(enumerate(results[:2])), "reduce_scatter", way)
-    assert results[2][0].startswith("InjectedFault: Fault(rank=2, operation='reduce_scatter', call=1, action='raise'")
+    assert results[2][0].startswith("InjectedFault: throw on rank 2 at reduce_scatter: ")
 
 
 def _make_different_calls(way):
@@ -174,7 +172,7 @@ def _wait_for_a_message(uses_header):
 @pytest.mark.parametrize("uses_header", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_message_that_never_comes_names_its_sender(uses_header):
     text = run_ranks(_wait_for_a_message, 3, uses_header, fresh=True)[0]
-    assert text.startswith("rank 0 could not finish receive number 1 from rank 1: rank 1 gave no sign")
+    assert text.startswith("rank 0 could not finish receive number 1 from rank 1: rank 1 is missing")
 
 
 def _wait_in_a_subgroup():
@@ -192,8 +190,8 @@ def _wait_in_a_subgroup():
 @pytest.mark.slow
 def test_ranks_of_a_subgroup_are_named_as_in_the_world():
     first, second = run_ranks(_wait_in_a_subgroup, 4, fresh=True)[3]
-    assert first.startswith("rank 3 could not finish send number 1 to rank 1: rank 1 gave no sign")
-    assert second.startswith("rank 3 could not finish all_gather number 1: rank 1 gave no sign")
+    assert first.startswith("rank 3 could not finish send number 1 to rank 1: rank 1 is missing")
+    assert second.startswith("rank 3 could not finish all_gather number 1: rank 1 is missing")
 
 
 @distributed(2)

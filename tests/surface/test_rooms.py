@@ -22,6 +22,7 @@ ALLOWED = {
         "booster.comm",
         "booster.kernels",
         "booster.logger",
+        "booster.phases",
     ),
     "booster": None,  # everything but the plugins, see below
     "plugins": None,

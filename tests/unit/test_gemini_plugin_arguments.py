@@ -289,7 +289,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all():
 def test_ranks_must_give_the_same_arguments(one, other, named):
     for name, text in run_ranks(_error_of, 2, [one, other]):
         assert name == "DesyncError"
-        assert text.startswith("the ranks differ in GeminiPlugin's arguments: rank 0 has ")
+        assert text.startswith("the ranks differ in making a GeminiPlugin: rank 0 has ")
         assert named in text
 
 

@@ -51,7 +51,7 @@ BAD_VALUES = [
     *[("sp_size", value, "give a whole number from 1, or None") for value in (0, 2.0, "2", True)],
     *[("precision", value, "choose one of fp32, bf16, fp16") for value in ("fp23", None, ["fp16"], torch.float16)],
     *[
-        ("zero_stage", value, "0 keeps optimizer states whole, 1 divides them")
+        ("zero_stage", value, "0, which keeps optimizer states whole, 1, which divides them")
         for value in (3, -1, True, None, "1", 1.0, [1])
     ],
     *[("make_vocab_size_divisible_by", value, "such as 64") for value in (0, 1.5, None, True)],

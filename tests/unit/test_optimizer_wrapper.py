@@ -408,7 +408,7 @@ def test_mixing_backwards_with_and_without_num_items_is_refused():
     optimizer.backward(loss_of(model, *data()), num_items=3)
     with refused("num_items"):
         optimizer.backward(loss_of(model, *data()))
-    with refused("negative"):
+    with refused("counts nothing"):
         optimizer.backward(loss_of(model, *data()), num_items=-1)
 
 

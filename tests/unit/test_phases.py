@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from booster import Booster
 from booster.phases import (
+    PARTS_OF_SAVE,
     CurrentPlace,
     Phase,
     PhaseObserver,
@@ -164,7 +165,7 @@ def test_a_loop_enters_the_phases_of_its_calls(tmp_path):
         booster.save(tmp_path / "a", model, optimizer)
         booster.load(tmp_path / "a", model, optimizer)
         make()
-    wanted = {None, "data", "forward", "backward", "clip", "step", "evaluate", "save", "load", "boost"}
+    wanted = {None, "data", "forward", "backward", "clip", "step", "evaluate", "save", "load", "boost", *PARTS_OF_SAVE}
     assert recorder.seconds.keys() == wanted
     kinds = [one if isinstance(one, str) else one[0] for one in recorder.events]
     assert kinds == ["forward", "loss", "step"] * 2

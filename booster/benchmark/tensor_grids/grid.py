@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster.benchmark.tensor_grids.blocks import Layout
-from booster.comm import group_rank, group_size, is_initialized
+from booster.comm import group_rank, group_size, is_initialized, new_group_of_rows
 from booster.errors import ConfigError
 
 __all__ = ["Grid", "cube_grid", "summa_grid"]
@@ -77,8 +77,7 @@ class Grid:
                 place for axis, place in zip(self.sizes, self._place(rank), strict=True) if axis not in axes
             )
             lines.setdefault(elsewhere, []).append(rank)
-        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(list(lines.values()))[0]
-        return mine
+        return new_group_of_rows(list(lines.values()))
 
 
 def summa_grid(side: int, depth: int = 1) -> Grid:

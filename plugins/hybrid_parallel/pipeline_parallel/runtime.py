@@ -158,9 +158,12 @@ class PipelineRuntime:
             with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
                 self._work(steps)
             loss = self._loss(run) if return_loss else None
-        if optimizer is not None and run.losses:
+        if optimizer is not None:
             for observer in observers():
-                observer.loss_given(optimizer, sum(run.losses), num_items)
+                if run.losses:
+                    observer.loss_given(optimizer, sum(run.losses), num_items)
+                else:
+                    observer.loss_is_elsewhere(optimizer)
         outputs = self._outputs(run) if return_outputs else None
         self._micro_batches = []
         return {"loss": loss, "outputs": outputs}
@@ -313,7 +316,7 @@ class PipelineRuntime:
             if not isinstance(error, RankFailedError):
                 note_failure(f"{where}: {type(error).__name__}: {error}")
                 error.add_note(f"This happened in {where}.")
-            hang_up(self._groups())
+            hang_up(self._groups(), f"{where}: {error}")
             if isinstance(error, RankFailedError):
                 raise RankFailedError(f"{where}: {error}") from error
             raise

@@ -1,0 +1,270 @@
+"""The one place that makes groups of ranks, and says how long a rank waits in them for the others."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # no __all__ there
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from booster.comm.bounded_store import BoundedStore, answer_within
+from booster.comm.inquiry import listed, surroundings
+from booster.comm.shared_memory import set_shared_memory_timeout
+from booster.errors import ConfigError, RankFailedError
+from booster.phases import current_place
+from booster.time_limits import time_limits
+
+__all__ = [
+    "limit_of_messages",
+    "new_group",
+    "new_group_of_rows",
+    "new_mesh",
+    "patience",
+    "register_world",
+    "seconds_of_now",
+]
+
+# Note [Patience]
+# A rank that is lost in training should be noticed soon, and a rank that compiles a kernel, reads a model or writes a
+# large shard should be let finish. So the launch is given three limits, and the groups that are made here, and the
+# world if the launch has made it, wait as long as training allows, but within `patience` as long as set-up or
+# checkpoints do: their backends' limits are changed at the begin and put back at the end, which costs a microsecond a
+# group, and what is started meanwhile waits that long. Groups of the user, and a world that was adopted, keep what they
+# were made with. The innermost `patience` of the process counts.
+# A message of gloo's has the limit that its connection was made with, unless its end is waited for with another one.
+# A group itself is made under the limit of set-up, whenever that is. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier of
+# its own ahead of each collective, the limit of which can't be changed later: there, and with a backend other than gloo
+# and nccl, every wait in a group has the limit that holds when it is made.
+
+Kind = Literal["setup", "checkpoint"]
+
+_CHANGEABLE = ("gloo", "nccl")
+_LOST = re.compile(r"timed? ?out|connect|closed|reset by peer|broken pipe|socket", re.IGNORECASE)
+_ANSWER_SECONDS = 3.0  # of the store
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A group whose limits follow what this process does: the backends of it that can be changed."""
+
+    backends: list[Any]
+    is_gloo: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_gloo = bool(self.backends) and all(backend.name() == "gloo" for backend in self.backends)
+
+
+_ours: WeakKeyDictionary[dist.ProcessGroup, _Followed] = WeakKeyDictionary()
+_kinds: list[Kind] = []  # those of the blocks of `patience` that this process is in, outermost first
+_lock = threading.RLock()
+_num_made: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()  # by the store of a world and the ranks
+
+
+def seconds_of_now() -> float:
+    """Returns how long a wait may take that begins now, by what this process is doing."""
+    return getattr(time_limits(), _kinds[-1]) if _kinds else time_limits().training
+
+
+@contextmanager
+def patience(kind: Kind) -> Iterator[None]:
+    """Lets every wait for another rank that begins in the block take as long as set-up or checkpoints may.
+
+    A decorator, too. No communication. Groups, so all threads of this process, are back to what was before at the end,
+    also after an error. See Note [Patience].
+    """
+    with _lock:
+        _kinds.append(kind)
+        _apply_to_all()
+    try:
+        yield
+    finally:
+        with _lock:
+            _remove_last(kind)
+            _apply_to_all()
+
+
+def limit_of_messages(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Returns how long to wait for a message that is under way in this group; None: as the backend knows.
+
+    The end of one of nccl's is not waited for: it is put into the stream of the device.
+    """
+    chosen = group or dist.group.WORLD
+    followed = None if chosen is None else _ours.get(chosen)
+    return timedelta(seconds=seconds_of_now()) if followed is not None and followed.is_gloo else None
+
+
+def register_world() -> None:
+    """Lets the limits of this module hold for the world, which the launch has made. No communication."""
+    if dist.group.WORLD is not None:
+        _register(dist.group.WORLD)
+
+
+def new_group(
+    ranks: Sequence[int], backend: str | None = None, *, use_local_synchronization: bool = False
+) -> dist.ProcessGroup | None:
+    """Returns a new group; None on a rank that is not in it.
+
+    Args:
+        ranks: World ranks.
+        backend: None: as the world.
+        use_local_synchronization: Only the ranks of the group come here, and nobody else.
+
+    Collective over the world, or over `ranks` with `use_local_synchronization`.
+
+    Raises:
+        RankFailedError: A rank did not come in the time of set-up.
+    """
+    coming = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
+    sign = _Sign(ranks, coming)
+    is_changeable = _has_changeable_limit(str(dist.get_backend()) if backend is None else backend)
+    seconds = time_limits().setup if is_changeable else seconds_of_now()
+    is_by_gloo = str(dist.get_backend() if backend is None else backend) == "gloo"
+
+    def make() -> dist.ProcessGroup | int | None:
+        made: dist.ProcessGroup | int | None = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=seconds),
+            backend=backend,
+            use_local_synchronization=use_local_synchronization,
+        )
+        return made
+
+    try:
+        # torch asks the store meanwhile, see Note [Answers]. An accelerator's backend asks for this thread's device.
+        group = answer_within(make, seconds + _ANSWER_SECONDS) if is_by_gloo else make()
+    except RuntimeError as error:
+        if not isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) and not _LOST.search(str(error)):
+            raise
+        raise RankFailedError(sign.explanation(seconds, error)) from error
+    if not isinstance(group, dist.ProcessGroup):  # what torch gives to who is not in it
+        return None
+    _register(group)
+    return group
+
+
+def new_group_of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Makes a new group of each row of world ranks, every rank being in one of them, and returns this rank's.
+
+    Collective over the world. Raises as `new_group` does.
+    """
+    mine = [group for row in rows if (group := new_group(row)) is not None]
+    if len(mine) != 1:
+        raise AssertionError(f"rank {dist.get_rank()} is in {len(mine)} of the groups {rows}")
+    return mine[0]
+
+
+def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Returns all ranks as a mesh, those next to each other along its last axis. An axis with all ranks is the world.
+
+    Args:
+        device_type: Of the devices that the ranks compute on.
+        shape: Number of ranks along each axis.
+        names: The axes.
+
+    Collective over the world. Raises as `new_group` does.
+
+    Raises:
+        ConfigError: There is no world.
+    """
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None:
+        raise ConfigError(
+            f"a mesh of {' x '.join(map(str, shape))} ranks needs a world, and nothing was launched: call"
+            " booster.launch_from_torch() first"
+        )
+    if getattr(world, "bound_device_id", None) is not None:
+        # torch splits nccl's communicator into all rows at once, where rows made one by one would be a split each.
+        mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+        for group in mesh.get_all_groups():
+            if group is not world:
+                _register(group)
+        return mesh
+    places = torch.arange(math.prod(shape)).view(*shape)
+    groups = [
+        world if size == world.size() else new_group_of_rows(places.movedim(axis, -1).reshape(-1, size).tolist())
+        for axis, size in enumerate(shape)
+    ]
+    return DeviceMesh.from_group(groups, device_type, places, mesh_dim_names=tuple(names))
+
+
+class _Sign:
+    """Tells, where a group could not be made, which ranks did not even begin to."""
+
+    def __init__(self, ranks: Sequence[int], coming: Sequence[int]) -> None:
+        self._ranks, self._coming = ranks, coming
+        store = _get_default_store()
+        made = _num_made.setdefault(store, Counter())
+        key = ",".join(map(str, ranks))
+        made[key] += 1
+        self._store = BoundedStore(store, f"booster.groups/{key}/{made[key]}", _ANSWER_SECONDS)
+        if str(dist.get_backend()) != "fake":  # torch's backend that only pretends, as its store does
+            self._store.set(str(dist.get_rank()), "here")
+
+    def explanation(self, seconds: float, error: RuntimeError) -> str:
+        where = surroundings(current_place()) or " (in set-up, outside of all phases)"
+        head = f"rank {dist.get_rank()} could not make a group of {listed(self._ranks)} within {seconds:g} s{where}"
+        tail = f"torch says: {str(error).strip().splitlines()[0]}"
+        try:
+            missing = [rank for rank in self._coming if not self._store.check([str(rank)])]
+        except dist.DistError:
+            return (
+                f"{head}, and the store of torch.distributed is gone: the process that serves it (rank 0 or the"
+                f" launcher) has ended or is stopped, see its log; {tail}"
+            )
+        if not missing:
+            return f"{head}: all had come, and one ended or hangs since: see their logs; {tail}"
+        return (
+            f"{head}: {listed(missing)} gave no sign: see the log there, whether it ended, hangs or is busy elsewhere."
+            f" Where it needs longer, launch with setup_timeout_seconds=...; {tail}"
+        )
+
+
+def _has_changeable_limit(backend: str) -> bool:
+    is_known = all(part.split(":")[-1] in _CHANGEABLE for part in backend.split(","))
+    return is_known and get_debug_level() != DebugLevel.DETAIL
+
+
+def _register(group: dist.ProcessGroup) -> None:
+    with _lock:
+        _ours[group] = _Followed(_changeable_backends(group))
+        _apply(group)
+
+
+def _changeable_backends(group: dist.ProcessGroup) -> list[Any]:
+    backends: list[Any] = []
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # around which torch's debug mode puts checks
+        if backend.name() in _CHANGEABLE and not any(backend is other for other in backends):
+            backends.append(backend)
+    return backends
+
+
+def _apply_to_all() -> None:
+    for group in list(_ours):
+        _apply(group)
+
+
+def _apply(group: dist.ProcessGroup) -> None:
+    seconds = seconds_of_now()
+    for backend in _ours[group].backends:
+        backend._set_default_timeout(timedelta(seconds=seconds))
+    set_shared_memory_timeout(group, seconds)
+
+
+def _remove_last(kind: Kind) -> None:
+    """Ends a block; another thread's may have begun since."""
+    index = len(_kinds) - 1 - _kinds[::-1].index(kind)
+    del _kinds[index]

@@ -1,0 +1,318 @@
+"""Finds where an inf or nan comes from: a block in which every loss and every gradient is looked at, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from booster.comm import all_reduce_numbers, gather_distinct
+from booster.errors import ConfigError, NonfiniteError
+from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.interface.gradient_norm import any_nonfinite
+from booster.logger import get_dist_logger
+from booster.phases import PhaseObserver, current_place, watch_phases
+from booster.tensor_tree import map_tensors
+
+__all__ = ["find_nonfinite"]
+
+# Note [Looking for inf and nan]
+# While a model runs, each rank notes which modules gave something that is not finite out of what was finite, in the
+# order in which they ended; a module around such a one is no news. While backward runs, it notes for which modules'
+# outputs and which parameters its own gradients were not finite, before they are summed over ranks: afterwards all
+# ranks have the same inf or nan, and nobody can tell whose it was. These notes are only read when a loss or a gradient
+# of the step is found to be inf or nan on any rank, about which all ranks agree by one number each time. All ranks
+# then have all notes, and raise the same error. Masks with -inf in them, which are made and used within a forward,
+# do no harm, as the loss is finite.
+
+_ACTIONS = ("raise", "log")
+_MAX_NAMES = 5
+
+
+@contextmanager
+def find_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, action: str) -> Iterator[None]:
+    """Watches a model within a block; see `Booster.debug_nonfinite`.
+
+    Args:
+        model: The boosted model.
+        optimizer: The one whose losses and gradients are looked at; None: every optimizer's.
+        action: "raise" or "log".
+
+    Raises:
+        ConfigError: Another action.
+    """
+    if action not in _ACTIONS:
+        raise ConfigError(
+            f"debug_nonfinite(action={action!r}): what is found is either an error or a line of the log: write"
+            " action='raise' or action='log'"
+        )
+    watch = _Watch(model, optimizer, raises=action == "raise")
+    with watch.hooked(), watch_phases(watch):
+        yield
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What a rank saw; see Note [Looking for inf and nan].
+
+    Attributes:
+        modules: Names of modules whose outputs were not finite, and whether their inputs were.
+        gradients_of: Parameters for which this rank computed a gradient that is not finite, as backward came to them.
+        gradients_at: The first module, in the order of backward, whose output had such a gradient; None: none did.
+    """
+
+    modules: list[tuple[str, bool]] = field(default_factory=list)
+    gradients_of: list[str] = field(default_factory=list)
+    gradients_at: str | None = None
+
+
+class _Watch(PhaseObserver):
+    def __init__(self, model: ModelWrapper, optimizer: OptimizerWrapper | None, *, raises: bool) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._raises = raises
+        self._notes = _Notes()
+        self._handles: list[RemovableHandle] = []
+        # Those with a hook, kept alive so that no other tensor is taken for them.
+        self._watched: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Has the hooks in their places within a block."""
+        try:
+            for name, parameter in self._model.named_parameters():
+                self._watch_parameter(self._model.logical_name(name), parameter)
+            for name, module in self._model.named_modules():
+                self._watch_module(name, module)
+            yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._watched.clear()
+
+    # Notes of this rank.
+
+    def _watch_module(self, name: str, module: nn.Module) -> None:
+        prefix = f"{name}." if name else ""
+
+        def before(module: nn.Module, *_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            # A plugin may show other tensors while a module runs than those that the model has outside of that.
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._watch_parameter(self._model.logical_name(prefix + key), parameter)
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not torch.compiler.is_compiling() and (module.training or torch.is_grad_enabled()):
+                self._note_output(name, (args, kwargs), output)
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def _note_output(self, name: str, inputs: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            # What only shows the numbers of others has no gradient of its own to look at.
+            if tensor.requires_grad and type(tensor) is torch.Tensor:
+                tensor.register_hook(lambda gradient: self._note_gradient_at(name, gradient))
+        noted = self._notes.modules
+        if len(noted) >= _MAX_NAMES or not _has_nonfinite(output):
+            return
+        if any(inner == name or inner.startswith(f"{name}." if name else "") for inner, _ in noted):
+            return
+        had_finite_inputs = not _has_nonfinite(inputs)
+        if had_finite_inputs or not noted:
+            noted.append((name, had_finite_inputs))
+
+    def _note_gradient_at(self, name: str, gradient: torch.Tensor) -> None:
+        if self._notes.gradients_at is None and _has_nonfinite(gradient):
+            self._notes.gradients_at = name
+
+    def _watch_parameter(self, name: str, parameter: torch.Tensor) -> None:
+        if not parameter.requires_grad or id(parameter) in self._watched:
+            return
+        self._watched[id(parameter)] = parameter
+
+        def note(gradient: torch.Tensor) -> None:
+            if name not in self._notes.gradients_of and _has_nonfinite(gradient):
+                self._notes.gradients_of.append(name)
+
+        handle: RemovableHandle = parameter.register_hook(note)  # type: ignore[no-untyped-call]
+        self._handles.append(handle)
+
+    # What all ranks decide together.
+
+    def loss_given(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
+        self._check_loss(optimizer, loss)
+
+    def loss_is_elsewhere(self, optimizer: Any) -> None:
+        self._check_loss(optimizer, None)
+
+    def _check_loss(self, optimizer: Any, loss: torch.Tensor | None) -> None:
+        if self._optimizer is not None and optimizer is not self._optimizer:
+            return
+        value = 0.0 if loss is None else float(loss.detach())
+        modules, self._notes.modules = self._notes.modules, []
+        if not _is_so_anywhere(not math.isfinite(value)):
+            return
+        self._notes = _Notes()  # a pipeline's backward is over when the loss is known
+        report = _LossReport(
+            loss=None if math.isfinite(value) else str(value), modules=modules, parameters=self._nonfinite_parameters()
+        )
+        text = _say_loss([_LossReport(**one) for one in _from_all_ranks(asdict(report))])
+        self._tell(optimizer, text, skips_by_itself=optimizer.loss_scaler is not None)
+
+    def _nonfinite_parameters(self) -> list[str]:
+        parameters = {self._model.logical_name(name) for name, _ in self._model.named_parameters()}
+        found = [part.name for part in self._model.tensor_slices() if _has_nonfinite(part.tensor)]
+        return list(dict.fromkeys(name for name in found if name in parameters))
+
+    def gradients_known(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+        if self._optimizer is not None and optimizer is not self._optimizer:
+            return
+        notes, self._notes = self._notes, _Notes()
+        has_scale = optimizer.loss_scaler is not None
+        held = [name for name, gradient in named() if any_nonfinite([gradient])]
+        found = optimizer.window.found_nonfinite if has_scale else _is_so_anywhere(len(held) > 0)
+        if not found:
+            return
+        report = _GradientReport(held=held, gradients_of=notes.gradients_of, gradients_at=notes.gradients_at)
+        text = _say_gradients([_GradientReport(**one) for one in _from_all_ranks(asdict(report))])
+        if not has_scale:
+            self._tell(optimizer, f"{text}. {_ABOUT_GRADIENTS}")
+            return
+        scale = optimizer.loss_scaler.scale
+        get_dist_logger("booster").warning(f"{text}. The step with loss scale {scale:g} is skipped", ranks=[0])
+
+    def _tell(self, optimizer: OptimizerWrapper, text: str, *, skips_by_itself: bool = False) -> None:
+        if self._raises:
+            # Its gradients wait for no step any more, so that zero_grad() clears them in an accumulation too.
+            optimizer.restore_window(replace(optimizer.window, has_stepped=True), 0)
+            raise NonfiniteError(f"{text}. {_RAISED}")
+        get_dist_logger("booster").warning(text if skips_by_itself else f"{text}. {_LOGGED}", ranks=[0])
+
+
+# Looking.
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
+@torch.no_grad()
+def _has_nonfinite(tree: Any) -> bool:
+    return any(_is_nonfinite(tensor.detach()) for tensor in map(_held, _tensors(tree)))
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers that this rank has of a tensor which shows those of others too. No communication."""
+    for name in ("local", "_local_tensor"):  # split logits; DTensor
+        held = getattr(tensor, name, None) if type(tensor) is not torch.Tensor else None
+        if isinstance(held, torch.Tensor):
+            return held
+    return tensor
+
+
+def _is_nonfinite(tensor: torch.Tensor) -> bool:
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return False
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    if tensor.dtype.itemsize == 1:  # float8 has no isfinite of its own
+        tensor = tensor.float()
+    return not bool(torch.isfinite(tensor).all())
+
+
+def _is_so_anywhere(fact: bool) -> bool:
+    return all_reduce_numbers([float(fact)])[0] > 0
+
+
+def _from_all_ranks(report: Any) -> list[Any]:
+    payloads, owners = gather_distinct(json.dumps(report).encode())
+    return [json.loads(payloads[owner]) for owner in owners]
+
+
+# Saying.
+
+_ABOUT_LOSSES = "Look at what is made of such inputs there and at the batch"
+_ABOUT_PARAMETERS = "Begin again from a checkpoint, as parameters are not finite"
+_ABOUT_GRADIENTS = (
+    "Look at what is computed from that output (a root or a norm of zero, a quotient, an exponential), or lower the"
+    " learning rate"
+)
+_RAISED = "Nothing was updated; to go on without this step, call optimizer.zero_grad()"
+_LOGGED = "The run goes on, and an optimizer that is stepped with this makes its parameters inf or nan, too"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LossReport:
+    """What a rank knows of a loss that is inf or nan somewhere; `loss` is None where its own is finite."""
+
+    loss: str | None
+    modules: Sequence[Sequence[Any]]
+    parameters: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GradientReport:
+    """What a rank knows of gradients that are inf or nan somewhere; `held` are those that it updates with."""
+
+    held: Sequence[str]
+    gradients_of: Sequence[str]
+    gradients_at: str | None
+
+
+def _say_loss(reports: Sequence[_LossReport]) -> str:
+    losses = [f"{one.loss} on rank {rank}" for rank, one in enumerate(reports) if one.loss is not None]
+    lines = [f"the loss is not finite after {current_place().num_steps} steps: {', '.join(losses)} of {len(reports)}"]
+    notes = {rank: one.modules for rank, one in enumerate(reports) if one.modules}
+    for rank, modules in notes.items():
+        named, *others = [_say_module(*one) for one in modules]
+        lines.append(f"on rank {rank} the first module with an output that is not finite was {named}")
+        if others:
+            lines.append(f"after it {', '.join(others)}")
+    if not notes:
+        lines.append("the outputs of all modules were finite, so it is what the criterion made of them")
+    names = list(dict.fromkeys(name for one in reports for name in one.parameters))
+    lines.append(f"parameters that are not finite: {_listed(names)}")
+    return f"{'; '.join(lines)}. {_ABOUT_PARAMETERS if names else _ABOUT_LOSSES}"
+
+
+def _say_module(name: str, had_finite_inputs: bool) -> str:
+    inputs = "inputs were finite" if had_finite_inputs else "inputs were not finite either"
+    return f"{name!r} (its {inputs})" if name else f"the model itself (its {inputs})"
+
+
+def _say_gradients(reports: Sequence[_GradientReport]) -> str:
+    held = list(dict.fromkeys(name for one in reports for name in one.held))
+    lines = [f"gradients are not finite after {current_place().num_steps} steps: those of {_listed(held)}"]
+    produced = {rank: one for rank, one in enumerate(reports) if one.gradients_of or one.gradients_at is not None}
+    for rank, one in produced.items():
+        begun = ""
+        if one.gradients_at is not None:
+            output = f"the output of {one.gradients_at!r}" if one.gradients_at else "the model's output"
+            begun = f", and backward met the first at {output}"
+        lines.append(f"rank {rank} computed such ones for {_listed(one.gradients_of)}{begun}")
+    if not produced:
+        lines.append(
+            "what each rank computed was finite: their sum over the ranks was too large, or a hook has changed them"
+        )
+    return "; ".join(lines)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{shown}{more}" if names else "none"

@@ -1,0 +1,219 @@
+"""Batches of ranks that have different numbers of them: all stop together after the last one that every rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from booster.comm import all_gather_equal, all_reduce_numbers, group_size, raise_on_all_ranks
+from booster.data.active import active_place, enter_iteration, leave_iteration
+from booster.data.dataloader import EpochIterator
+from booster.data.sampler import BatchPlace
+from booster.errors import ConfigError, RankFailedError
+from booster.logger import get_dist_logger
+from booster.phases import in_phase
+
+__all__ = ["JoinedBatches"]
+
+# Note [Common end]
+# Before a batch is handed out, the ranks add up three numbers: how many of them have no batch any more, how many have
+# this one as their last, and how many have failed. If any rank has none, all end here; if this is somebody's last, it
+# is everybody's last, and is known as such while it is worked on, so that `accumulate` ends its step there. For that a
+# rank has to know whether a further batch follows. Our own loaders know it; of anything else one batch is read ahead.
+# What is read ahead and fails does so when its turn has come: the batches before it are good ones.
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+_UNKNOWN_PLACE = BatchPlace(num_samples=0, num_repeated=0, num_repeated_here=0, stop=0, is_last=False)
+_MAX_LISTED = 10  # ranks in a message
+
+
+class JoinedBatches(Iterator[T_co]):
+    """One pass over each rank's own batches; see `Booster.join_uneven`. All ranks must take it together."""
+
+    loader = None  # as `booster.data.active.Iteration` has it: there is no loader behind this
+
+    def __init__(self, batches: Iterable[T_co]) -> None:
+        self._batches: Iterable[T_co] = batches
+        self._reader: _Reader[T_co] | None = None
+        self._num_batches = 0
+        self._is_over = False
+        self.place = _UNKNOWN_PLACE
+
+    @in_phase("data")
+    def __next__(self) -> T_co:
+        if self._is_over:
+            self.close()
+            raise StopIteration
+        read = self._read_together()
+        if read is None:
+            self.close()
+            raise StopIteration
+        self._num_batches += 1
+        if read.place is not None:
+            self.place = replace(read.place, is_last=self._is_over)
+            enter_iteration(self)
+        return read.batch
+
+    def close(self) -> None:
+        """Ends the pass on this rank, and what it reads from. No communication."""
+        self._is_over = True
+        reader, self._reader, self._batches = self._reader, None, ()
+        leave_iteration(self)
+        if reader is not None:
+            reader.close()
+
+    def _read_together(self) -> _Read[T_co] | None:
+        """Returns the next batch, and notes whether it is the last one; None: some rank has none. Collective."""
+        read, error = None, None
+        try:
+            read = self._read()
+        except RankFailedError:  # of a communication within: the others have met it too, or can't be told any more
+            self.close()
+            raise
+        except Exception as caught:  # raised by all ranks, see below
+            error = caught
+        num_left = 0 if read is None else 1 + read.is_followed
+        num_ended, num_ending, num_failed = all_reduce_numbers([num_left == 0, num_left == 1, error is not None])
+        if num_failed:
+            self.close()
+            raise_on_all_ranks(error)
+        if num_ended or num_ending:
+            self._end(num_left, is_common=max(num_ended, num_ending) == group_size(), has_batch=not num_ended)
+        return None if num_ended else read
+
+    def _read(self) -> _Read[T_co] | None:
+        if self._reader is None:
+            self._reader = _reader_of(self._batches)
+        return self._reader.read()
+
+    def _end(self, num_left: int, *, is_common: bool, has_batch: bool) -> None:
+        self._is_over = True
+        if not is_common:
+            left = all_gather_equal(torch.tensor([num_left])).tolist()
+            _announce_end([rank for rank, num in enumerate(left) if num == min(left)], self._num_batches + has_batch)
+            if self._reader is not None:
+                self._reader.end_here()
+
+
+def _announce_end(ended: Sequence[int], num_batches: int) -> None:
+    logger = get_dist_logger("booster.data")
+    ranks = ("rank " if len(ended) == 1 else "ranks ") + ", ".join(map(str, ended[:_MAX_LISTED]))
+    ranks += f" and {len(ended) - _MAX_LISTED} more" if len(ended) > _MAX_LISTED else ""
+    if num_batches == 0:
+        logger.warning(f"join_uneven() ends before the first batch: {ranks} had none", ranks=[0])
+    else:
+        logger.info(
+            f"join_uneven() ends after {num_batches} batches on each rank: {ranks} had no more; what others had is not"
+            " used",
+            ranks=[0],
+        )
+
+
+# Where the batches come from.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read(Generic[T]):
+    """A batch.
+
+    Attributes:
+        batch: What the user gets.
+        is_followed: Whether this rank has a further one, or an error in its place.
+        place: What is known of it; None: the loader that handed it out says so itself.
+    """
+
+    batch: T
+    is_followed: bool
+    place: BatchPlace | None
+
+
+class _Reader(Protocol[T]):
+    """What reads the batches of one rank."""
+
+    def read(self) -> _Read[T] | None:
+        """Returns the next batch; None: there is no more."""
+
+    def end_here(self) -> None:
+        """The batch that was read last is the last one that is used."""
+
+    def close(self) -> None:
+        """Lets go of what it reads from."""
+
+
+def _reader_of(batches: Iterable[T]) -> _Reader[T]:
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise ConfigError(
+            f"join_uneven() was given a {type(batches).__name__}, which has no batches to go through: give it this"
+            " rank's loader, or any iterable of batches, once an epoch: for batch in booster.join_uneven(loader)"
+        )
+    source = iter(batches)
+    return _LoaderReader(source) if isinstance(source, EpochIterator) else _ReaderAhead(source)
+
+
+class _LoaderReader(Generic[T]):
+    """Reads a loader of ours, which counts what it has handed out: reading ahead would spoil its state."""
+
+    def __init__(self, source: EpochIterator[T]) -> None:
+        self._source = source
+
+    def read(self) -> _Read[T] | None:
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            return None
+        return _Read(batch=batch, is_followed=not self._source.place.is_last, place=None)
+
+    def end_here(self) -> None:
+        self._source.end_after_this()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failed:
+    error: Exception
+
+
+class _ReaderAhead(Generic[T]):
+    """Reads any iterator, one batch ahead."""
+
+    def __init__(self, source: Iterator[T]) -> None:
+        self._source: Iterator[T] | None = source
+        self._next = self._fetch()
+
+    def read(self) -> _Read[T] | None:
+        now = self._next
+        if isinstance(now, _Failed):
+            raise now.error
+        if now is not None:
+            self._next = self._fetch()
+            return replace(now, is_followed=self._next is not None)
+        return None
+
+    def _fetch(self) -> _Read[T] | _Failed | None:
+        if self._source is None:
+            return None
+        before = active_place()
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            return None
+        except Exception as error:  # raised when this batch's turn has come
+            return _Failed(error=error)
+        # A loader of ours within a generator has just moved on: the batch is of its samples.
+        place = active_place()
+        is_its_own = place is not None and place is not before
+        return _Read(batch=batch, is_followed=True, place=place if is_its_own else _UNKNOWN_PLACE)
+
+    def end_here(self) -> None:
+        pass
+
+    def close(self) -> None:
+        source, self._source, self._next = self._source, None, None
+        if isinstance(source, (Generator, JoinedBatches)):  # a file, say, stays its owner's
+            source.close()

@@ -1,0 +1,87 @@
+"""Monitor and estimates of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from faults.mistakes.models import batches, boosted, pair
+from faults.mistakes.wrong_call import Place, WrongCall
+
+from booster import Monitor, estimate_memory
+
+WORLD_SIZE = 2
+
+_MONITORS: list[dict[str, Any]] = [
+    {"log": "."},
+    {"log": 3},
+    {"tensorboard": 3},
+    {"progress": "yes"},
+    {"total_steps": 0},
+    {"every": 0},
+    {"every": "10"},
+    {"first_step": -1},
+    {"tokens": 512},
+    {"hang_seconds": 0},
+    {"across_ranks": "yes"},
+]
+_ESTIMATES: list[dict[str, Any]] = [
+    {"plugin": 3},
+    {"plugin": "ddp"},
+    {"num_ranks": 0},
+    {"num_ranks": "8"},
+    {"num_ranks": 4},
+    {"settings": 3},
+    {"settings": {"stag": 1}},
+    {"plugin": "torch_ddp", "mixed_precision": "fp17"},
+    {"optimizer": "AdamW"},
+    {"device_memory": "80GiB"},
+    {"device_memory": 0},
+]
+
+
+def _monitor(arguments: dict[str, Any]) -> WrongCall:
+    def prepare(_: Place) -> Callable[[], Any]:
+        _booster, model, optimizer = boosted()
+        return lambda: Monitor(model, optimizer, **arguments)
+
+    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return WrongCall(name=f"Monitor({shown})", prepare=prepare)
+
+
+def _monitor_of(what: str, objects: Callable[[Any, Any], tuple[Any, Any]]) -> WrongCall:
+    def prepare(_: Place) -> Callable[[], Any]:
+        given = objects(*boosted()[1:])
+        return lambda: Monitor(*given)
+
+    return WrongCall(name=f"Monitor() of {what}", prepare=prepare)
+
+
+def _closed_monitor() -> WrongCall:
+    def prepare(_: Place) -> Callable[[], Any]:
+        monitor = Monitor(*boosted()[1:])
+        return lambda: monitor.log(loss=0.5)
+
+    return WrongCall(name="Monitor.log() outside of its block", prepare=prepare)
+
+
+def _estimate(arguments: dict[str, Any]) -> WrongCall:
+    def prepare(_: Place) -> Callable[[], Any]:
+        model, batch = pair()[0], batches()[0]
+        given = {"plugin": "low_level_zero", "batch": batch, "criterion": lambda out, _: out.mean(), **arguments}
+        return lambda: estimate_memory(model, **given)
+
+    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return WrongCall(name=f"estimate_memory({shown})", prepare=prepare)
+
+
+def wrong_calls() -> list[WrongCall]:
+    """Returns the wrong calls of this topic."""
+    return [
+        *(_monitor(arguments) for arguments in _MONITORS),
+        _monitor_of("a plain model", lambda model, optimizer: (model.unwrap(), optimizer)),
+        _monitor_of("a plain optimizer", lambda model, optimizer: (model, optimizer.optim)),
+        _monitor_of("another model's optimizer", lambda model, _: (model, boosted()[2])),
+        _closed_monitor(),
+        *(_estimate(arguments) for arguments in _ESTIMATES),
+    ]

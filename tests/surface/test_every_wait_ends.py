@@ -1,0 +1,264 @@
+"""No wait without end: each call that may block has a timeout, or stands here with the reason why it ends."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    str(path.relative_to(ROOT)): path
+    for room in ("booster", "plugins", "kernels", "checkpoint_io")
+    for path in sorted((ROOT / room).rglob("*.py"))
+}
+
+# Methods that block until something happens, where they are called without any argument, thus without a time.
+WITHOUT_ARGUMENTS = ("accept", "acquire", "exception", "get", "join", "pause", "result", "select", "wait")
+# Those that have no argument for it, or take it by name; an attribute `timeout=` is looked for.
+BLOCKING = ("communicate", "recv", "recv_bytes", "recv_into", "wait_for", "waitid", "waitpid")
+SUBPROCESS = ("call", "check_call", "check_output", "run")
+OF_A_STORE = ("get", "multi_get", "wait")  # with keys alone they wait as long as the store was told
+
+OPERATION = "it ends in Operation.wait, at the limit of the group"
+MESSAGE = "all waits of messages and of started collectives come here: at the limit of the group or of its messages"
+SAVES = "it ends with saves of this process, the waits of which end at the limit of checkpoints"
+OWN_THREADS = "threads of this process that end by themselves: what they wait for ends"
+IS_THERE = "the key is there: it was waited for, or looked for, just before"
+DISK = "a request that the system performs on a disk"
+DEVICE = "nothing is waited for here: the device's stream will"
+ENDING = "a process that was killed, or has closed its output as it ends"
+
+ALLOWED = {
+    "booster/benchmark/processes.py": {
+        "process.join": ENDING,
+        "connection.recv_bytes": "it was said to be ready",
+    },
+    "booster/benchmark/rank.py": {
+        "threading.Event().wait": "the process is killed by its parent, or ends with it",
+        "connection.recv_bytes": "a daemon's thread, which waits for the end of the parent",
+    },
+    "booster/cli/agreed_rendezvous.py": {"met.store.get": "the limit of torch's rendezvous, which made the store"},
+    "booster/cli/check_communication.py": {"process.wait": ENDING},
+    "booster/cli/ending.py": {"watcher.join": "the thread sees the end of its pipe"},
+    "booster/cli/fleet.py": {"host.process.wait": ENDING},
+    "booster/cli/rank_output.py": {
+        "self._thread.join": "the thread was woken and told to end",
+        "self._selector.select": "a daemon's thread, which every line and the end of the launcher wake",
+    },
+    "booster/comm/bounded_store.py": {
+        "self._store.get": "in a thread that is given up after a time",
+        "self._store.multi_get": "in a thread that is given up after a time",
+    },
+    "booster/comm/flat_collectives.py": {"messages.wait": OPERATION},
+    "booster/comm/inquiry.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
+    "booster/comm/links.py": {
+        "self._messages[0].wait": OPERATION,
+        "self.header.wait": OPERATION,
+        "part.wait": OPERATION,
+    },
+    "booster/comm/notice_board.py": {"self._store.get": IS_THERE},
+    "booster/comm/operation.py": {"work.wait": MESSAGE},
+    "booster/comm/point_to_point.py": {
+        "start_send_tensor(tensor, receiver, group).wait": OPERATION,
+        "start_receive_tensor(sender, group).wait": OPERATION,
+    },
+    "booster/comm/signs.py": {"store.get": IS_THERE, "self._store.get": IS_THERE},
+    "booster/comm/store_barrier.py": {"self._store.get": IS_THERE, "self._store.multi_get": IS_THERE},
+    "booster/facade_checkpoints.py": {"self._checkpoint_io.wait": SAVES},
+    "booster/optim/offload/pipeline.py": {"transfer.wait": DISK, "ticket.wait": DISK},
+    "booster/rendezvous.py": {"store.get": IS_THERE},
+    "plugins/gemini/block_file.py": {"ticket.wait": DISK},
+    "plugins/gemini/chunk.py": {"self._gather.wait": OPERATION},
+    "plugins/gemini/model.py": {"flight.wait": OPERATION},
+    "plugins/gemini/pieces.py": {
+        "self._block.read_into(host).wait": DISK,
+        "self._block.read_into(target).wait": DISK,
+        "self._block.write_from(source.cpu() if self._takes_host_memory else source).wait": DISK,
+    },
+    "plugins/gemini/tiers.py": {
+        "self._event.wait": DEVICE,
+        "self._last.wait": "a copy between a device and host memory",
+    },
+    "plugins/hybrid_parallel/pipeline_parallel/transport.py": {"link.wait": OPERATION},
+    "plugins/hybrid_parallel/tensor_parallel/chunks.py": {"gathering.wait": OPERATION},
+    "plugins/hybrid_parallel/tensor_parallel/regions.py": {
+        "start_all_gather(joined.view(-1), ranks.group).wait": OPERATION,
+        "start_all_gather(pieces.view(-1), ranks.group).wait": OPERATION,
+        "start_all_reduce(x, ranks.group).wait": OPERATION,
+    },
+    "plugins/low_level_zero/gathering.py": {
+        "self._flights.pop(index).wait": OPERATION,
+        "self._gathering.wait_for": OPERATION,
+    },
+    "plugins/low_level_zero/model.py": {"self._gathering.wait": OPERATION},
+    "plugins/low_level_zero/optimizer.py": {"self.gathering.wait": OPERATION},
+    "plugins/torch_fsdp/collectives.py": {"flight.wait": OPERATION, "self._flight.wait": OPERATION},
+    "plugins/torch_fsdp/units.py": {"start_all_gather(buffer, self.process_group).wait": OPERATION},
+    "checkpoint_io/general.py": {"self.saver.wait": SAVES},
+    "checkpoint_io/saving/async_saves.py": {"self._changed.wait_for": SAVES},
+    "checkpoint_io/saving/saver.py": {"self._async.wait": SAVES},
+    "checkpoint_io/saving/staging.py": {"self._changed.wait_for": OWN_THREADS},
+    "checkpoint_io/training/training_state.py": {"self._saver.wait": SAVES},
+    "checkpoint_io/worker_threads.py": {"thread.join": OWN_THREADS},
+    "kernels/disk_io.py": {"self._request.result": "it is asked for once the request is done"},
+    "kernels/disk_io_reference.py": {
+        "thread.join": OWN_THREADS,
+        "requests.get": "a daemon's thread, which works until it is told to end",
+    },
+}
+
+
+def _unending(source):
+    """Returns the calls that may block and are given no time, as they are written."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        named, name = {one.arg for one in node.keywords}, node.func.attr
+        last = _last_name(node.func.value)
+        is_listed = (
+            (name in WITHOUT_ARGUMENTS and not node.args and not named)
+            or name in BLOCKING
+            or (name in SUBPROCESS and last == "subprocess")
+            or (name in OF_A_STORE and "store" in last and len(node.args) < 2)
+            or (name == "put" and "queue" in last)
+        )
+        if is_listed and "timeout" not in named:
+            found.add(ast.unparse(node.func))
+    return found
+
+
+def _last_name(receiver):
+    """Returns `c` of a.b.c, in small letters."""
+    name = receiver.attr if isinstance(receiver, ast.Attribute) else getattr(receiver, "id", "")
+    return name.lower()
+
+
+def _sleepers(source):
+    """Returns the names of functions that sleep in a `while` and look at no clock."""
+    found = []
+    if "sleep(" not in source:
+        return found
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        loops = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.While)]
+        if any("sleep(" in loop and "deadline" not in loop and "monotonic" not in loop for loop in loops):
+            found.append(function.name)
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_wait_has_a_time_or_a_reason(name):
+    found, allowed = _unending(FILES[name].read_text()), set(ALLOWED.get(name, ()))
+    without = sorted(found - allowed)
+    assert not without, f"{name}: {without} may wait for ever: give a timeout, or write here why it ends"
+    assert not allowed - found, f"{name}: {sorted(allowed - found)} is not there any more: take it out of the list"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_loop_that_sleeps_looks_at_a_clock(name):
+    assert not _sleepers(FILES[name].read_text()), f"{name} may sleep for ever: give the loop a deadline"
+
+
+def test_the_list_is_of_files_that_there_are():
+    assert set(ALLOWED) <= set(FILES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "event.wait()",
+        "self.thread.join()",
+        "requests.get()",
+        "future.result()",
+        "lock.acquire()",
+        "process.communicate(text)",
+        "subprocess.run(command, check=True)",
+        "store.get(key)",
+        "self._store.wait(keys)",
+        "condition.wait_for(lambda: done)",
+        "connection.recv_bytes()",
+        "queue.put(job)",
+    ],
+)
+def test_the_search_finds_waits_without_end(source):
+    assert _unending(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "event.wait(5)",
+        "thread.join(timeout=3)",
+        "', '.join(names)",
+        "table.get(key)",
+        "process.communicate(timeout=9)",
+        "subprocess.run(command, timeout=9)",
+        "store.wait(keys, timedelta(seconds=3))",
+        "condition.wait_for(is_done, timeout=3)",
+        "queue.put(job, timeout=1)",
+    ],
+)
+def test_the_search_leaves_the_rest(source):
+    assert not _unending(source)
+
+
+def test_the_search_tells_loops_apart():
+    endless = "def f():\n    while not there():\n        time.sleep(1)"
+    ending = "def f():\n    while time.monotonic() < deadline:\n        time.sleep(1)"
+    assert _sleepers(endless) == ["f"]
+    assert not _sleepers(ending)
+
+
+# Making groups: one place, so that each has the limits of the launch.
+
+MAKING = ("init_device_mesh", "init_process_group", "new_group", "new_subgroups", "split_group")
+MAKERS = {
+    "booster/comm/groups.py": "the place",
+    "booster/launch.py": "the world",
+    "booster/comm/imagined.py": "a world that only pretends",
+    "booster/benchmark/rank.py": "the world of a process that its parent ends",
+}
+
+
+def _makers(source):
+    """Returns what of torch's own a module makes groups with."""
+    if not any(name in source for name in MAKING):
+        return set()
+    tree = ast.parse(source)
+    found = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith(MAKING)
+        and ast.unparse(node.value) in ("dist", "torch.distributed", "distributed", "distributed_c10d", "device_mesh")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            found |= {alias.name for alias in node.names if alias.name.startswith(MAKING)}
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_groups_are_made_in_one_place(name):
+    found = _makers(FILES[name].read_text())
+    assert bool(found) == (name in MAKERS), f"{name} makes {found}: booster.comm.groups gives groups the limits"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.new_group([0])",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "torch.distributed.new_subgroups_by_enumeration(rows)",
+    ],
+)
+def test_the_search_finds_makers(source):
+    assert _makers(source)
+
+
+def test_the_search_leaves_our_own_makers():
+    assert not _makers("from booster.comm import new_group\nnew_group([0])")

@@ -1,0 +1,139 @@
+"""Signs: what a rank says of itself, what is read from it, and when a wait is broken off."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from booster.comm import signs
+from booster.comm.inquiry import surroundings
+from booster.comm.signs import Sign, ended_processes, place_as_json, place_from_json
+from booster.phases import CurrentPlace, OperationPlace
+
+OPERATION = OperationPlace(name="all_reduce", number=7, ranks=(0, 1))
+PLACE = CurrentPlace(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=OPERATION, last_operation=None)
+
+
+def _sign(process, **others):
+    fields = {"beat": 1, "at": 0.0, "place": PLACE, "state": "running", "host": "here", "machine": signs._machine()}
+    return Sign(**{**fields, "process_id": process.pid, "born": process.create_time(), **others})
+
+
+@pytest.mark.parametrize("place", [PLACE, CurrentPlace(), replace(PLACE, operation=None, last_operation=OPERATION)])
+def test_a_place_survives_json(place):
+    assert place_from_json(place_as_json(place)) == place
+
+
+def test_a_process_that_lives_has_not_ended():
+    assert ended_processes({4: _sign(psutil.Process())}) == []
+
+
+def test_a_process_that_is_gone_has_ended_on_this_machine_alone():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sign = _sign(psutil.Process(child.pid))
+    assert ended_processes({0: sign}) == []
+    child.communicate(b"\n", timeout=60)
+    assert ended_processes({0: sign, 1: replace(sign, machine="another")}) == [0]
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    sign = _sign(psutil.Process(child.pid))
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    try:
+        assert ended_processes({0: sign}) == [0]
+    finally:
+        child.wait(timeout=60)
+
+
+def test_another_process_with_the_same_number_is_not_it():
+    assert ended_processes({2: _sign(psutil.Process(), born=1.0)}) == [2]
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (CurrentPlace(), ""),
+        (CurrentPlace(num_steps=2), " (outside of all phases, after 2 steps)"),
+        (replace(PLACE, phases=("save", "commit", "communication")), " (in commit in save, after 3 steps)"),
+    ],
+)
+def test_surroundings_are_phases_and_step(place, text):
+    assert surroundings(place) == text
+
+
+class _World:
+    """Two ranks of this process in a store of its own, as far as a speaker looks."""
+
+    def __init__(self, monkeypatch, backend="gloo"):
+        self.store = dist.HashStore()
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "get_backend", lambda: backend)
+        self.speaker = signs._Speaker(self.store)
+        self.place = CurrentPlace(phases=("backward",))
+        monkeypatch.setattr(self.speaker, "_place", lambda: self.place)
+        self.broken_off = []
+        monkeypatch.setattr("booster.comm.waiting.break_off", self.broken_off.append)
+        self.speaker._say(signs.RUNNING)
+        self.ends = signs._signs_store(self.store)
+
+    def other_ends(self):
+        self.ends.append("ends", '[1, "ended", ""]\n')
+
+    def stand(self, seconds):
+        for _ in range(seconds):
+            self.speaker._look(1.0)
+
+
+def test_a_wait_is_broken_off_some_seconds_after_a_rank_has_ended(monkeypatch):
+    world = _World(monkeypatch)
+    world.stand(20)
+    world.other_ends()
+    world.stand(4)
+    assert world.broken_off == []
+    world.stand(1)
+    assert world.broken_off == [{1}]
+
+
+def test_who_moves_on_is_not_disturbed(monkeypatch):
+    world = _World(monkeypatch)
+    world.other_ends()
+    for step in range(20):
+        world.place = replace(world.place, num_steps=step // 3)
+        world.stand(1)
+    assert world.broken_off == []
+
+
+def test_who_is_outside_of_all_phases_is_not_disturbed(monkeypatch):
+    world = _World(monkeypatch)
+    world.place = CurrentPlace()
+    world.other_ends()
+    world.stand(20)
+    assert world.broken_off == []
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkeypatch, capsys, backend):
+    world = _World(monkeypatch, backend)
+    monkeypatch.setattr(signs, "time_limits", lambda: type("Limits", (), {"training": 10.0}))
+    other = signs._Speaker(world.store)
+    monkeypatch.setattr(other, "_rank", 1)
+    monkeypatch.setattr(other, "_place", lambda: replace(PLACE, num_steps=2))
+    other._say(signs.RUNNING)
+    world.stand(8)
+    assert capsys.readouterr().err == ""
+    world.stand(5)
+    text = capsys.readouterr().err
+    if backend == "gloo":  # which raises an error by itself
+        assert text == ""
+        return
+    assert text.count("nothing has moved for 9 s, and nccl ends a process that waits for 10 s") == 1
+    assert "  rank 0: after 0 steps, in backward for 0.0 s\n" in text
+    assert "  rank 1: after 2 steps, in commit in save for 0.5 s, in all_reduce number 7 of ranks 0, 1\n" in text
