@@ -262,7 +262,7 @@ class OperationPlace:
     Attributes:
         name: Such as "all_reduce".
         number: How many of that name this rank has started among these ranks (and with that peer), from 1.
-        ranks: World ranks that take part.
+        ranks: World ranks that take part; none where their group has been destroyed since.
         peer: World rank of the other end of a message; None: all take part alike.
     """
 
@@ -274,7 +274,8 @@ class OperationPlace:
     def __str__(self) -> str:
         if self.peer is not None:
             return f"{self.name} number {self.number} {'to' if self.name == 'send' else 'from'} rank {self.peer}"
-        return f"{self.name} number {self.number} of ranks {', '.join(map(str, self.ranks))}"
+        of = f"ranks {', '.join(map(str, self.ranks))}" if self.ranks else "a group that is gone"
+        return f"{self.name} number {self.number} of {of}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +331,12 @@ def current_place(thread_id: int | None = None) -> CurrentPlace:
 
 
 def _place_of(operation: Communication | _PastOperation, group: dist.ProcessGroup | None) -> OperationPlace:
-    is_there = dist.is_available() and dist.is_initialized()
-    ranks = dist.get_process_group_ranks(group) if is_there else []
-    return OperationPlace(name=operation.name, number=operation.number, ranks=tuple(ranks), peer=operation.peer)
+    return OperationPlace(name=operation.name, number=operation.number, ranks=_ranks_of(group), peer=operation.peer)
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Returns world ranks; none where the group has been destroyed, which the watched thread may do at any moment."""
+    try:
+        return tuple(dist.get_process_group_ranks(group)) if dist.is_available() else ()
+    except (KeyError, ValueError):
+        return ()

@@ -170,6 +170,14 @@ def _status_bytes(field):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
+def _built_lazily(num_layers):
+    with LazyInitContext():
+        model = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(num_layers)))
+        for layer in model:
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+    return model
+
+
 def _extra_memory_of_boost():
     """Returns the most memory that this process took from before the model was built to after boost."""
     trim_threshold, mmap_threshold = -1, -3
@@ -177,16 +185,12 @@ def _extra_memory_of_boost():
     assert libc.mallopt(mmap_threshold, 256 * 1024)  # what is freed goes back at once
     assert libc.mallopt(trim_threshold, 2**20)
     booster = Booster(plugin=GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": SIDE * (SIDE + 1)}))
-    with LazyInitContext():  # what torch imports at its first use
-        nn.init.trunc_normal_(torch.empty(SIDE, SIDE // 4))
+    _built_lazily(num_layers=2)  # what torch imports, and the kernel reads of it from disk, at the first use
     gc.collect()
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts at what is resident now
     before = _status_bytes("VmRSS")
-    with LazyInitContext():
-        model = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(NUM_LAYERS)))
-        for layer in model:
-            nn.init.trunc_normal_(layer.weight, std=0.02)
+    model = _built_lazily(NUM_LAYERS)
     built = _status_bytes("VmHWM") - before
     boosted, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     return built, _status_bytes("VmHWM") - before, len(list(boosted.parameters()))

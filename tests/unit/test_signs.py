@@ -6,15 +6,16 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from booster.comm import signs
+from booster.comm import new_group, signs
 from booster.comm.inquiry import surroundings
 from booster.comm.signs import Sign, ended_processes, place_as_json, place_from_json
-from booster.phases import CurrentPlace, OperationPlace
+from booster.phases import CurrentPlace, OperationPlace, Phase, current_place
 
 OPERATION = OperationPlace(name="all_reduce", number=7, ranks=(0, 1))
 PLACE = CurrentPlace(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=OPERATION, last_operation=None)
@@ -137,3 +138,19 @@ def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkey
     assert text.count("nothing has moved for 9 s, and nccl ends a process that waits for 10 s") == 1
     assert "  rank 0: after 0 steps, in backward for 0.0 s\n" in text
     assert "  rank 1: after 2 steps, in commit in save for 0.5 s, in all_reduce number 7 of ranks 0, 1\n" in text
+
+
+def test_the_place_is_known_after_the_group_of_the_last_communication_was_destroyed():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = new_group([0])
+        with Phase("communication", SimpleNamespace(name="all_reduce", group=group, number=1, peer=None)):
+            pass
+        assert current_place().last_operation.ranks == (0,)
+        dist.destroy_process_group(group)
+        place = current_place().last_operation
+        assert place.ranks == ()
+        assert str(place).endswith("of a group that is gone")
+    finally:
+        dist.destroy_process_group()
+    assert current_place().last_operation.ranks == ()
