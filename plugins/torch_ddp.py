@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,23 +15,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import agree, group_rank, group_size, is_initialized, patience
+from booster.comm import group_size, patience
 from booster.comm.counter import record
 from booster.comm.waiting import Place, failures_named
 from booster.data import shard_dataloader
-from booster.device import current_device
 from booster.errors import ConfigError
 from booster.estimate.replicas import replica_memory
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.phases import observers, spend_rest_of
 from booster.placement import make_replicas_equal, move_to_device, require_values
-from booster.plugins.sharding.checks import check_flag, error_of, is_number
+from booster.plugins.distributed_plugin import DistributedPlugin
+from booster.plugins.sharding.checks import check_flag, is_number
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.tensor_tree import map_tensors
-
-if TYPE_CHECKING:
-    from booster.checkpoint_io import CheckpointIO
 
 __all__ = ["TorchDDPPlugin"]
 
@@ -44,7 +41,7 @@ _AVERAGING = "averaging of gradients"
 _GIVING_BUFFERS = "broadcast of buffers"
 
 
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(DistributedPlugin):
     """Every rank holds the whole model and optimizer; gradients are averaged while backward runs.
 
     Memory per rank: parameters, gradients and optimizer states in full. Bytes sent per rank and step: 2(P-1)/P of the
@@ -78,11 +75,7 @@ class TorchDDPPlugin(Plugin):
         *,
         sync_batch_norm: bool = True,
     ) -> None:
-        if not is_initialized():
-            raise ConfigError(
-                "TorchDDPPlugin was made before the processes know each other: call booster.launch_from_torch() and"
-                " start the script with `booster run`"
-            )
+        super().__init__()
         self._ddp_arguments: dict[str, Any] = {
             _BROADCAST_BUFFERS: broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -92,8 +85,7 @@ class TorchDDPPlugin(Plugin):
             "static_graph": static_graph,
         }
         self._sync_batch_norm = sync_batch_norm
-        agree("making a TorchDDPPlugin", self.agreement_facts(), error=error_of(self._check_arguments))
-        self._device = current_device()
+        self._agree(self._check_arguments)
 
     def _check_arguments(self) -> None:
         bucket_cap_mb = self._ddp_arguments["bucket_cap_mb"]
@@ -106,29 +98,11 @@ class TorchDDPPlugin(Plugin):
                 check_flag("broadcast_buffers" if name == _BROADCAST_BUFFERS else name, value)
         check_flag("sync_batch_norm", self._sync_batch_norm)
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", self._device.type]
-
     def supported_precisions(self) -> list[str]:
         return ["fp32", *mixed_precision_names()]
 
     def control_precision(self) -> bool:
         return False
-
-    def control_device(self) -> bool:
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def dp_size(self) -> int:
-        return group_size()
-
-    @property
-    def dp_rank(self) -> int:
-        return group_rank()
 
     def agreement_facts(self) -> list[str]:
         arguments = self._ddp_arguments | {"sync_batch_norm": self._sync_batch_norm}
@@ -189,14 +163,6 @@ class TorchDDPPlugin(Plugin):
             sent=2 * (size - 1) * averaged // size,
             views=bool(self._ddp_arguments["gradient_as_bucket_view"]),
         )
-
-    def control_checkpoint_io(self) -> bool:
-        return False
-
-    def get_checkpoint_io(self) -> CheckpointIO:
-        from booster.checkpoint_io import GeneralCheckpointIO
-
-        return GeneralCheckpointIO()
 
 
 class _ReplicasOptimizer(OptimizerWrapper):

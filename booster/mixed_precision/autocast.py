@@ -15,7 +15,7 @@ from booster.interface.mixed_precision import LossScaler, MixedPrecision
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision.half_weights import low_precision_to_fp32
-from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 
 __all__ = ["AutocastMixedPrecision", "BF16MixedPrecision", "FP16TorchMixedPrecision", "refuse_float16_weights"]
 
@@ -83,10 +83,13 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         growth_interval: int = 2000,
     ) -> None:
         super().__init__(torch.float16)
-        self._new_scaler = functools.partial(
-            DynamicLossScaler, init_scale, growth_factor, backoff_factor, growth_interval
+        self._loss_scale = LossScaleArguments(
+            initial_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
         )
-        self._new_scaler()  # checks the numbers now
+        self._loss_scale.check()
 
     def prepare(self, model: nn.Module) -> None:
         """Refuses weights that are float16 already.
@@ -98,10 +101,10 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
 
     def new_loss_scaler(self) -> LossScaler | None:
         """Returns a loss scaler for one optimizer."""
-        return self._new_scaler()
+        return self._loss_scale.new_scaler()
 
     def agreement_facts(self) -> list[str]:
-        return [*super().agreement_facts(), f"loss scale: {self._new_scaler.args!r}"]
+        return [*super().agreement_facts(), *self._loss_scale.facts]
 
 
 class BF16MixedPrecision(AutocastMixedPrecision):

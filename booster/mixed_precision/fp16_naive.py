@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from booster.interface.mixed_precision import MixedPrecision
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision.half_weights import HalfWeights, cast_floats, low_precision_to_fp32
-from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 
 __all__ = ["FP16NaiveMixedPrecision", "log_on_master"]
 
@@ -57,18 +56,17 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     ) -> None:
         _check_flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
         _check_flag("verbose", verbose)
-        self._new_scaler = functools.partial(
-            DynamicLossScaler,
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            min_scale,
-            max_scale,
-            report=log_on_master if verbose else None,
+        self._loss_scale = LossScaleArguments(
+            initial_scale=initial_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
         )
-        self._new_scaler()  # checks the numbers now
+        self._loss_scale.check()
+        self._report = log_on_master if verbose else None
         self._weights = HalfWeights(torch.float16)
         self._counts_zeros = log_num_zeros_in_grad
         self.num_zeros_in_grad: int | None = None
@@ -81,7 +79,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     def agreement_facts(self) -> list[str]:
         return [
             *super().agreement_facts(),
-            f"loss scale: {self._new_scaler.args!r}",
+            *self._loss_scale.facts,
             f"log_num_zeros_in_grad={self._counts_zeros}",
         ]
 
@@ -106,7 +104,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
             self._weights.forget(model)
             return model, optimizer, criterion
         self._weights.attach_masters(model, optimizer)
-        optimizer.loss_scaler = self._new_scaler()
+        optimizer.loss_scaler = self._loss_scale.new_scaler(self._report)
         if self._counts_zeros:
             optimizer.register_gradient_hook(self._count_zeros)
         return model, optimizer, criterion

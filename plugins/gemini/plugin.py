@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,39 +14,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import (
-    agree,
-    group_rank,
-    group_size,
-    is_initialized,
-    new_cpu_group,
-    new_mesh,
-    patience,
-)
+from booster.comm import group_size, new_cpu_group, new_mesh, patience
 from booster.data import shard_dataloader
-from booster.device import current_device
-from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
-from booster.mixed_precision.fp16_naive import log_on_master
-from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 from booster.placement import require_values
+from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
 from booster.plugins.gemini.assembly import Assembly, place_buffers
 from booster.plugins.gemini.memory import gemini_memory
 from booster.plugins.gemini.optimizer import GeminiOptimizer
 from booster.plugins.gemini.placement import Placement
 from booster.plugins.gemini.settings import GeminiArguments, GeminiSettings, PlacementArguments
-from booster.plugins.sharding.checks import check_memory_is_apart, error_of, report_first_skip
+from booster.plugins.sharding.checks import check_memory_is_apart
 from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.loss_scale import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
-
-if TYPE_CHECKING:
-    from booster.checkpoint_io import CheckpointIO
 
 __all__ = ["GeminiPlugin"]
 
 
-class GeminiPlugin(Plugin):
+class GeminiPlugin(DistributedPlugin):
     """ZeRO stage 3: weights, gradients and optimizer states are divided among the ranks, over tiers of memory.
 
     Parameters lie in *chunks* of one size. A rank keeps its piece of each; a chunk's weights are gathered when a module
@@ -163,72 +151,23 @@ class GeminiPlugin(Plugin):
         sync_batch_norm: bool = True,
         broadcast_buffers: bool = True,
     ) -> None:
-        if not is_initialized():
-            raise ConfigError(
-                "GeminiPlugin was made before the processes know each other: call booster.launch_from_torch() and"
-                " start the script with `booster run`"
-            )
-        self._arguments = GeminiArguments(
-            chunk_config_dict=chunk_config_dict,
-            chunk_init_device=chunk_init_device,
-            memstats=memstats,
-            enable_gradient_accumulation=enable_gradient_accumulation,
-            max_prefetch=max_prefetch,
-            precision=precision,
-            master_weights=master_weights,
-            pin_memory=pin_memory,
-            force_outputs_fp32=force_outputs_fp32,
-            strict_ddp_mode=strict_ddp_mode,
-            search_range_m=search_range_m,
-            hidden_dim=hidden_dim,
-            min_chunk_size_m=min_chunk_size_m,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            tp_size=tp_size,
-            extra_dp_size=extra_dp_size,
-            enable_async_reduce=enable_async_reduce,
-            verbose=verbose,
-            device_memory_budget=device_memory_budget,
-            offload_dir=offload_dir,
-            sync_batch_norm=sync_batch_norm,
-            broadcast_buffers=broadcast_buffers,
-        )
-        self._device = current_device()
-        self._placement_arguments = PlacementArguments(
-            placement_policy=placement_policy,
-            shard_param_frac=shard_param_frac,
-            offload_optim_frac=offload_optim_frac,
-            offload_param_frac=offload_param_frac,
-            warmup_non_model_data_ratio=warmup_non_model_data_ratio,
-            steady_cuda_cap_ratio=steady_cuda_cap_ratio,
-            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            strict_ddp_mode=strict_ddp_mode,
-        )
-        scale_numbers = (
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            min_scale,
-            max_scale,
-        )
-        self._new_loss_scaler = functools.partial(
-            DynamicLossScaler, *scale_numbers, report=log_on_master if verbose is True else report_first_skip()
-        )
-        # Before groups are made, for which ranks that differ would wait in vain.
-        agree("making a GeminiPlugin", self.agreement_facts(), error=error_of(self._check_arguments))
+        given = dict(locals())
+        super().__init__()
+        self._arguments = arguments_of(GeminiArguments, given)
+        self._placement_arguments = arguments_of(PlacementArguments, given)
+        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
+        self._agree(self._check_arguments)
         self._placement = self._make_placement()
         self._make_groups()
 
     def _check_arguments(self) -> None:
         self._arguments.check(group_size())
         self._make_placement()
-        self._new_loss_scaler()
+        self._loss_scale.check()
 
     def agreement_facts(self) -> list[str]:
-        facts = [*self._arguments.facts, *self._placement_arguments.facts]
-        return [*facts, f"loss scale: {self._new_loss_scaler.args!r}"]
+        return [*self._arguments.facts, *self._placement_arguments.facts, *self._loss_scale.facts]
 
     def _make_placement(self) -> Placement:
         return self._placement_arguments.make(
@@ -246,29 +185,11 @@ class GeminiPlugin(Plugin):
         self._agreement_group = None if is_cpu else new_cpu_group()
         self._meeting_group = shard_group if is_cpu else new_cpu_group(shard_group)
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", self._device.type]
-
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)
 
     def control_precision(self) -> bool:
         return True
-
-    def control_device(self) -> bool:
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def dp_size(self) -> int:
-        return group_size()
-
-    @property
-    def dp_rank(self) -> int:
-        return group_rank()
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
@@ -362,11 +283,3 @@ class GeminiPlugin(Plugin):
             {"precision": "bf16", "offload_optim_frac": 1.0},
             {"precision": "bf16", "placement_policy": "cpu"},
         ]
-
-    def control_checkpoint_io(self) -> bool:
-        return False
-
-    def get_checkpoint_io(self) -> CheckpointIO:
-        from booster.checkpoint_io import GeneralCheckpointIO
-
-        return GeneralCheckpointIO()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import agree, group_size, is_initialized, patience
+from booster.comm import agree, group_size, patience
 from booster.data import shard_dataloader
-from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision.fp16_naive import log_on_master
-from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
+from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
 from booster.plugins.hybrid_parallel.from_config import arguments_from_config
 from booster.plugins.hybrid_parallel.memory import hybrid_memory, hybrid_settings
@@ -37,18 +37,16 @@ from booster.plugins.hybrid_parallel.plans.plan import UserPlan
 from booster.plugins.hybrid_parallel.settings import HybridArguments
 from booster.plugins.low_level_zero.settings import ZeroSettings
 from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_flag, check_memory_is_apart, error_of, report_first_skip
+from booster.plugins.sharding.checks import check_flag, check_memory_is_apart, error_of
 from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.loss_scale import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
-
-if TYPE_CHECKING:
-    from booster.checkpoint_io import CheckpointIO
 
 __all__ = ["HybridParallelPlugin"]
 
 
-class HybridParallelPlugin(Plugin):
+class HybridParallelPlugin(DistributedPlugin):
     """Tensor, sequence and pipeline parallelism, together with data parallelism or ZeRO.
 
     The ranks form a mesh of (dp, pp, sp, tp). The ranks of a tp group hold parts of the same layers (Shoeybi et al.,
@@ -185,71 +183,18 @@ class HybridParallelPlugin(Plugin):
         split: Sequence[str] | None = None,
         execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
     ) -> None:
-        if not is_initialized():
-            raise ConfigError(
-                "HybridParallelPlugin was made before the processes know each other: call booster.launch_from_torch()"
-                " and start the script with `booster run`"
-            )
-        self._arguments = arguments = HybridArguments(
-            tp_size=tp_size,
-            pp_size=pp_size,
-            sp_size=sp_size,
-            precision=precision,
-            zero_stage=zero_stage,
-            enable_sequence_parallelism=enable_sequence_parallelism,
-            sequence_parallelism_mode=sequence_parallelism_mode,
-            parallel_output=parallel_output,
-            plan=plan,
-            custom_policy=custom_policy,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            dp_outside=dp_outside,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            broadcast_buffers=broadcast_buffers,
-            ddp_bucket_cap_mb=ddp_bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            zero_bucket_size_in_m=zero_bucket_size_in_m,
-            cpu_offload=cpu_offload,
-            communication_dtype=communication_dtype,
-            overlap_communication=overlap_communication,
-            overlap_allgather=overlap_allgather,
-            master_weights=master_weights,
-            cast_inputs=cast_inputs,
-            gradient_checkpoint_config=gradient_checkpoint_config,
-            num_microbatches=num_microbatches,
-            microbatch_size=microbatch_size,
-            pp_style=pp_style,
-            num_model_chunks=num_model_chunks,
-            num_layers_per_stage=num_layers_per_stage,
-            broadcast_loss=broadcast_loss,
-            enable_metadata_cache=enable_metadata_cache,
-            split=split,
-            execution_sequence=execution_sequence,
-            sync_batch_norm=sync_batch_norm,
-        )
-        self._new_loss_scaler = functools.partial(
-            DynamicLossScaler,
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            min_scale,
-            max_scale,
-            report=log_on_master if verbose else report_first_skip(),
-        )
-        # Before groups are made, for which ranks that differ would wait in vain.
-        error = error_of(lambda: self._check_arguments(verbose))
-        agree("making a HybridParallelPlugin", [] if error else self.agreement_facts(), error=error)
-        self._device = current_device()
-        self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **arguments.axis_sizes(group_size()))
+        given = dict(locals())
+        super().__init__()
+        self._arguments = arguments_of(HybridArguments, given)
+        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
+        self._agree(lambda: self._check_arguments(verbose))
+        sizes = self._arguments.axis_sizes(group_size())
+        self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # made by all ranks here, as whoever asks later may be some of them
-        self._split = ModelSplit(arguments, self._mesh, self._device, verbose=verbose)
+        self._split = ModelSplit(self._arguments, self._mesh, self._device, verbose=verbose)
         self._runtimes: WeakKeyDictionary[ModelWrapper, PipelineRuntime] = WeakKeyDictionary()
-        for line in arguments.remarks():
+        for line in self._arguments.remarks():
             log_on_master(line)
         if cpu_offload and self._device.type == "cpu":
             log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
@@ -257,11 +202,11 @@ class HybridParallelPlugin(Plugin):
     def _check_arguments(self, verbose: bool) -> None:
         self._arguments.check(group_size())
         check_flag("verbose", verbose)
-        self._new_loss_scaler()  # checks its numbers
+        self._loss_scale.check()
 
     def agreement_facts(self) -> list[str]:
         facts = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
-        return [*facts, f"loss scale: {self._new_loss_scaler.args!r}"]
+        return [*facts, *self._loss_scale.facts]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:
@@ -282,21 +227,11 @@ class HybridParallelPlugin(Plugin):
             agree(f"making a {cls.__name__}", [], error=error)
         return cls(**read)
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", self._device.type]
-
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)
 
     def control_precision(self) -> bool:
         return True
-
-    def control_device(self) -> bool:
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     def dp_size(self) -> int:
@@ -474,11 +409,3 @@ class HybridParallelPlugin(Plugin):
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
         return hybrid_settings(num_ranks)
-
-    def control_checkpoint_io(self) -> bool:
-        return False
-
-    def get_checkpoint_io(self) -> CheckpointIO:
-        from booster.checkpoint_io import GeneralCheckpointIO
-
-        return GeneralCheckpointIO()

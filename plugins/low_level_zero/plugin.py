@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,39 +13,29 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import (
-    agree,
-    group_rank,
-    group_size,
-    is_initialized,
-    new_cpu_group,
-    new_mesh,
-    patience,
-)
+from booster.comm import group_size, new_cpu_group, new_mesh, patience
 from booster.data import shard_dataloader
-from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision.fp16_naive import log_on_master
-from booster.mixed_precision.loss_scaler import DynamicLossScaler
+from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 from booster.placement import make_replicas_equal, move_to_device, require_values
+from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
 from booster.plugins.low_level_zero.memory import zero_memory
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.low_level_zero.settings import ZeroArguments, ZeroSettings
 from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_flag, check_memory_is_apart, error_of, report_first_skip
+from booster.plugins.sharding.checks import check_flag, check_memory_is_apart
 from booster.plugins.sharding.elementwise import require_elementwise
+from booster.plugins.sharding.loss_scale import new_loss_scaler
 from booster.plugins.sharding.precision import DTYPES, WeightPrecision
 from booster.plugins.sync_batch_norm import convert_batch_norm
-
-if TYPE_CHECKING:
-    from booster.checkpoint_io import CheckpointIO
 
 __all__ = ["LowLevelZeroPlugin"]
 
 
-class LowLevelZeroPlugin(Plugin):
+class LowLevelZeroPlugin(DistributedPlugin):
     """ZeRO stages 1 and 2: every rank holds all weights, and updates its share of them.
 
     Memory per rank of P, N parameters with Adam: fp32 4N weights + 4N (stage 1) or 4N/P (stage 2) gradients + 8N/P
@@ -119,42 +109,12 @@ class LowLevelZeroPlugin(Plugin):
         sync_batch_norm: bool = True,
         broadcast_buffers: bool = True,
     ) -> None:
-        if not is_initialized():
-            raise ConfigError(
-                "LowLevelZeroPlugin was made before the processes know each other: call booster.launch_from_torch() and"
-                " start the script with `booster run`"
-            )
-        self._arguments = ZeroArguments(
-            stage=stage,
-            precision=precision,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            reduce_bucket_size_in_m=reduce_bucket_size_in_m,
-            communication_dtype=communication_dtype,
-            overlap_communication=overlap_communication,
-            overlap_allgather=overlap_allgather,
-            cpu_offload=cpu_offload,
-            master_weights=master_weights,
-            cast_inputs=cast_inputs,
-            extra_dp_size=extra_dp_size,
-            sync_batch_norm=sync_batch_norm,
-            broadcast_buffers=broadcast_buffers,
-        )
-        self._new_loss_scaler = functools.partial(
-            DynamicLossScaler,
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            min_scale,
-            max_scale,
-            report=log_on_master if verbose else report_first_skip(),
-        )
-        # Before groups are made, for which ranks that differ would wait in vain.
-        error = error_of(lambda: self._check_arguments(verbose))
-        agree("making a LowLevelZeroPlugin", self.agreement_facts(), error=error)
-        self._device = current_device()
+        given = dict(locals())
+        super().__init__()
+        self._arguments = arguments_of(ZeroArguments, given)
+        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
+        self._agree(lambda: self._check_arguments(verbose))
         # Ranks next to each other share the shards: they are likelier to be on one machine.
         self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
         self._agreement_group = None if self._device.type == "cpu" else new_cpu_group()
@@ -164,31 +124,13 @@ class LowLevelZeroPlugin(Plugin):
     def _check_arguments(self, verbose: bool) -> None:
         self._arguments.check(group_size())
         check_flag("verbose", verbose)
-        self._new_loss_scaler()  # checks its numbers
-
-    def supported_devices(self) -> list[str]:
-        return ["cpu", self._device.type]
+        self._loss_scale.check()
 
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)
 
     def control_precision(self) -> bool:
         return True
-
-    def control_device(self) -> bool:
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def dp_size(self) -> int:
-        return group_size()
-
-    @property
-    def dp_rank(self) -> int:
-        return group_rank()
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
@@ -221,7 +163,7 @@ class LowLevelZeroPlugin(Plugin):
 
     def agreement_facts(self) -> list[str]:
         facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
-        return [*facts, f"loss scale: {self._new_loss_scaler.args!r}"]
+        return [*facts, *self._loss_scale.facts]
 
     def configure(
         self,
@@ -294,11 +236,3 @@ class LowLevelZeroPlugin(Plugin):
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
         precisions = ("bf16", "fp32")
         return [{"stage": stage, "precision": precision} for precision in precisions for stage in (1, 2)]
-
-    def control_checkpoint_io(self) -> bool:
-        return False
-
-    def get_checkpoint_io(self) -> CheckpointIO:
-        from booster.checkpoint_io import GeneralCheckpointIO
-
-        return GeneralCheckpointIO()

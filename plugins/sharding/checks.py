@@ -10,7 +10,6 @@ from torch import nn
 
 from booster.argument_checks import check_flag
 from booster.errors import ConfigError
-from booster.mixed_precision.fp16_naive import log_on_master
 
 __all__ = [
     "check_clipping",
@@ -19,23 +18,7 @@ __all__ = [
     "check_replicas",
     "error_of",
     "is_number",
-    "report_first_skip",
 ]
-
-
-def report_first_skip() -> Callable[[str], None]:
-    """Returns a report that logs the first skipped step: the first ones of a run are usually skipped."""
-    reported: list[str] = []
-
-    def report(text: str) -> None:
-        if "skipped" in text and not reported:
-            reported.append(text)
-            log_on_master(
-                f"{text}. More may follow while the scale falls to where gradients fit: start lower with"
-                " a smaller initial_scale, see them all with verbose=True, ask optimizer.step_was_skipped"
-            )
-
-    return report
 
 
 def error_of(check: Callable[[], object]) -> Exception | None:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,24 +17,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import (
-    agree,
-    all_reduce_max,
-    collective_device,
-    group_rank,
-    group_size,
-    is_initialized,
-    new_cpu_group,
-    patience,
-)
+from booster.comm import all_reduce_max, collective_device, group_size, new_cpu_group, patience
 from booster.data import shard_dataloader
-from booster.device import current_device
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16_naive import log_on_master
-from booster.mixed_precision.loss_scaler import DynamicLossScaler
-from booster.plugins.sharding.checks import check_memory_is_apart, error_of, report_first_skip
+from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
+from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
+from booster.plugins.sharding.checks import check_memory_is_apart
+from booster.plugins.sharding.loss_scale import new_loss_scaler
 from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.plugins.torch_fsdp.assembly import Assembly
@@ -44,13 +36,10 @@ from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
 from booster.plugins.torch_fsdp.settings import FSDPArguments
 from booster.plugins.torch_fsdp.unit_precision import UnitPrecision
 
-if TYPE_CHECKING:
-    from booster.checkpoint_io import CheckpointIO
-
 __all__ = ["TorchFSDPPlugin"]
 
 
-class TorchFSDPPlugin(Plugin):
+class TorchFSDPPlugin(DistributedPlugin):
     """Fully sharded data parallelism by torch's own FSDP2: weights, gradients and states are divided by rows.
 
     Modules become *units*: a unit's weights are gathered when it runs, forward or backward, and its gradients are
@@ -131,52 +120,20 @@ class TorchFSDPPlugin(Plugin):
         sync_batch_norm: bool = True,
         broadcast_buffers: bool = True,
     ) -> None:
-        if not is_initialized():
-            raise ConfigError(
-                "TorchFSDPPlugin was made before the processes know each other: call booster.launch_from_torch() and"
-                " start the script with `booster run`"
-            )
-        self._arguments = FSDPArguments(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=auto_wrap_policy,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-            reshard_after_forward=reshard_after_forward,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            extra_dp_size=extra_dp_size,
-            verbose=verbose,
-            sync_batch_norm=sync_batch_norm,
-            broadcast_buffers=broadcast_buffers,
-        )
-        scale_numbers = (
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            min_scale,
-            max_scale,
-        )
-        self._new_loss_scaler = functools.partial(
-            DynamicLossScaler, *scale_numbers, report=log_on_master if verbose is True else report_first_skip()
-        )
-        self._device = current_device()
-        # Before groups are made, for which ranks that differ would wait in vain.
-        error = error_of(self._check_arguments)
-        agree("making a TorchFSDPPlugin", [] if error else self.agreement_facts(), error=error)
+        given = dict(locals())
+        super().__init__()
+        self._arguments = arguments_of(FSDPArguments, given)
+        self._loss_scale = arguments_of(LossScaleArguments, given)
+        self._new_loss_scaler = functools.partial(new_loss_scaler, self._loss_scale, verbose=verbose)
+        self._agree(self._check_arguments)
         self._make_groups()
 
     def _check_arguments(self) -> None:
         self._arguments.check(group_size())
-        self._new_loss_scaler()
+        self._loss_scale.check()
 
     def agreement_facts(self) -> list[str]:
-        return [*self._arguments.facts, f"loss scale: {self._new_loss_scaler.args!r}"]
+        return [*self._arguments.facts, *self._loss_scale.facts]
 
     def _make_groups(self) -> None:
         self._strategy = self._arguments.strategy(group_size(), _num_hosts())
@@ -188,29 +145,11 @@ class TorchFSDPPlugin(Plugin):
         if is_cpu and self._arguments.offloads:
             log_on_master("cpu_offload changes nothing: weights and states are in host memory already")
 
-    def supported_devices(self) -> list[str]:
-        return ["cpu", self._device.type]
-
     def supported_precisions(self) -> list[str]:
         return ["fp32", *mixed_precision_names()]
 
     def control_precision(self) -> bool:
         return self._arguments.formats is not None
-
-    def control_device(self) -> bool:
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def dp_size(self) -> int:
-        return group_size()
-
-    @property
-    def dp_rank(self) -> int:
-        return group_rank()
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
@@ -323,14 +262,6 @@ class TorchFSDPPlugin(Plugin):
         if num_ranks % 2 == 0 and num_ranks > 2:
             strategies.append({"sharding_strategy": "HYBRID_SHARD", "extra_dp_size": 2})
         return [strategy | {"mixed_precision": half} for strategy in strategies] + strategies[:1]
-
-    def control_checkpoint_io(self) -> bool:
-        return False
-
-    def get_checkpoint_io(self) -> CheckpointIO:
-        from booster.checkpoint_io import GeneralCheckpointIO
-
-        return GeneralCheckpointIO()
 
 
 def _num_hosts() -> int:

@@ -282,7 +282,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all():
         ({"placement_policy": "cpu"}, {"placement_policy": "cuda"}, "placement_policy='cpu'"),
         ({"shard_param_frac": 0.5}, {}, "shard_param_frac=0.5"),
         ({"strict_ddp_mode": True}, {}, "strict_ddp_mode=True"),
-        ({"initial_scale": 2.0}, {}, "loss scale: (2.0, "),
+        ({"initial_scale": 2.0}, {}, "initial_scale=2.0"),
         ({"max_prefetch": 1}, {}, "max_prefetch=1"),
     ],
 )
