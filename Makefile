@@ -9,7 +9,7 @@ SECONDS ?= 600
 CYCLES ?= 100
 SEED ?=
 
-.PHONY: install demo test test-all test-optimized test-wheel soak lint format bench clean
+.PHONY: install demo test test-ranks test-unit test-all test-optimized test-wheel soak lint format bench clean
 
 install: $(STAMP)
 
@@ -25,8 +25,17 @@ demo: $(STAMP)
 	$(BIN)/booster run --nproc-per-node 2 examples/demo/train.py --output $(DEMO) --steps $(STEPS) --resume
 	$(BIN)/python examples/demo/sample.py $(DEMO)/checkpoint
 
+# The tests of ranks wait for each other a lot, so those of one process run beside them.
 test: $(STAMP)
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/pytest -m "not slow and not gpu" --durations=20
+	@echo 'two runs side by side: what each one wrote follows when it has ended, the first in some five minutes'
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=target test-ranks test-unit
+
+test-ranks test-unit: export TORCH_DISTRIBUTED_DEBUG = OFF
+test-ranks: $(STAMP)
+	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/ranks tests/multi tests/faults
+
+test-unit: $(STAMP)
+	$(BIN)/pytest -m "not slow and not gpu" --durations=20 -o cache_dir=.pytest_cache/unit tests/unit tests/surface
 
 test-all: $(STAMP)
 	$(BIN)/pytest -m "not gpu" --durations=20

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from default_run import leave_cases_to_the_long_run
 
 # Set by pytest around the phases of a test, and by torch's compiler when an optimizer first imports it.
 _FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
@@ -28,6 +29,11 @@ def _no_leaks() -> Iterator[None]:
     ]
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_cases_to_the_long_run(items)
 
 
 def pytest_sessionfinish() -> None:

@@ -69,6 +69,7 @@ def test_every_wrong_call_is_refused_on_all_ranks_before_anything_changes(tmp_pa
     assert not differs, f"{differs}\n{REGENERATE}"
 
 
+@pytest.mark.slow
 def test_the_same_under_python_without_asserts():
     script = ROOT / "tests" / "faults" / "wrong_calls.py"
     command = [sys.executable, "-O", str(script), "--check"]
@@ -121,6 +122,7 @@ def _failing():
 """
 
 
+@pytest.mark.slow
 def test_a_failing_assert_of_a_test_fails_without_asserts_too(tmp_path):
     (tmp_path / "test_failing.py").write_text(FAILING)
     ignored = "ignore:assertions not in test modules:pytest.PytestConfigWarning"

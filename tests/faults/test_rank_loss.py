@@ -33,7 +33,7 @@ preload("booster", "booster.plugins", "faults.loss_program")
 ACTIONS = ("kill", "stop", "throw", "leave", "delay")
 PHASES = ("boost", "forward", "backward", "clip", "step", "save plan", "save write", "commit", "load")
 PLUGINS = ("torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel")
-NUM_AHEAD = 1  # cases that run beside the one whose end is awaited: most of their time is waiting
+NUM_AHEAD = 2  # cases that run beside the one whose end is awaited: most of their time is waiting
 
 _PLACES = re.compile(r"\bin (boost|data|forward|backward|clip|step|save|load|communication)\b|outside of all phases")
 
@@ -54,8 +54,8 @@ def the_case(action: str, phase: str, plugin: str) -> Case:
 
 
 def the_quick_cells() -> list[tuple[str, str, str]]:
-    """Returns 27 cells: each phase with three actions, each action with every plugin."""
-    return [(ACTIONS[n % 5], PHASES[n % 9], PLUGINS[n // 5 % 5]) for n in range(27)]
+    """Returns 15 cells: each action and each plugin three times, each phase at least once."""
+    return [(ACTIONS[n % 5], PHASES[n % 9], PLUGINS[(n + n // 5) % 5]) for n in range(15)]
 
 
 ALL_CELLS = [(action, phase, plugin) for action in ACTIONS for phase in PHASES for plugin in PLUGINS]
@@ -206,13 +206,12 @@ def test_what_failed_once(path, tmp_path):
 
 def test_the_quick_cells_cover_the_matrix():
     assert len(ALL_CELLS) == len(set(ALL_CELLS)) == 225
-    assert len(QUICK_CELLS) == len(set(QUICK_CELLS)) == 27
+    assert len(QUICK_CELLS) == len(set(QUICK_CELLS)) == 15
     actions, phases, plugins = (Counter(column) for column in zip(*QUICK_CELLS, strict=True))
     assert set(phases) == set(PHASES)
-    assert set(phases.values()) == {3}
-    assert min(actions.values()) >= 5
-    assert min(plugins.values()) >= 5
-    assert len({(action, plugin) for action, _, plugin in QUICK_CELLS}) == 25
+    assert set(actions.values()) == {3}
+    assert {plugin: plugins[plugin] for plugin in PLUGINS} == dict.fromkeys(PLUGINS, 3)
+    assert len({(action, plugin) for action, _, plugin in QUICK_CELLS}) == 15
     cases = [the_case(*cell) for cell in QUICK_CELLS]
     assert {case.fault.rank for case in cases} == {0, 1}
     assert {case.world_size for case in cases} == {2, 3}

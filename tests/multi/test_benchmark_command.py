@@ -135,6 +135,7 @@ def test_grids_of_eight_ranks():
     assert [row.split("  ")[0] for row in rows] == ["serial", "2.5d depth=2 q=2", "3d q=2"]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_others_are_measured_on():
     with running(*ENDLESS) as (command, ranks):
         read_until(command.stderr, "[1/2] serial")
