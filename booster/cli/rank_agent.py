@@ -89,12 +89,14 @@ class _RankAgent(LocalElasticAgent):
         super().__init__(*arguments, **settings)
         self._notes = notes
         self._failures: dict[int, RankFailure] = {}
+        self._processes: frozenset[int] = frozenset()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._notes.gone, self._notes.stopped, self._notes.signs = None, frozenset(), ""
         self._failures = {}
         started: dict[int, Any] = super()._start_workers(worker_group)
         if self._pcontext is not None:
+            self._processes = frozenset(self._pcontext.pids().values())
             self._pcontext.close = partial(self._close, self._pcontext, self._pcontext.close)  # type: ignore[method-assign]
         return started
 
@@ -114,6 +116,7 @@ class _RankAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
+            _end_what_is_left_of(self._processes)
             self._failures = self._notes.explained(result.failures)
             if self._failures and self._remaining_restarts == 0 and not has_left_word(self._failures):
                 self._notes.signs = self._last_signs(worker_group)
@@ -136,6 +139,15 @@ class _RankAgent(LocalElasticAgent):
             line = restart_line(self._failures, _world_size(worker_group), most - self._remaining_restarts, most)
             print(line, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
+
+
+def _end_what_is_left_of(ranks: frozenset[int]) -> None:
+    """Ends processes that ranks had started and that outlive them, as a killed rank's data loading workers do."""
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError):  # it has ended meanwhile, or is another user's
+            group = os.getpgid(process.pid)
+            if group in ranks and process.pid != group:
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def _world_size(worker_group: WorkerGroup) -> int:
