@@ -12,20 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from booster.boost_checks import check_can_boost
 from booster.comm import agree, are_others_imagined, group_size
 from booster.data import check_can_shard
+from booster.data.prepare import loader_facts
 from booster.interface import MixedPrecision, Plugin
 
 __all__ = ["agree_on_boost", "boost_facts", "installed_versions"]
 
 # Note [What ranks may differ in]
 # Ranks do their parts of one computation, so all that decides which collectives they call, and on what, is compared:
-# versions, strategy, formats, parameters and the optimizer over them. Left out is what may well be another one on each
-# rank: the device, the values (the plugin gives all ranks the first rank's), which ranks have values at all and which
-# have parameters on the meta device, groups of ranks as objects, and what batches the loader will give. That a package
-# is imported on one rank alone, as for its logs, is no difference either: versions are those that are installed.
+# versions, strategy, formats, parameters, the optimizer over them, the state of its scheduler, and of a loader by what
+# rule its samples are split over the ranks. Left out is what may well be another one on each rank: the device, the
+# values (the plugin gives all ranks the first rank's), which ranks have values at all and which have parameters on the
+# meta device, groups of ranks as objects, functions, and what samples a loader reads whose sampler is the user's own:
+# for those there is join_uneven(). That a package is imported on one rank alone, as for its logs, is no difference
+# either: versions are those that are installed.
 
 
 def agree_on_boost(
@@ -54,7 +58,9 @@ def agree_on_boost(
             check_can_shard(dataloader, plugin.dp_rank, plugin.dp_size)
         if group_size() > 1 and not are_others_imagined():
             facts = boost_facts(plugin, mixed_precision, model, optimizer)
-            facts += _given(criterion=criterion, dataloader=dataloader, lr_scheduler=lr_scheduler)
+            facts += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_facts(lr_scheduler)
+            facts += ["no criterion" if criterion is None else "a criterion"]
+            facts += ["no dataloader"] if dataloader is None else loader_facts(dataloader)
     except Exception as raised:  # it is raised again, here and on all other ranks
         error = raised
     agree("boost()", facts, error=error)
@@ -63,7 +69,7 @@ def agree_on_boost(
 def boost_facts(
     plugin: Plugin, mixed_precision: MixedPrecision | None, model: nn.Module, optimizer: Optimizer | None
 ) -> list[str]:
-    """Returns what must be the same on all ranks; see Note [What ranks may differ in].
+    """Returns what of plugin, model and optimizer must be the same on all ranks; see Note [What ranks may differ in].
 
     What explains the most comes first, as ranks are told the first difference: with another model the optimizer
     differs too.
@@ -101,10 +107,6 @@ def _is_of_transformers(model: nn.Module) -> bool:
     if "transformers" not in sys.modules:
         return False
     return any(type(module).__module__.startswith("transformers.") for module in model.modules())
-
-
-def _given(**objects: Any | None) -> list[str]:
-    return [f"no {name}" if given is None else f"a {name}" for name, given in objects.items()]
 
 
 # The model.
@@ -151,12 +153,53 @@ def _optimizer_facts(names: Mapping[int, str], optimizer: Optimizer) -> list[str
     return facts
 
 
+# The scheduler.
+
+
+def _scheduler_facts(scheduler: Any) -> list[str]:
+    """Returns its class, and the plain values of its state if it is one of torch's; the same text in every process."""
+    try:
+        return _walk_scheduler("the lr_scheduler", scheduler)
+    except Exception:  # its state_dict() or a value there is the user's own code, and boost() can do without
+        return [f"the lr_scheduler {type(scheduler).__qualname__}"]
+
+
+def _walk_scheduler(name: str, scheduler: Any) -> list[str]:
+    title = f"{name} {type(scheduler).__qualname__}"
+    facts = [title]
+    for key, value in _scheduler_state(scheduler):
+        parts = {f"{key}[{index}]": one for index, one in enumerate(value)} if isinstance(value, list) else {key: value}
+        if parts and all(isinstance(part, LRScheduler) for part in parts.values()):
+            for part_name, part in parts.items():
+                facts += _walk_scheduler(f"{name}.{part_name}", part)
+        else:
+            facts.append(f"{title} with {key}={_plain(value)}")
+    return facts
+
+
+def _scheduler_state(scheduler: Any) -> list[tuple[str, Any]]:
+    """Returns the state by name: settings first, as they explain what follows from them."""
+    if not isinstance(scheduler, LRScheduler):
+        return []
+    state = {str(key): value for key, value in scheduler.state_dict().items() if key != "verbose"}
+    # torch's states have of the schedulers inside not the classes, and nothing of a functools.partial.
+    if "_schedulers" in state:
+        state["_schedulers"] = getattr(scheduler, "_schedulers", state["_schedulers"])
+    if "lr_lambdas" in state and hasattr(scheduler, "lr_lambdas"):
+        state["lr_lambdas"] = list(zip(scheduler.lr_lambdas, state["lr_lambdas"], strict=False))
+    return sorted(state.items(), key=lambda item: (item[0].startswith("_"), item[0]))
+
+
 def _plain(value: Any) -> str:
     """Returns a text that is the same on all ranks for options that are the same; of other objects the class alone."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return repr(value.item())
     if isinstance(value, (tuple, list)):
         return f"({', '.join(_plain(one) for one in value)})"
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return repr(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_plain(key)}: {_plain(one)}' for key, one in value.items()))}}}"
+    if isinstance(value, functools.partial):  # as the schedules of the transformers package are
+        return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
     return type(value).__qualname__

@@ -37,7 +37,7 @@ def check_can_boost(
     Raises:
         ConfigError: They can't.
     """
-    _check_model(model)
+    _check_model(model, optimizer)
     tensors = _named_tensors(model)
     _check_shapes(tensors)
     if optimizer is not None:
@@ -63,7 +63,17 @@ def note_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
         _boosted.add(optimizer)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, optimizer: Any | None) -> None:
+    if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
+        raise ConfigError(
+            f"boost() was given a {type(model).__name__} first and a {type(optimizer).__name__} second, so model and"
+            " optimizer look swapped: write boost(model, optimizer)"
+        )
+    if isinstance(model, type):
+        raise ConfigError(
+            f"boost() was given the class {model.__name__} itself where a model belongs: make one of it, as"
+            f" {model.__name__}(...), and pass that"
+        )
     if isinstance(model, ModelWrapper) or (isinstance(model, nn.Module) and model in _boosted):
         raise ConfigError(
             f"boost() was given a model boosted already ({type(model).__name__}): boost each model once and keep"
@@ -96,6 +106,11 @@ def _check_optimizer(optimizer: Any, known: Collection[int]) -> None:
     if isinstance(optimizer, OptimizerWrapper) or (isinstance(optimizer, Optimizer) and optimizer in _boosted):
         raise ConfigError(
             "boost() was given an optimizer that is boosted already: boost each optimizer once, together with its model"
+        )
+    if isinstance(optimizer, type):
+        raise ConfigError(
+            f"boost() was given the class {optimizer.__name__} itself where an optimizer belongs: make one of it, as"
+            f" {optimizer.__name__}(model.parameters(), ...), and pass that"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(

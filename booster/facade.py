@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
@@ -218,8 +218,13 @@ class Booster(CheckpointMethods):
         None where `accumulate` waits for further micro-batches. Collective.
 
         Raises:
-            ConfigError: `max_norm` is negative or nan, which would turn gradients round.
+            ConfigError: `max_norm` is no number, or is negative or nan, which would turn gradients round.
         """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, SupportsFloat):
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm!r}): that is a {type(max_norm).__name__} and no number: give a"
+                " number above 0, such as 1.0, or float('inf') for the norm alone"
+            )
         if not is_number(max_norm) or max_norm < 0:
             raise ConfigError(
                 f"clip_grad_norm_(max_norm={max_norm!r}): no gradient has a norm of that, and scaling by it would turn"

@@ -91,7 +91,7 @@ def launch(
         seed: The same for all generators on all ranks, 0 .. 2**32 - 1.
         verbose: Whether rank 0 logs a line when all ranks are there.
         config: The script's own settings, a dict or the path of a Python file, read through `booster.get_config()`.
-        timeout_seconds: The longest wait for another rank in training.
+        timeout_seconds: The longest wait for another rank in training; each of the limits is the same on all ranks.
         setup_timeout_seconds: The longest wait here, where groups are made, and in `boost()`.
         checkpoint_timeout_seconds: The longest wait in a save or a load.
 
@@ -369,6 +369,9 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
         world_size=world_size,
         backend=settings.backend,
         seed=settings.seed,
+        timeout_seconds=settings.timeout_seconds,
+        setup_timeout_seconds=settings.setup_timeout_seconds,
+        checkpoint_timeout_seconds=settings.checkpoint_timeout_seconds,
     )
     meeting = meet(store, rank, card, seconds)
     choose_gloo_interface(meeting.hosts, meeting.addresses, rank)

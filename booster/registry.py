@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
+from collections import Counter
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -14,6 +16,8 @@ from booster.interface import Plugin
 __all__ = ["plugin_class", "plugin_from_name", "plugin_names"]
 
 ENTRY_POINT_GROUP = "booster.plugins"
+# What others call what built-in plugins do, for a hint alone; words of the plugins' own names need no entry.
+_OTHER_NAMES = {"data": "torch_ddp", "tensor": "hybrid_parallel", "pipeline": "hybrid_parallel"}
 
 
 def plugin_names() -> list[str]:
@@ -56,8 +60,8 @@ def plugin_class(name: str) -> type[Plugin]:
     elif name in _registered():
         cls = _registered()[name].load()
     else:
-        near = difflib.get_close_matches(name, plugin_names(), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = _near(name)
+        hint = "" if near is None else f" Did you mean {near!r}?"
         raise ConfigError(f"plugin={name!r} is not known.{hint} Known plugins: {', '.join(plugin_names())}")
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise ConfigError(
@@ -65,6 +69,19 @@ def plugin_class(name: str) -> type[Plugin]:
             f" {ENTRY_POINT_GROUP!r} entry point of the package that brings it"
         )
     return cls
+
+
+def _near(name: str) -> str | None:
+    """Returns the known name that is meant most likely by one that is not known: by all of it, or by a word of it."""
+    known = plugin_names()
+    count_of_word = Counter(word for one in known for word in one.split("_"))
+    meant = {word: one for one in known for word in one.split("_") if count_of_word[word] == 1}
+    meant |= {word: one for word, one in _OTHER_NAMES.items() if one in known} | {one: one for one in known}
+    given = name.lower()
+    near = [word for word in re.split(r"[\W_]+", given) if word in meant] or difflib.get_close_matches(
+        given, meant, n=1
+    )
+    return meant[near[0]] if near else None
 
 
 def _built_in() -> dict[str, tuple[str, str]]:

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -39,13 +39,22 @@ class Card:
         world_size: Number of ranks.
         backend: Communication backend.
         seed: Seed of all generators.
+        timeout_seconds: The longest wait in training.
+        setup_timeout_seconds: The longest wait in set-up.
+        checkpoint_timeout_seconds: The longest wait in a save or a load.
     """
 
     host: str
     world_size: int
     backend: str
     seed: int
+    timeout_seconds: float
+    setup_timeout_seconds: float
+    checkpoint_timeout_seconds: float
     address: str = ""
+
+
+_ALIKE = tuple(field.name for field in fields(Card) if field.name not in ("host", "address"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +160,7 @@ def _judge(store: Store, mine: Card, timeout_seconds: float) -> dict[str, object
 
 def _first_difference(cards: list[Card]) -> str | None:
     for rank, card in enumerate(cards):
-        for name in ("world_size", "backend", "seed"):
+        for name in _ALIKE:
             first, other = getattr(cards[0], name), getattr(card, name)
             if other != first:
                 return (

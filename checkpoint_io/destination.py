@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from booster.checkpoint_io.layout import BIN_SUFFIXES, SAFETENSORS_SUFFIXES, FileNames, Kind, is_valid_prefix
-from booster.errors import ConfigError
+from booster.checkpoint_io.storage import Storage
+from booster.errors import CheckpointError, ConfigError
 
-__all__ = ["Destination", "as_path", "check_size_per_shard"]
+__all__ = ["Destination", "as_path", "check_size_per_shard", "parents_must_be_made"]
 
 MEGABYTE = 10**6
 
@@ -64,6 +67,35 @@ def check_size_per_shard(size_per_shard: Any) -> None:
         raise ConfigError(f"size_per_shard={size_per_shard!r} is no size in MB: give a whole number from 1 on")
 
 
+@contextmanager
+def parents_must_be_made(storage: Storage, target: Path, doing: str) -> Iterator[None]:
+    """Says of an error that the directories above the target are not there, where that is so.
+
+    Args:
+        storage: Where.
+        target: What is to be written; the block makes what is missing above it.
+        doing: What this is, for messages.
+
+    Raises:
+        CheckpointError: They could not be made.
+        OSError: Another of the block's, as it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        parent = Path(os.path.realpath(target.parent))
+        place = parent
+        while storage.kind(place) is None:
+            place = place.parent
+        if place == parent and storage.kind(place) == "directory":
+            raise
+        is_directory = storage.kind(place) == "directory"
+        reason = f"the directory {parent} can't be made" if is_directory else f"{place} is no directory"
+        raise CheckpointError(
+            f"{doing} to {target} failed, as {reason} ({error}): give a path below a directory that you may write into"
+        ) from error
+
+
 def _check_prefix(prefix: str | None, shard: bool) -> None:
     if prefix is None:
         return
@@ -83,6 +115,12 @@ def _check_suffix(path: Path, use_safetensors: bool) -> None:
     allowed, other = (SAFETENSORS_SUFFIXES, BIN_SUFFIXES) if use_safetensors else (BIN_SUFFIXES, SAFETENSORS_SUFFIXES)
     if path.suffix in allowed:
         return
+    if not path.suffix:
+        raise ConfigError(
+            f"{path} has no ending, and shard=False, the default, writes one file, whose ending says its format: pass"
+            f" shard=True to write a directory, or give a name that ends in {' or '.join(allowed)}, such as"
+            f" {f'{path}{allowed[0]}'!r}"
+        )
     if path.suffix not in other:
         raise ConfigError(
             f"{path} ends in {path.suffix!r}, and shard=False, the default, writes one file: pass shard=True to write a"

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.checkpoint_io.commit import Transaction
-from booster.checkpoint_io.destination import Destination, as_path
+from booster.checkpoint_io.destination import Destination, as_path, parents_must_be_made
 from booster.checkpoint_io.files import json_values
 from booster.checkpoint_io.files.json_documents import json_bytes
 from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
@@ -226,7 +226,9 @@ class GeneralCheckpointIO(CheckpointIO):
     def _write_document(self, path: Path, content: bytes) -> None:
         transaction = Transaction(self.storage, path, is_directory=False)
         try:
-            self.storage.write_file(transaction.begin() / path.name, content)
+            with parents_must_be_made(self.storage, path, "saving the LR scheduler"):
+                directory = transaction.begin()
+            self.storage.write_file(directory / path.name, content)
             transaction.commit(is_stale=lambda name: False)
         finally:
             transaction.abort()

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import stat
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,11 +232,17 @@ class Storage:
             return False
 
     def free_bytes(self, path: Path) -> int:
-        """Returns how much this user may still write to the file system that the path is on, or will be on."""
+        """Returns how much this user may still write to the file system that the path is on, or will be on.
+
+        A file system that says that it has no blocks at all (/proc, some of FUSE) does not count them: then more than
+        any file has.
+        """
         place = Path(os.path.abspath(path))
         while not place.exists():
             place = place.parent
         status = os.statvfs(place)
+        if status.f_blocks == 0:
+            return sys.maxsize
         return status.f_bavail * status.f_frsize
 
     def open_regular(self, path: Path, *, inside: Path | None = None) -> OpenFile:

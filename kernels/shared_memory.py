@@ -44,11 +44,13 @@ class SharedMemoryError(RuntimeError):
 
     Attributes:
         ended_rank: The rank of the group whose process has ended; None where that is not the cause.
+        is_own_abort: Whether this rank itself called `abort`.
     """
 
-    def __init__(self, message: str, ended_rank: int | None = None) -> None:
+    def __init__(self, message: str, ended_rank: int | None = None, *, is_own_abort: bool = False) -> None:
         super().__init__(message)
         self.ended_rank = ended_rank
+        self.is_own_abort = is_own_abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,9 @@ class SharedMemory:
         SharedMemoryError: By all of them: a rank has ended, is too late, or calls something else.
     """
 
-    def __init__(self, native: Any, num_ranks: int, timeout_seconds: float) -> None:
+    def __init__(self, native: Any, num_ranks: int, rank: int, timeout_seconds: float) -> None:
         self._native = native
-        self._num_ranks = num_ranks
+        self._num_ranks, self._rank = num_ranks, rank
         self._timeout_seconds = timeout_seconds
 
     @classmethod
@@ -106,7 +108,7 @@ class SharedMemory:
         slot_bytes, key = _slot_bytes(num_ranks), secrets.randbits(63)
         native = _module().create(num_ranks, slot_bytes, key, timeout_seconds, instruction_set)
         ticket = Ticket(os.getpid(), native.file_number(), key, slot_bytes)
-        return cls(native, num_ranks, timeout_seconds), ticket
+        return cls(native, num_ranks, 0, timeout_seconds), ticket
 
     @classmethod
     def attach(
@@ -127,7 +129,7 @@ class SharedMemory:
             timeout_seconds,
             instruction_set,
         )
-        return cls(native, num_ranks, timeout_seconds)
+        return cls(native, num_ranks, rank, timeout_seconds)
 
     def begin(self) -> None:
         """Makes this end ready; called when all ranks have theirs. No communication."""
@@ -210,8 +212,11 @@ class SharedMemory:
             return SharedMemoryError(f"the connection is lost: the process of rank {rank} of the group has ended", rank)
         if reason == _DIFFERS:
             return SharedMemoryError(f"aborted, as the ranks are in different calls: {self._calls()}")
-        cause = "was interrupted" if reason == _INTERRUPTED else "gave up"
-        return SharedMemoryError(f"aborted, as rank {rank} of the group {cause}")
+        if reason == _INTERRUPTED:
+            return SharedMemoryError(f"aborted, as rank {rank} of the group was interrupted")
+        if rank == self._rank:
+            return SharedMemoryError("aborted by this rank itself, which gave up", is_own_abort=True)
+        return SharedMemoryError(f"aborted, as rank {rank} of the group gave up")
 
     def _calls(self) -> str:
         """Returns what the ranks are doing, those that do the same together."""

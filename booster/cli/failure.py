@@ -13,6 +13,7 @@ __all__ = [
     "exit_code_of",
     "has_cause",
     "has_left_word",
+    "last_start_line",
     "report",
     "restart_line",
     "time_of_word",
@@ -99,6 +100,11 @@ def restart_line(failures: Mapping[int, Failure], world_size: int, number: int, 
     cause = _cause(failures)
     who = _line(cause, failures[cause], world_size)
     return f"booster run: {who}; all ranks start anew, restart {number} of {most}"
+
+
+def last_start_line(most: int) -> str:
+    """Returns what is said where ranks have failed and don't start anew, after so many restarts."""
+    return f"booster run: no restart is left of --max-restarts {most}, so the run ends"
 
 
 def report(failures: Mapping[int, Failure], world_size: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 from torch.distributed.distributed_c10d import PrefixStore
 
-from booster.comm.signs import place_from_json
+from booster.comm.signs import how_often, place_from_json
 
 __all__ = ["where_ranks_were"]
 
@@ -46,7 +46,8 @@ def where_ranks_were(host: str, port: int, world_size: int, attempt: int, *, bef
     if asking.is_alive() or not places:
         return ""
     more = [f"and {world_size - _MAX_LISTED} more ranks"] if world_size > _MAX_LISTED else []
-    return f"booster run: where the ranks were by their last signs: {'; '.join([*places, *more])}"
+    often = f"signs come {how_often(world_size)}, so a rank may have gone on after its last one"
+    return f"booster run: where the ranks were by their last signs ({often}): {'; '.join([*places, *more])}"
 
 
 def _connect(host: str, port: int) -> Any:
@@ -71,4 +72,4 @@ def _places(server: Any, num_ranks: int, attempt: int, before: float) -> list[st
 
 def _place(note: dict[str, Any], before: float) -> str:
     state = "" if note["state"] == "running" else f", its program had {note['state']}"
-    return f", {max(0.0, before - note['at']):.1f} s before: {place_from_json(note['place'])}{state}"
+    return f", {max(0.0, before - note['at']):.1f} s before the end: {place_from_json(note['place'])}{state}"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from booster.cli import host_messages
-from booster.cli.failure import exit_code_of, report
+from booster.cli.failure import exit_code_of, last_start_line, report
 from booster.cli.machine_settings import launch_config, shared_cores, worker_command
 from booster.cli.ssh_commands import LAUNCHER_ONLY
 from booster.errors import ConfigError, RankFailedError
@@ -76,12 +76,14 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
             elastic_launch(config, sys.executable)(*worker_command(arguments))
     except ChildFailedError as error:
         failures = notes.explained(error.failures)
-        if notes.signs:
-            print(notes.signs, file=sys.stderr, flush=True)
+        if config.max_restarts:
+            print(last_start_line(config.max_restarts), file=sys.stderr, flush=True)
         if output is None:
             print(report(failures, logs.world_size), file=sys.stderr, flush=True)
         else:
             host_messages.tell_failures(failures, logs.world_size)
+        if notes.signs:  # after who was killed: a place must not be taken for that of its death
+            print(notes.signs, file=sys.stderr, flush=True)
         return exit_code_of(failures)
     except RendezvousClosedError as error:
         raise RankFailedError(

@@ -93,7 +93,7 @@ def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None 
     """Raises on every rank of the group if any rank brought an error; returns if none did.
 
     A rank that brought an error raises that error; the others raise an error of the same class (of this library's, else
-    `RankFailedError`) with the failing rank's number and text.
+    `RankFailedError`) with the failing rank's number and text, which begins with a class that is not this library's.
 
     Collective: every rank of the group must call it, with None where all is well. One small all-reduce when nobody
     failed, which takes fewer messages than the all-gather of `agree`: for what happens in every step.
@@ -107,7 +107,7 @@ def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None 
 
 
 def _raise_failure(error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    reports = _from_all_ranks(None if error is None else [type(error).__name__, str(error)], group)
+    reports = _from_all_ranks(None if error is None else _described(error), group)
     if error is not None:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
@@ -115,6 +115,14 @@ def _raise_failure(error: Exception | None, group: dist.ProcessGroup | None) -> 
     others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     here, there = global_rank_of(group_rank(group), group), global_rank_of(rank, group)
     raise _error_class(name)(f"rank {there} failed{others}, so rank {here} stops too: {text}")
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    """Returns the name of this library's class that the error is, or its own one, which then begins the text, too."""
+    known = next((cls for cls in type(error).__mro__ if cls in BoosterError.__subclasses__()), None)
+    if known is None:
+        return type(error).__name__, f"{type(error).__name__}: {error}"
+    return known.__name__, str(error)
 
 
 def _error_class(name: str) -> type[BoosterError]:

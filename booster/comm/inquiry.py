@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from booster.comm.bounded_store import BoundedStore
+from booster.comm.hints import CALLS, Other, hint
 from booster.comm.signs import (
     ANSWER_SECONDS,
     ENDED,
     Sign,
     ended_processes,
     ends_of_ranks,
+    how_often,
     place_as_json,
     place_from_json,
     read_signs,
@@ -42,13 +44,6 @@ _MAX_NOTES = 3  # in a message
 _NOTES_KEY = "notes"
 _LEFT_KEY = "left"
 _VERDICT_SECONDS = 0.25  # between two looks at which processes live
-
-# A rank in none of these has left its training loop, or has not come to it.
-_OF_TRAINING = frozenset(("backward", "clip", "forward", "pipeline", "step"))
-_SHORT = (
-    "The usual cause is another number of batches or steps on some rank: `for batch in booster.join_uneven(batches)`"
-    " ends all ranks together"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +111,14 @@ class Inquiry:
             return f"the others had given this rank up before it came; {self._whereabouts()}"
         if missing:
             are = "is" if len(missing) == 1 else "are"
-            return f"{listed(missing)} {are} missing: {self._known_of(missing)}; {self._whereabouts()}"
-        return (
-            f"no rank is missing; {self._whereabouts()}: all must make the same calls in the same order."
-            f"{self._who_left_training()}"
-        )
+            known = self._known_of(missing)
+            waiting = [Other(place=where, state="waits") for _, where in self._others()]
+            text = f"{listed(missing)} {are} missing: {_text_of(known)}; {self._whereabouts()}"
+            return f"{text}{_hint_in(known, waiting)}"
+        waiting = [Other(place=where, state="waits") for _, where in self._others()]
+        usual = hint(self._where, waiting)
+        text = f"no rank is missing; {self._whereabouts()}: all must make the same calls in the same order"
+        return f"{text}. {usual}" if usual not in ("", CALLS) else text
 
     def _wait_for_reports(self, seconds: float) -> None:
         keys = [_report_key(rank) for rank in self._ranks]
@@ -143,9 +141,9 @@ class Inquiry:
     def _silent(self) -> list[int]:
         return [rank for rank in self._ranks if not self._store.check([_report_key(rank)])]
 
-    def _known_of(self, missing: Sequence[int]) -> str:
+    def _known_of(self, missing: Sequence[int]) -> list[_Known]:
         has_had_time = time.monotonic() - self._began >= _SECONDS_BETWEEN_SIGNS
-        return last_signs_of(missing, self._first_signs if has_had_time else {})
+        return _known_of(missing, self._first_signs if has_had_time else {})
 
     def _whereabouts(self) -> str:
         """Returns where each rank stands that has written it."""
@@ -153,14 +151,8 @@ class Inquiry:
         known = [f"rank {rank} is at {place}{surroundings(where)}" for rank, (place, where) in reports.items()]
         return ", ".join(known[:_MAX_LISTED]) + _and_more(known)
 
-    def _who_left_training(self) -> str:
-        reports = self._reports()
-        outside = [rank for rank, (_, where) in reports.items() if not _is_in_training(where)]
-        if len(outside) == len(reports) or any("boost" in where.phases for _, where in reports.values()):
-            return ""
-        if not outside:
-            return f" {_SHORT}"
-        return f" {listed(outside)} left the training loop, in which others are. {_SHORT}"
+    def _others(self) -> list[tuple[Place, CurrentPlace]]:
+        return [report for rank, report in self._reports().items() if rank != self._rank]
 
     def _reports(self) -> dict[int, tuple[Place, CurrentPlace]]:
         silent = self._silent()
@@ -171,23 +163,51 @@ class Inquiry:
         return reports
 
 
-def last_signs_of(ranks: Sequence[int], before: Mapping[int, Sign] | None = None) -> str:
-    """Returns what is known of ranks that are missing, in words.
-
-    Args:
-        ranks: World ranks.
-        before: Their signs of some seconds ago; who has given none since has stopped. Empty: that can't be told.
+def last_signs_of(ranks: Sequence[int]) -> str:
+    """Returns what is known of world ranks that are missing from what this thread waits in, in words.
 
     Raises:
         RuntimeError: The process that serves the store has ended.
     """
+    known = _known_of(ranks, {})
+    return f"{_text_of(known)}{_hint_in(known, [])}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What is known of a missing rank: in words, and as what explains it; None: its place explains nothing."""
+
+    text: str
+    other: Other | None = None
+
+
+def _known_of(ranks: Sequence[int], before: Mapping[int, Sign]) -> list[_Known]:
+    """Returns what is known of world ranks.
+
+    Args:
+        ranks: Which.
+        before: Their signs of some seconds ago; who has given none since has stopped. Empty: that can't be told.
+    """
     chosen = ranks[:_MAX_LISTED]
     signs, ends = read_signs(chosen), ends_of_ranks()
     gone = set(ended_processes(signs))
-    known = [_known_of_one(rank, signs[rank], ends, gone, before or {}) for rank in chosen if rank in signs]
+    known = [_known_of_one(rank, signs[rank], ends, gone, before) for rank in chosen if rank in signs]
     if len(known) < len(chosen):
-        known.append("see the log there, whether it ended, hangs or is busy elsewhere")
-    return ", ".join(known)
+        known.append(_Known(text="see the log there, whether it ended, hangs or is busy elsewhere"))
+    return known
+
+
+def _text_of(known: Sequence[_Known]) -> str:
+    return "; ".join(one.text for one in known)
+
+
+def _hint_in(known: Sequence[_Known], waiting: Sequence[Other]) -> str:
+    """Returns what is usually wrong, with what joins it to the text before; nothing where the cause is another one."""
+    explaining = [one.other for one in known if one.other is not None]
+    if len(explaining) < len(known) or noted_failures():
+        return ""
+    usual = hint(current_place(), [*explaining, *waiting])
+    return f". {usual}" if usual else ""
 
 
 def _first_reason(left: Sequence[tuple[int, str]]) -> str:
@@ -198,38 +218,27 @@ def _first_reason(left: Sequence[tuple[int, str]]) -> str:
 
 def _known_of_one(
     rank: int, sign: Sign, ends: Mapping[int, tuple[str, str]], gone: Iterable[int], before: Mapping[int, Sign]
-) -> str:
+) -> _Known:
     age = max(0.0, time.time() - sign.at)  # by two machines' clocks, which agree in such clusters to much less
-    last = f"{age:.1f} s ago rank {rank} said that it was {sign.place}"
+    often = f"signs come {how_often(dist.get_world_size())}"
+    last = f"last sign, {age:.1f} s ago ({often}, so it may have gone on since), said: {sign.place}"
     if rank in ends:
         state, text = ends[rank]
         after = f"after {sign.place.num_steps} steps"
-        return (
-            f"rank {rank}'s program ended {after}, while others go on.{'' if _is_setting_up() else ' ' + _SHORT}"
-            if state == ENDED
-            else f"rank {rank}'s program failed {after}: {text}"
-        )
+        if state == ENDED:
+            other = Other(place=sign.place, state="ended")
+            return _Known(text=f"rank {rank}'s program ended {after}, while others go on", other=other)
+        return _Known(text=f"rank {rank}'s program failed {after}: {text}")
     if rank in gone:
-        return (
-            f"rank {rank}'s process {sign.process_id} on {sign.host} has ended without a word (was it killed?); {last}"
-        )
+        process = f"rank {rank}'s process {sign.process_id} on host {sign.host}"
+        return _Known(text=f"{process} has ended without a word (was it killed?); its {last}")
     if rank not in before:
-        return f"{last}, on {sign.host}"
+        return _Known(text=f"on host {sign.host}, rank {rank}'s {last}")
     if sign.beat > before[rank].beat:
         alive = f"rank {rank}'s process lives and is {sign.place}: it is busy, hangs, or makes other calls"
-        has_left = sign.place.phases and "boost" not in sign.place.phases and not _is_in_training(sign.place)
-        return (
-            f"{alive}. It left the training loop. {_SHORT}" if has_left and _is_in_training(current_place()) else alive
-        )
-    return f"{last}, and nothing since: it is stopped, or {sign.host} is lost"
-
-
-def _is_in_training(where: CurrentPlace) -> bool:
-    return not _OF_TRAINING.isdisjoint(where.phases)
-
-
-def _is_setting_up() -> bool:
-    return "boost" in current_place().phases
+        return _Known(text=alive, other=Other(place=sign.place, state="busy"))
+    since = f"and none has come since: it is stopped, or host {sign.host} is lost"
+    return _Known(text=f"rank {rank}'s last sign, {age:.1f} s ago ({often}), said: {sign.place}; {since}")
 
 
 def surroundings(where: CurrentPlace) -> str:

@@ -121,12 +121,10 @@ def memory_of(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> GroupMem
     if tensor.device.type != "cpu":
         return None
     chosen = group or _get_default_group()
-    try:
-        return _decisions[chosen]
-    except KeyError:
+    if chosen not in _decisions:  # asked for, so that what fails in the decision has no KeyError behind it
         perform_started()  # the group's own backend knows nothing of what others may wait for
-        decision = _decisions[chosen] = _decide(chosen)
-        return decision
+        _decisions[chosen] = _decide(chosen)
+    return _decisions[chosen]
 
 
 def abort_shared_memory(group: dist.ProcessGroup) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "end_signs",
     "ended_processes",
     "ends_of_ranks",
+    "how_often",
     "place_as_json",
     "place_from_json",
     "read_signs",
@@ -130,6 +131,16 @@ def ends_of_ranks() -> dict[int, tuple[str, str]]:
     return _ends(_signs_store(_get_default_store()))
 
 
+def how_often(world_size: int) -> str:
+    """Returns in words how often each rank of a world gives a sign."""
+    seconds = _seconds_between(world_size)
+    return "once a second" if seconds == 1 else f"every {seconds:.1f} s"
+
+
+def _seconds_between(world_size: int) -> float:
+    return _SECONDS * max(1.0, world_size / _SIGNS_A_SECOND)
+
+
 def ended_processes(signs: Mapping[int, Sign]) -> list[int]:
     """Returns the ranks whose processes are known to have ended, as they ran on this machine and are gone."""
     return [rank for rank, sign in signs.items() if sign.machine == _machine() and _is_gone(sign)]
@@ -189,7 +200,7 @@ class _Speaker:
             self._store.append(_ENDS_KEY, json.dumps([self._rank, state, text]) + "\n")
 
     def _run(self) -> None:
-        seconds = _SECONDS * max(1.0, self._size / _SIGNS_A_SECOND)
+        seconds = _seconds_between(self._size)
         is_first = True
         while is_first or not self._stopping.wait(seconds):
             is_first = False

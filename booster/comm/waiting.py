@@ -51,6 +51,10 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 
+# What torch's gloo writes around its errors.
+_SOURCE_FILE = re.compile(r"^\[\S+:\d+\] ")
+_ADVICE = re.compile(r"This is typically caused by|GLHF!")
+
 
 @contextmanager
 def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[None]:
@@ -69,20 +73,27 @@ def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[No
 
 
 def _explanation(place: Place, group: dist.ProcessGroup, error: RuntimeError) -> str:
-    witness = "shared memory" if isinstance(error, SharedMemoryError) else "torch"
-    head, tail = f"rank {dist.get_rank()} could not finish {place}", f"{witness} says: {_first_line(error)}"
+    head, tail = f"rank {dist.get_rank()} could not finish {place}", _witness(error, group)
     try:
         inquiry = Inquiry(place, group)
         head = f"rank {dist.get_rank()} could not finish {inquiry.where()}"
         _close_connections(group)
         inquiry.report()
         finding = inquiry.finding(REPORT_SECONDS, _known_to_have_ended(error, group))
-        return f"{head}: {finding}" if noted_failures() else f"{head}: {finding}; {tail}"
+        return f"{head}: {finding}" if noted_failures() else f"{head}: {finding}{tail}"
     except dist.DistError as failure:
         return (
             f"{head}, and the store of torch.distributed is gone too ({_first_line(failure)}): the process that serves"
-            f" it (rank 0 or the launcher) has ended or is stopped, see its log; {tail}"
+            f" it (rank 0 or the launcher) has ended or is stopped, see its log{tail}"
         )
+
+
+def _witness(error: RuntimeError, group: dist.ProcessGroup) -> str:
+    """Returns what the transport says, in parentheses; nothing where this rank ended it itself: see `break_off`."""
+    if isinstance(error, SharedMemoryError):
+        return "" if error.is_own_abort else f" (shared memory says: {_first_line(error)})"
+    is_of_gloo = "gloo" in str(dist.get_backend(group)) and "nccl" not in str(error).lower()
+    return f" ({'gloo' if is_of_gloo else 'torch'} says: {_first_line(error)})"
 
 
 def _known_to_have_ended(error: RuntimeError, group: dist.ProcessGroup) -> list[int]:
@@ -149,4 +160,7 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:_MAX_TEXT] if str(error).strip() else type(error).__name__
+    """Returns the first line of an error's text, without the source file before it and the advice for all cases."""
+    lines = str(error).strip().splitlines()
+    text = _ADVICE.split(_SOURCE_FILE.sub("", lines[0]), maxsplit=1)[0].rstrip(" .") if lines else ""
+    return text[:_MAX_TEXT] or type(error).__name__

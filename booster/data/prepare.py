@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from booster.argument_checks import check_flag
 from booster.data.announcement import announce
@@ -17,7 +24,7 @@ from booster.data.seeding import derive_seed
 from booster.errors import ConfigError
 from booster.random_state import check_seed
 
-__all__ = ["check_can_shard", "prepare_dataloader", "shard_dataloader"]
+__all__ = ["check_can_shard", "loader_facts", "prepare_dataloader", "shard_dataloader"]
 
 _LOADER_OPTIONS = (
     "collate_fn",
@@ -77,6 +84,7 @@ def prepare_dataloader(
     Raises:
         ConfigError: an empty dataset, no batch left, ranks or sizes out of range, arguments that contradict.
     """
+    _check_dataset(dataset)
     _check_options(kwargs)
     _check_plain_arguments(shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
     check_seed(seed)
@@ -138,6 +146,36 @@ def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None
             "use plugin.prepare_dataloader(dataset, batch_size, ...), or a sampler of the kind of "
             "torch.utils.data.DistributedSampler"
         )
+
+
+def loader_facts(loader: DataLoader[Any]) -> list[str]:
+    """Returns what of a loader that `check_can_shard` accepts must be the same on all ranks, as lines of text.
+
+    That is all by which its samples are split. Of the user's own sampler it is the class alone: it may give each rank
+    as many samples, in batches of such a size, as it likes. Only torch's own counts on a dataset and a seed that are
+    the same everywhere. What is left as it is, as the data has one part only, is read by all ranks alike.
+    """
+    kind, facts = _rule(loader)
+    return [f"a dataloader {kind}", *(f"a dataloader with {name}={value!r}" for name, value in facts.items())]
+
+
+def _rule(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
+    """By what a loader is split, in words, and on which values that depends."""
+    batches = {"batch_size": loader.batch_size, "drop_last": bool(loader.drop_last)}
+    sampler = _splitting_sampler(loader)
+    if sampler is None and _obstacle(loader) is not None:
+        return "left as it is", batches
+    if sampler is None:
+        order = {"num_samples": _length(loader.dataset), "shuffle": isinstance(loader.sampler, RandomSampler)}
+        return "to be split", order | batches
+    kind = f"split by its {type(sampler).__name__}"
+    if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
+        return kind, sampler.describe() | {"batch_size": sampler.batch_size, "drop_last": bool(sampler.drop_last)}
+    if type(sampler) is not DistributedSampler:
+        return kind, {}
+    dataset: Any = sampler.dataset
+    order = {"num_samples": len(dataset), "shuffle": bool(sampler.shuffle), "seed": sampler.seed}
+    return kind, order | {"drop_last": bool(sampler.drop_last)}
 
 
 def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int = 1024) -> DataLoader[Any]:
@@ -224,6 +262,14 @@ def _check_iterable(dataset: Any, dp_size: int, shuffle: bool, distributed_sampl
         )
 
 
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"prepare_dataloader({type(dataset).__name__}) makes a loader out of a dataset, and was given a loader:"
+            " give loader.dataset here, or the loader to boost()"
+        )
+
+
 def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ConfigError(
@@ -235,12 +281,20 @@ def _length(dataset: Any) -> int:
 
 def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
     """(rank, ranks) that a loader's sampler is made for; None if it knows nothing of ranks."""
+    sampler = _splitting_sampler(loader)
+    if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
+        return sampler.dp_rank, sampler.dp_size
+    return None if sampler is None else (sampler.rank, sampler.num_replicas)
+
+
+def _splitting_sampler(loader: DataLoader[Any]) -> Any | None:
+    """The one of a loader's samplers that knows of ranks."""
     if isinstance(loader.batch_sampler, (DistributedBatchSampler, CustomBatchSampler)):
-        return loader.batch_sampler.dp_rank, loader.batch_sampler.dp_size
+        return loader.batch_sampler
     sampler: Any
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
         if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            return sampler.rank, sampler.num_replicas
+            return sampler
     return None
 
 

@@ -80,9 +80,13 @@ class DynamicLossScaler:
             self._count_overflow()
         else:
             self._count_clean_step()
-        if self._report is not None and (found_nonfinite or self._scale != before):
-            event = "a gradient overflowed and the step was skipped" if found_nonfinite else "no gradient overflowed"
+        if self._report is None or not (found_nonfinite or self._scale != before):
+            return
+        event = "a gradient overflowed and the step was skipped" if found_nonfinite else "no gradient overflowed"
+        if self._scale != before:
             self._report(f"loss scale {before:g} -> {self._scale:g}: {event}")
+        else:
+            self._report(f"the loss scale stays at {before:g}: {event}; {self._why_it_stays()}")
 
     def state_dict(self) -> dict[str, float | int]:
         """Returns what `load_state_dict` needs to go on exactly."""
@@ -112,6 +116,16 @@ class DynamicLossScaler:
         self._num_overflows = min(self._num_overflows + 1, self.hysteresis)
         if self._num_overflows >= self.hysteresis:
             self._scale = self._limited(self._scale * self.backoff_factor)
+
+    def _why_it_stays(self) -> str:
+        """Returns in words why the overflow just counted left the scale as it is."""
+        if self._scale <= self.min_scale:
+            return "it is the smallest allowed (min_scale)"
+        missing = self.hysteresis - self._num_overflows
+        if missing > 0:
+            lower = "overflow lowers" if missing == 1 else "overflows lower"
+            return f"{missing} more {lower} it (hysteresis={self.hysteresis})"
+        return f"backoff_factor={self.backoff_factor!r} is too near to 1 to lower it in fp32"
 
     def _count_clean_step(self) -> None:
         self._num_clean_steps += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.checkpoint_io.commit import Transaction
+from booster.checkpoint_io.destination import parents_must_be_made
 from booster.checkpoint_io.files.manifest import DocumentRecord, Manifest
 from booster.checkpoint_io.planning.plan import WriteRange
 from booster.checkpoint_io.ranks import Ranks, as_checkpoint_error
@@ -156,7 +157,8 @@ class _Writing:
 
     def _create(self) -> bytes:
         self._transaction = self._request.transaction(self._storage)
-        directory = self._transaction.begin()
+        with parents_must_be_made(self._storage, self._request.target, self._request.doing):
+            directory = self._transaction.begin()
         for folder in sorted({one.component.folder for one in self._planned} - {""}):
             self._storage.make_directory(directory / folder)
         for one in self._planned:

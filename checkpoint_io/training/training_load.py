@@ -81,6 +81,10 @@ def _say_what_is_there(storage: Storage, root: Path) -> None:
         )
 
 
+def _seen_from(path: Path) -> str:
+    return "" if path.is_absolute() else f", seen from {Path.cwd()}"
+
+
 def _find(
     ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, doing: str, *, missing_ok: bool
 ) -> tuple[Path, TrainingDocument] | None:
@@ -96,6 +100,11 @@ def _find(
         if missing_ok and storage.kind(root) != "file":
             _say_what_is_there(storage, root)
             return b"null"
+        if storage.kind(root) is None:
+            raise CheckpointError(
+                f"{root} does not exist{_seen_from(root)}, so it holds no whole training state: give a directory that"
+                " booster.save() wrote, or pass missing_ok=True to begin without one"
+            )
         raise CheckpointError(
             f"{root} holds no whole training state, neither itself nor as a step-... folder: give a directory that"
             " booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to begin"

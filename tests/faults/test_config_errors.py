@@ -1,4 +1,4 @@
-"""Every wrong call is a ConfigError on all ranks, says what to write instead, and changes nothing; under -O too."""
+"""Every wrong call is one error of ours on all ranks, says what to write instead, and changes nothing; under -O too."""
 
 from __future__ import annotations
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from harness import distributed, preload, run_ranks
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim import lr_scheduler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from booster import Booster, boost_agreement
 from booster.boost_checks import note_boosted
@@ -108,6 +110,97 @@ def optimizer_of(model: nn.Module, change: str = "") -> torch.optim.Optimizer | 
     return torch.optim.AdamW(groups, **options)
 
 
+class Stateless(lr_scheduler.StepLR):
+    """A scheduler that can't be asked."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises."""
+        raise RuntimeError("not now")
+
+
+class Holding(lr_scheduler.StepLR):
+    """A scheduler with another one inside, as those of some packages are, and things that are this process's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step_size: int) -> None:
+        self.after = lr_scheduler.StepLR(optimizer, step_size)
+        self.log: Any = open_nothing
+        self.table = torch.full((3,), float(dist.get_rank()))
+        self.verbose = dist.get_rank() == 0
+        self.itself = [{"log": object()}]
+        super().__init__(optimizer, 2)
+
+
+def open_nothing() -> None:
+    """Is a function, which has an address."""
+
+
+def _growing(step: int, *, total: int) -> float:
+    return step / total
+
+
+def _lambdas(*functions: Callable[[int], float]) -> Callable[[torch.optim.Optimizer], Any]:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, list(functions))
+
+
+def _sequence(inner: type, step_size: int) -> Callable[[torch.optim.Optimizer], Any]:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        constant = lr_scheduler.ConstantLR(optimizer, total_iters=3)
+        return lr_scheduler.SequentialLR(optimizer, [constant, inner(optimizer, step_size)], [3])
+
+    return make
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "StepLR 4": lambda optimizer: lr_scheduler.StepLR(optimizer, 4),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 5]),
+    "MultiStepLR 6": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 6]),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "SequentialLR": _sequence(lr_scheduler.StepLR, 4),
+    "SequentialLR 5": _sequence(lr_scheduler.StepLR, 5),
+    "SequentialLR of another": _sequence(lr_scheduler.CosineAnnealingLR, 4),
+    "Holding": lambda optimizer: Holding(optimizer, 4),
+    "Holding 5": lambda optimizer: Holding(optimizer, 5),
+    "partial": _lambdas(functools.partial(_growing, total=8), lambda _: 1.0),
+    "partial 9": _lambdas(functools.partial(_growing, total=9), lambda _: 1.0),
+}
+
+
+def _prepared(booster: Booster, **options: Any) -> DataLoader[Any]:
+    return booster.prepare_dataloader(*_ones(8, 1), **options)
+
+
+def _ones(num_samples: int, batch_size: int) -> tuple[TensorDataset, int]:
+    return TensorDataset(torch.ones(num_samples, 4)), batch_size
+
+
+def _distributed(num_samples: int = 8, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
+    dataset, _ = _ones(num_samples, 1)
+    return DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset, **options))
+
+
+LOADERS: dict[str, Callable[[Booster], DataLoader[Any]]] = {
+    "plain": lambda _: DataLoader(*_ones(8, 1)),
+    "longer": lambda _: DataLoader(*_ones(12, 1)),
+    "larger": lambda _: DataLoader(*_ones(8, 2)),
+    "dropping": lambda _: DataLoader(*_ones(8, 1), drop_last=True),
+    "shuffled": lambda _: DataLoader(*_ones(8, 1), shuffle=True),
+    "prepared": _prepared,
+    "prepared longer": lambda booster: booster.prepare_dataloader(*_ones(12, 1)),
+    "prepared larger": lambda booster: booster.prepare_dataloader(*_ones(8, 2)),
+    "prepared shuffled": lambda booster: _prepared(booster, shuffle=True),
+    "prepared dropping": lambda booster: _prepared(booster, drop_last=True),
+    "prepared seed": lambda booster: _prepared(booster, seed=3),
+    "custom": lambda booster: _prepared(booster, distributed_sampler_cls=DistributedSampler),
+    "custom larger": lambda booster: booster.prepare_dataloader(
+        *_ones(8, 2), distributed_sampler_cls=DistributedSampler
+    ),
+    "distributed": lambda _: _distributed(),
+    "distributed longer": lambda _: _distributed(12),
+    "distributed seed": lambda _: _distributed(seed=3),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """What some ranks do otherwise than the rest, and what all are told.
@@ -118,6 +211,7 @@ class Case:
         change: Arguments of `train` that differ there.
         plugin: Where only that one has such an argument; else any.
         error: What all ranks get.
+        shared: Arguments that all ranks have otherwise than in other cases.
     """
 
     name: str
@@ -125,6 +219,7 @@ class Case:
     change: dict[str, Any]
     plugin: str = ""
     error: type[Exception] = DesyncError
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 def _model(name: str, told: str) -> Case:
@@ -133,6 +228,14 @@ def _model(name: str, told: str) -> Case:
 
 def _optimizer(name: str, told: str) -> Case:
     return Case(f"optimizer: {name}", told, {"optimizer": name})
+
+
+def _scheduler(name: str, told: str, usual: str = "StepLR") -> Case:
+    return Case(f"scheduler: {name}", told, {"scheduler": name}, shared={"scheduler": usual})
+
+
+def _loader(name: str, told: str, usual: str = "plain") -> Case:
+    return Case(f"dataloader: {name}", told, {"loader": name}, shared={"loader": usual})
 
 
 def _argument(plugin: str, told: str, **arguments: Any) -> Case:
@@ -185,8 +288,29 @@ CASES = [
     Case("mixed precision", "no mixed precision.*BF16MixedPrecision", {"precision": "bf16"}, "ddp"),
     Case("loss scale", "initial_scale=65536.*initial_scale=8", {"precision": "fp16 8"}, "ddp"),
     Case("criterion", "no criterion.*a criterion", {"has_criterion": True}),
-    Case("dataloader", "no dataloader.*a dataloader", {"has_dataloader": True}),
-    Case("scheduler", "no lr_scheduler.*a lr_scheduler|initial_lr=0.1", {"has_scheduler": True}),
+    Case("dataloader", "no dataloader.*a dataloader", {"loader": "plain"}),
+    _loader("longer", "num_samples=8.*num_samples=12"),
+    _loader("larger", "batch_size=1.*batch_size=2"),
+    _loader("dropping", "drop_last=False.*drop_last=True"),
+    _loader("shuffled", "shuffle=False.*shuffle=True"),
+    _loader("prepared", "to be split.*split by its DistributedBatchSampler"),
+    _loader("prepared longer", "num_samples=8.*num_samples=12", "prepared"),
+    _loader("prepared larger", "batch_size=1.*batch_size=2", "prepared"),
+    _loader("prepared shuffled", "shuffle=False.*shuffle=True", "prepared"),
+    _loader("prepared dropping", "drop_last=False.*drop_last=True", "prepared"),
+    _loader("prepared seed", "seed=1024.*seed=3", "prepared"),
+    _loader("custom", "split by its DistributedBatchSampler.*split by its CustomBatchSampler", "prepared"),
+    _loader("custom larger", "batch_size=1.*batch_size=2", "custom"),
+    _loader("distributed longer", "num_samples=8.*num_samples=12", "distributed"),
+    _loader("distributed seed", "seed=0.*seed=3", "distributed"),
+    Case("scheduler", "no lr_scheduler.*the lr_scheduler StepLR|initial_lr=0.1", {"scheduler": "StepLR"}),
+    _scheduler("StepLR 4", "lr_scheduler StepLR with step_size=2.*lr_scheduler StepLR with step_size=4"),
+    _scheduler("ExponentialLR", "has the lr_scheduler StepLR.*has the lr_scheduler ExponentialLR"),
+    _scheduler("MultiStepLR 6", r"milestones={3: 1, 5: 1}.*milestones={3: 1, 6: 1}", "MultiStepLR"),
+    _scheduler("SequentialLR 5", r"_schedulers\[1\] StepLR with step_size=4.*with step_size=5", "SequentialLR"),
+    _scheduler("SequentialLR of another", r"_schedulers\[1\] StepLR.*\[1\] CosineAnnealingLR", "SequentialLR"),
+    _scheduler("Holding 5", r"lr_scheduler\.after StepLR with step_size=4.*after StepLR with step_size=5", "Holding"),
+    _scheduler("partial 9", r"total': 8}.*total': 9}", "partial"),
     Case("a plugin again", r"at boost\(\).*at making a LowLevelZeroPlugin", {"makes_again": True}),
     Case("boost twice", "boosted already", {"boosts_again": True}, error=ConfigError),
     Case("no module", "must be a torch.nn.Module", {"model": None}, error=ConfigError),
@@ -234,8 +358,8 @@ def boosted(
     precision: str | None = None,
     version: str = "",
     has_criterion: bool = False,
-    has_dataloader: bool = False,
-    has_scheduler: bool = False,
+    loader: str = "",
+    scheduler: str = "",
     makes_again: bool = False,
     boosts_again: bool = False,
     made: list[tuple[nn.Module, dict[str, Any]]] | None = None,
@@ -252,14 +376,13 @@ def boosted(
     updates = optimizer_of(source, optimizer)
     if boosts_again:
         note_boosted(net, updates)
-    scheduler = torch.optim.lr_scheduler.StepLR(updates, 1) if has_scheduler else None
     with pytest.MonkeyPatch.context() as patch, faked_version(version, patch):
         result = booster.boost(
             net,
             None if model == "broken" else updates,
             nn.MSELoss() if has_criterion else None,
-            DataLoader(TensorDataset(torch.ones(8, 4))) if has_dataloader else None,
-            scheduler,
+            LOADERS[loader](booster) if loader else None,
+            SCHEDULERS[scheduler](updates) if scheduler and updates is not None else None,
         )
     return booster, result[0], result[1]
 
@@ -286,7 +409,7 @@ def disagree(case: Case, plugin: str, odd: list[int], has_shared_memory: bool) -
         all_reduce_numbers([0.0])  # all are here
         started = time.monotonic()
         try:
-            boosted(**{"plugin": plugin, "made": made} | mine)
+            boosted(**{"plugin": plugin, "made": made} | case.shared | mine)
         except (BoosterError, ValueError) as error:
             told = type(error).__name__, str(error), time.monotonic() - started
         else:
@@ -454,6 +577,77 @@ def test_values_and_where_they_are_may_differ(plugin):
     everyone = [torch.empty_like(weights) for _ in range(2)]
     dist.all_gather(everyone, weights.contiguous())
     assert torch.equal(*everyone)
+
+
+SHAREABLE_SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "functions": _lambdas(lambda step: 1.0 + dist.get_rank() * step, lambda step: 1.0),
+    "things of its own": lambda optimizer: Holding(optimizer, 4),
+    "a state that can't be asked": lambda optimizer: Stateless(optimizer, 1 + dist.get_rank()),
+    "not torch's": lambda _: FreeScheduler(),
+}
+
+
+class FreeScheduler:
+    """Steps, and is otherwise nobody's."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+
+    def step(self) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what differs."""
+        return vars(self)
+
+
+@pytest.mark.parametrize("kind", SHAREABLE_SCHEDULERS)
+@distributed(world_size=2)
+def test_what_is_a_ranks_own_in_a_scheduler_may_differ(kind):
+    model = Net()
+    optimizer = optimizer_of(model)
+    scheduler = SHAREABLE_SCHEDULERS[kind](optimizer)
+    assert Booster(plugin=TorchDDPPlugin()).boost(model, optimizer, lr_scheduler=scheduler)[4] is scheduler
+
+
+class Portions(DistributedSampler):
+    """A sampler of the user's own, with more for some ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4 * (1 + dist.get_rank())))
+
+
+class Portioned(BatchSampler):
+    """As above, of batches."""
+
+    num_replicas, rank = 2, 0
+
+
+def _portioned_batches() -> DataLoader[Any]:
+    dataset, size = _ones(8 * (1 + dist.get_rank()), 1 + dist.get_rank())
+    sampler = Portioned(range(len(dataset)), size, drop_last=False)
+    sampler.rank = dist.get_rank()
+    return DataLoader(dataset, batch_sampler=sampler)
+
+
+def _portions() -> DataLoader[Any]:
+    dataset, size = _ones(8 * (1 + dist.get_rank()), 1 + dist.get_rank())
+    return DataLoader(dataset, size, sampler=Portions(dataset))
+
+
+SHAREABLE_LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "a sampler": _portions,
+    "a sampler of batches": _portioned_batches,
+    "batches of another size": lambda: _distributed(batch_size=1 + dist.get_rank()),
+}
+
+
+@pytest.mark.parametrize("kind", SHAREABLE_LOADERS)
+@distributed(world_size=2)
+def test_what_the_users_own_sampler_gives_may_differ(kind):
+    loader = SHAREABLE_LOADERS[kind]()
+    model = Net()
+    assert Booster(plugin=TorchDDPPlugin()).boost(model, dataloader=loader)[3] is loader
 
 
 @distributed(world_size=2)

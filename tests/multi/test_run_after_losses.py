@@ -89,10 +89,10 @@ def test_a_stopped_rank_goes_on_to_be_ended_at_once_and_is_not_the_cause(run):
 def test_a_killed_rank_is_the_cause_and_all_places_are_told(run):
     ended = run(WAITING, "SIGKILL")
     assert ended.code == 137
-    signs, survivor, cause = ended.words
-    places = re.match(r"where the ranks were by their last signs: rank 0, (.*); rank 1, (.*)\n", signs)
-    assert re.fullmatch(r"\d+\.\d s before: after 0 steps, in backward for .*", places[2])
-    assert re.match(r"\d+\.\d s before: after 0 steps, ", places[1])
+    survivor, cause, signs = ended.words
+    places = re.match(r"where the ranks were by their last signs \(signs .*\): rank 0, (.*); rank 1, (.*)\n", signs)
+    assert re.fullmatch(r"\d+\.\d s before the end: after 0 steps, in backward for .*", places[2])
+    assert re.match(r"\d+\.\d s before the end: after 0 steps, ", places[1])
     assert survivor.startswith("rank 0 of 2")
     assert re.fullmatch(r"rank 1 of 2 \(local rank 1, pid \d+\) was killed by SIGKILL, as the .* memory.*\n", cause)
 
@@ -122,7 +122,8 @@ def test_each_new_start_is_said_with_its_reason(run, attempts, code):
         how = r"rank 1 of 2 \(local rank 1, pid \d+\) was killed by SIGKILL.*"
         pattern = rf"{how}; all ranks start anew, restart {number} of 2\n"
         assert re.fullmatch(pattern, ended.words[number - 1])
-    assert len(ended.words) == 2 + (2 if code else 0)
+    assert len(ended.words) == 2 + (3 if code else 0)
+    assert not code or ended.words[2] == "no restart is left of --max-restarts 2, so the run ends\n"
 
 
 @pytest.mark.slow
@@ -130,5 +131,6 @@ def test_places_are_those_of_the_last_start(run):
     ended = run(WAITING, "SIGKILL", options=["--max-restarts", "1"])
     assert ended.code == 137
     assert "all ranks start anew, restart 1 of 1" in ended.words[0]
-    assert "last signs" in ended.words[1]
-    assert re.search("rank 1, .* in backward", ended.words[1])
+    assert ended.words[1] == "no restart is left of --max-restarts 1, so the run ends\n"
+    assert "last signs" in ended.words[-1]
+    assert re.search("rank 1, .* in backward", ended.words[-1])

@@ -179,7 +179,7 @@ def test_an_iterator_that_fails_on_one_rank_fails_on_all():
     assert results[1][1:] == ("OSError", "the disk is gone")
     for rank in (0, 2):
         assert results[rank][1] == RankFailedError.__name__
-        assert results[rank][2] == f"rank 1 failed, so rank {rank} stops too: the disk is gone"
+        assert results[rank][2] == f"rank 1 failed, so rank {rank} stops too: OSError: the disk is gone"
     results = run_ranks(_fail_on_rank_1, 2, "raises", ConfigError)
     assert [name for _, name, _ in results] == ["ConfigError", "ConfigError"]
 

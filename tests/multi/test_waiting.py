@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from booster.comm import (
     receive,
     receive_tensor,
     send_tensor,
+    shared_memory,
     start_all_gather,
     start_reduce_scatter,
     transport,
@@ -33,14 +35,14 @@ from booster.comm import (
     waiting,
 )
 from booster.errors import RankFailedError
-from booster.kernels.shared_memory import is_available
+from booster.kernels.shared_memory import SharedMemoryError, is_available
 
 GROUP_SECONDS = 2
 SOON_SECONDS = 20  # all of it on a busy machine: the group's timeout, the wait for reports, and slack
 
 
 MEMORY, GLOO = "shared memory", "gloo"
-WITNESSES = {MEMORY: "shared memory", GLOO: "torch"}
+WITNESSES = {MEMORY: "shared memory", GLOO: "gloo"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,7 +102,10 @@ def _expect_named(results, call, way):
     operation = OPERATIONS.get(call, call)
     for rank, (text, seconds) in results.items():
         assert text.startswith(f"RankFailedError: rank {rank} could not finish {operation} number 2: rank 2 is missing")
-        assert f"; {WITNESSES[way]} says: " in text
+        assert text.count(" says: ") == 1
+        assert re.search(rf" \({WITNESSES[way]} says: [^()]*\)$", text)
+        assert ".;" not in text
+        assert "GLHF" not in text
         assert seconds < SOON_SECONDS
 
 
@@ -137,6 +142,48 @@ def test_a_rank_that_raises_is_named(way):
     results = run_ranks(_call_twice, 3, "reduce_scatter", way, fault, fresh=True)
     _expect_named(dict(enumerate(results[:2])), "reduce_scatter", way)
     assert results[2][0].startswith("InjectedFault: throw on rank 2 at reduce_scatter: ")
+
+
+GLOO_FILE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            RuntimeError(
+                f"{GLOO_FILE}Connection closed by peer [127.0.0.1]:29. This is typically caused by a remote worker"
+                " crashing. Check the logs of the remote worker before reporting an error. GLHF! \N{SNOWMAN}"
+            ),
+            " (gloo says: Connection closed by peer [127.0.0.1]:29)",
+        ),
+        (
+            RuntimeError("Application timeout caused pair closure"),
+            " (gloo says: Application timeout caused pair closure)",
+        ),
+        (RuntimeError("NCCL timed out\nand more"), " (torch says: NCCL timed out)"),
+        (SharedMemoryError("rank 1 of the group timed out"), " (shared memory says: rank 1 of the group timed out)"),
+        (SharedMemoryError("aborted by this rank itself", is_own_abort=True), ""),
+    ],
+    ids=["gloo's advice", "gloo", "nccl", "shared memory", "own abort"],
+)
+def test_what_a_transport_says_is_short(monkeypatch, error, text):
+    monkeypatch.setattr(dist, "get_backend", lambda group: "cpu:gloo,cuda:nccl")
+    assert waiting._witness(error, None) == text
+
+
+class _UndecidedGroup:
+    """What no memory was chosen for yet."""
+
+
+def test_what_fails_in_the_choice_of_a_transport_has_no_other_error_behind_it(monkeypatch):
+    def fail(group):
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(shared_memory, "_decide", fail)
+    with pytest.raises(RuntimeError, match="connection closed") as caught:
+        shared_memory.memory_of(_UndecidedGroup(), torch.empty(0))
+    assert caught.value.__context__ is None
 
 
 def _make_different_calls(way):

@@ -25,6 +25,7 @@ from booster.data import (
     prepare_dataloader,
     shard_dataloader,
 )
+from booster.data.prepare import loader_facts
 from booster.errors import ConfigError
 
 
@@ -114,6 +115,7 @@ def test_seed_and_drop_last_reach_the_order():
         ({"dataset": []}, "empty dataset"),
         ({"dataset": iter(range(3))}, "__len__ and __getitem__"),
         ({"dataset": range(3), "drop_last": True}, "leaves no batch"),
+        ({"dataset": DataLoader(range(3))}, "give loader.dataset here"),
     ],
 )
 def test_wrong_arguments(options, words):
@@ -287,6 +289,28 @@ def test_split_loaders_come_back_unchanged():
             shard_dataloader(one, 0, 1)
     own_order = DataLoader(range(8), sampler=[3, 1, 2])
     assert shard_dataloader(own_order, 0, 1) is own_order
+
+
+@pytest.mark.parametrize(
+    ("loader", "facts"),
+    [
+        (
+            DataLoader(range(8), 2, shuffle=True),
+            ["to be split", "num_samples=8 shuffle=True batch_size=2 drop_last=False"],
+        ),
+        (DataLoader(Stream([1, 2]), 2), ["left as it is", "batch_size=2 drop_last=False"]),
+        (DataLoader(range(3), sampler=[2, 1]), ["left as it is", "batch_size=1 drop_last=False"]),
+        (DataLoader(range(3), batch_sampler=[[2, 1]]), ["left as it is", "batch_size=None drop_last=False"]),
+        (
+            DataLoader(range(8), 3, sampler=DistributedSampler(range(8), 2, 1, drop_last=True)),
+            ["split by its DistributedSampler", "num_samples=8 shuffle=True seed=0 drop_last=True"],
+        ),
+        (DataLoader(range(8), 3, sampler=OwnSampler(range(8), 2, 1, True)), ["split by its OwnSampler", ""]),
+    ],
+)
+def test_what_must_be_alike_on_all_ranks_is_what_a_loader_is_split_by(loader, facts):
+    kind, values = facts
+    assert loader_facts(loader) == [f"a dataloader {kind}", *(f"a dataloader with {one}" for one in values.split())]
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,15 @@ class TestMistakes:
     def test_unknown_names(self):
         with pytest.raises(ConfigError, match=r"'torch_dpd' is not known. Did you mean 'torch_ddp'\?.*torch_ddp"):
             Booster(plugin="torch_dpd")
+        for name, meant in {
+            "Zero": "low_level_zero",
+            "torch-zero": "low_level_zero",
+            "pipeline": "hybrid_parallel",
+        }.items():
+            with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+                Booster(plugin=name)
+        with pytest.raises(ConfigError, match=r"'apex' is not known\. Known"):
+            Booster(plugin="apex")
         with pytest.raises(ConfigError, match=r"'bf61' is not known.*fp16, bf16, fp16_naive, fp16_apex, fp8"):
             Booster(mixed_precision="bf61")
         with pytest.raises(ConfigError, match="not its class"):

@@ -160,6 +160,36 @@ def test_a_directory_that_may_not_be_written(tmp_path):
     assert names_below(tmp_path) == []
 
 
+class _NoNewDirectories(UnsyncedStorage):
+    def make_directory(self, path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+
+@distributed(world_size=2)
+def test_a_directory_that_can_not_be_made_is_its_own_error(tmp_path):
+    """It was told of as a full disk: where nothing is, nothing is free."""
+    model = ModelWrapper(nn.Linear(3, 3), is_primary=dist.get_rank() == 0)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    if dist.get_rank() == 0:
+        (tmp_path / "file").touch()
+    dist.barrier()
+    for storage, folder, reason in (
+        (UnsyncedStorage(), "file", "as .*/file is no directory"),
+        (UnsyncedStorage(), "file/a/b", "as .*/file is no directory"),
+        (_NoNewDirectories(), "a/b", "as the directory .*/a/b can't be made .*Read-only"),
+        (_NoNewDirectories(), ".", "failed: .*Read-only.*free space"),
+    ):
+        io = GeneralCheckpointIO(storage=storage)
+        saves = [lambda to, io=io: io.save_model(model, to, shard=True)]
+        saves += [lambda to, io=io: (io.save_model(model, to, shard=True, use_async=True), io.wait())]
+        saves += [lambda to, io=io: io.save_lr_scheduler(scheduler, to)]
+        for save_to in saves:
+            with pytest.raises(CheckpointError, match=reason):
+                save_to(tmp_path / folder / "m")
+        dist.barrier()
+        assert names_below(tmp_path) == ["file"]
+
+
 class _SmallDisk(UnsyncedStorage):
     """A disk of a certain size."""
 

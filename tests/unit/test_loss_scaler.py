@@ -70,6 +70,26 @@ def test_hysteresis_is_renewed_by_a_clean_growth_interval():
     assert scales_after(scaler, "xx..xx") == [64, 32, 32, 64, 64, 32]
 
 
+@pytest.mark.parametrize(
+    ("events", "settings", "expected"),
+    [
+        ("x", {"hysteresis": 3}, "the loss scale stays at 64: {}; 2 more overflows lower it (hysteresis=3)"),
+        ("xx", {"hysteresis": 3}, "the loss scale stays at 64: {}; 1 more overflow lowers it (hysteresis=3)"),
+        ("xxx", {"hysteresis": 3}, "loss scale 64 -> 32: {}"),
+        ("xx", {"min_scale": 32}, "the loss scale stays at 32: {}; it is the smallest allowed (min_scale)"),
+        ("x", {"min_scale": 64, "hysteresis": 2}, "stays at 64: {}; it is the smallest allowed (min_scale)"),
+        ("x", {"backoff_factor": 1 - 2**-40}, "stays at 64: {}; backoff_factor=0.99"),
+        ("..", {}, "loss scale 64 -> 128: no gradient overflowed"),
+    ],
+)
+def test_an_overflow_that_changes_nothing_is_reported_with_why(events, settings, expected):
+    """A report of "64 -> 64" looks as if the scaler had failed."""
+    told = []
+    numbers = {"growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 2, **settings}
+    scales_after(DynamicLossScaler(64, **numbers, report=told.append), events)
+    assert expected.format("a gradient overflowed and the step was skipped") in told[-1]
+
+
 def test_limits():
     scaler = DynamicLossScaler(8, 4, 0.25, 1, min_scale=4, max_scale=16)
     assert scales_after(scaler, "..xx") == [16, 16, 4, 4]
@@ -172,6 +192,6 @@ def test_reports_skips_and_changes_only():
     scaler = DynamicLossScaler(8, 2, 0.5, 2, hysteresis=2, report=lines.append)
     scales_after(scaler, "x.x..")
     assert len(lines) == 3
-    assert "8 -> 8" in lines[0]
+    assert "stays at 8" in lines[0]
     assert "8 -> 4" in lines[1]
     assert "4 -> 8" in lines[2]

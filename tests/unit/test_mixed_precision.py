@@ -215,7 +215,7 @@ def test_zeros_in_the_gradients_are_counted_and_logged(capsys):
     assert optimizer.step_was_skipped
     lines = capsys.readouterr().err
     assert "zeros in the gradients: 12" in lines
-    assert "loss scale 8 -> 8" in lines
+    assert "the loss scale stays at 8: a gradient overflowed and the step was skipped; 1 more overflow" in lines
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,8 +15,10 @@ from booster.errors import ConfigError, RankFailedError
 from booster.rendezvous import Card, meet, open_store
 
 
-def card(host="a", world_size=3, backend="gloo", seed=1, address=""):
-    return Card(host=host, world_size=world_size, backend=backend, seed=seed, address=address)
+def card(**changed):
+    usual = {"host": "a", "world_size": 3, "backend": "gloo", "seed": 1, "address": ""}
+    limits = {"timeout_seconds": 600, "setup_timeout_seconds": 1800, "checkpoint_timeout_seconds": 1800}
+    return Card(**usual | limits | changed)
 
 
 def meet_all(cards):
@@ -33,12 +35,12 @@ def free_port():
 
 
 def test_local_ranks_are_counted_by_host():
-    waiting = meet_all([card("a"), card("b"), card("a")])
+    waiting = meet_all([card(host=host) for host in "aba"])
     assert [future.result().local_rank for future in waiting] == [0, 0, 1]
 
 
 def test_everybody_learns_where_the_others_are():
-    for future in meet_all([card("a", address="10.0.0.1"), card("b"), card("a", address="10.0.0.1")]):
+    for future in meet_all([card(address="10.0.0.1"), card(host="b"), card(address="10.0.0.1")]):
         assert future.result().hosts == ["a", "b", "a"]
         assert future.result().addresses == ["10.0.0.1", "", "10.0.0.1"]
 
@@ -48,12 +50,20 @@ def test_everybody_learns_where_the_others_are():
     [
         ({"seed": 2}, "seed=1 and rank 2 with seed=2"),
         ({"backend": "nccl"}, "backend='gloo' and rank 2 with backend='nccl'"),
+        ({"timeout_seconds": 10}, "timeout_seconds=600 and rank 2 with timeout_seconds=10"),
+        ({"setup_timeout_seconds": 10.5}, "setup_timeout_seconds=1800 and rank 2 with setup_timeout_seconds=10.5"),
+        ({"checkpoint_timeout_seconds": 9}, "rank 2 with checkpoint_timeout_seconds=9, but all ranks make one world"),
     ],
 )
 def test_different_settings_raise_on_every_rank(changed, message):
     for future in meet_all([card(), card(), card(**changed)]):
         with pytest.raises(ConfigError, match=message):
             future.result()
+
+
+def test_the_same_seconds_may_be_written_in_two_ways():
+    for future in meet_all([card(world_size=2, timeout_seconds=seconds) for seconds in (600, 600.0)]):
+        future.result()
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -139,8 +139,9 @@ class TestLastSigns:
         self.tell(server, 2, launch=2, sign=False)
         self.tell(server, 0, attempt=1)
         assert self.asked(server, 3) == (
-            "booster run: where the ranks were by their last signs: rank 0, 0.5 s before: after 2 steps, in backward "
-            "for 2.0 s; rank 1, 0.5 s before: after 2 steps, in backward for 2.0 s, its program had failed; "
+            "booster run: where the ranks were by their last signs (signs come once a second, so a rank may have gone "
+            "on after its last one): rank 0, 0.5 s before the end: after 2 steps, in backward for 2.0 s; rank 1, 0.5 s "
+            "before the end: after 2 steps, in backward for 2.0 s, its program had failed; "
             "rank 2: no sign"
         )
         assert "after 11 steps" in self.asked(server, 1, attempt=1)
@@ -149,7 +150,7 @@ class TestLastSigns:
         for rank in range(20):
             self.tell(server, rank)
         text = self.asked(server, 20)
-        assert text.count(" before: ") == 16
+        assert text.count(" before the end: ") == 16
         assert text.endswith("; and 4 more ranks")
 
     def test_ranks_that_did_not_launch_are_not_told_of(self, server):

@@ -12,9 +12,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from booster.comm import new_group, signs
-from booster.comm.inquiry import surroundings
-from booster.comm.signs import Sign, ended_processes, place_as_json, place_from_json
+from booster.comm import inquiry, new_group, signs
+from booster.comm.hints import SAVES, TRAINING
+from booster.comm.inquiry import last_signs_of, surroundings
+from booster.comm.signs import Sign, ended_processes, how_often, place_as_json, place_from_json
 from booster.phases import CurrentPlace, OperationPlace, Phase, current_place
 
 OPERATION = OperationPlace(name="all_reduce", number=7, ranks=(0, 1))
@@ -67,6 +68,83 @@ def test_another_process_with_the_same_number_is_not_it():
 )
 def test_surroundings_are_phases_and_step(place, text):
     assert surroundings(place) == text
+
+
+@pytest.mark.parametrize(("world_size", "words"), [(2, "once a second"), (1024, "every 4.0 s")])
+def test_how_often_a_rank_speaks(world_size, words):
+    assert how_often(world_size) == words
+
+
+class _Missing:
+    """Rank 1 is missing from what this process, rank 0, waits in."""
+
+    def __init__(self, monkeypatch, state=None, beats=(1, 1), **sign):
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(inquiry.time, "time", lambda: 4.0)
+        known = {"process": psutil.Process(), "at": 3.0, "place": CurrentPlace(num_steps=3), "host": "vm"}
+        before, now = (_sign(**{**known, "beat": beat, **sign}) for beat in beats)
+        ends = {} if state is None else {1: (state, "ValueError: mine")}
+        self.before = {1: before}
+        monkeypatch.setattr(inquiry, "read_signs", lambda ranks: {1: now})
+        monkeypatch.setattr(inquiry, "ends_of_ranks", lambda: ends)
+        monkeypatch.setattr(inquiry, "noted_failures", list)
+
+    def known(self, is_before_known=True):
+        return inquiry._known_of([1], self.before if is_before_known else {})[0].text
+
+
+ONCE = "1.0 s ago (signs come once a second"
+SAID = f"{ONCE}, so it may have gone on since), said: after 3 steps, outside of all phases"
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_before_known", "text"),
+    [
+        ({"state": "ended"}, True, "rank 1's program ended after 3 steps, while others go on"),
+        ({"state": "failed"}, True, "rank 1's program failed after 3 steps: ValueError: mine"),
+        (
+            {"born": 1.0},
+            True,
+            f"rank 1's process {os.getpid()} on host vm has ended without a word (was it killed?); its last sign,"
+            f" {SAID}",
+        ),
+        ({}, False, f"on host vm, rank 1's last sign, {SAID}"),
+        (
+            {"beats": (1, 2)},
+            True,
+            "rank 1's process lives and is after 3 steps, outside of all phases: it is busy, hangs, or makes other"
+            " calls",
+        ),
+        (
+            {},
+            True,
+            f"rank 1's last sign, {ONCE}), said: after 3 steps, outside of all phases; and none has come since: it is"
+            " stopped, or host vm is lost",
+        ),
+    ],
+    ids=["ended", "failed", "killed", "unknown", "busy", "stopped"],
+)
+def test_what_is_known_of_a_missing_rank(monkeypatch, facts, is_before_known, text):
+    assert _Missing(monkeypatch, **facts).known(is_before_known) == text
+
+
+def test_a_hint_follows_as_a_sentence_of_its_own_where_a_program_ended(monkeypatch):
+    _Missing(monkeypatch, "ended")
+    ended = "rank 1's program ended after 3 steps, while others go on"
+    for phase, words in (("save", SAVES), ("backward", TRAINING)):
+        with Phase(phase):
+            assert last_signs_of([1]) == f"{ended}. {words}"
+    with Phase("boost"):
+        assert last_signs_of([1]) == ended
+    monkeypatch.setattr(inquiry, "noted_failures", lambda: ["rank 2 had failed: KeyError"])
+    with Phase("save"):
+        assert last_signs_of([1]) == ended
+
+
+def test_no_hint_follows_where_a_rank_was_killed(monkeypatch):
+    _Missing(monkeypatch, born=1.0)
+    with Phase("save"):
+        assert last_signs_of([1]).endswith("said: after 3 steps, outside of all phases")
 
 
 class _World:

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import stat
+import sys
 import threading
 
 import numpy as np
@@ -372,6 +373,13 @@ def test_free_bytes_of_a_place_that_is_not_there_yet(storage, tmp_path):
     status = os.statvfs(tmp_path)
     assert free == pytest.approx(status.f_bavail * status.f_frsize, rel=0.1)
     assert free > 0
+
+
+def test_a_file_system_without_blocks_does_not_count_them(storage, tmp_path, monkeypatch):
+    """/proc and some network file systems say 0 of 0: that is no full disk."""
+    status = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*status[:2], 0, 0, 0, *status[5:])))
+    assert storage.free_bytes(tmp_path) == sys.maxsize
 
 
 def test_read_at_fills_the_buffer_or_fails(storage, tmp_path):

@@ -24,6 +24,8 @@ _PLUGINS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 # What rank 1 gives in place of the model and the optimizer.
 _BOOSTS: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "a list for a model": lambda model, optimizer: ([model], optimizer),
+    "a class for a model": lambda model, optimizer: (type(model), optimizer),
+    "the optimizer first": lambda model, optimizer: (optimizer, model),
     "another model's optimizer": lambda model, _: (model, pair()[1]),
     "a number for a criterion": lambda model, optimizer: (model, optimizer, 0.5),
 }

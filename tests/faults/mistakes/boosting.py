@@ -33,6 +33,7 @@ _BOOSTS: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "a class for a model": lambda *_: (Pair,),
     "the optimizer first": lambda model, optimizer: (optimizer, model),
     "a list for an optimizer": lambda model, optimizer: (model, [optimizer]),
+    "a class for an optimizer": lambda model, _: (model, torch.optim.AdamW),
     "parameters for an optimizer": lambda model, _: (model, model.parameters()),
     "another model's optimizer": lambda model, _: (model, pair()[1]),
     "a number for a criterion": lambda model, optimizer: (model, optimizer, 0.5),

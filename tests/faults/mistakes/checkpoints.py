@@ -15,12 +15,19 @@ from booster import GeneralCheckpointIO
 WORLD_SIZE = 2
 
 
-def _call(what: str, call: Callable[[Any, Any, Any], Any], name: str = "ddp") -> WrongCall:
+def _call(
+    what: str, call: Callable[[Any, Any, Any], Any], name: str = "ddp", refusal: str = "ConfigError"
+) -> WrongCall:
     def prepare(_: Place) -> Callable[[], Any]:
         booster, model, optimizer = boosted(name)
         return lambda: call(booster, model, optimizer)
 
-    return WrongCall(name=f"{name}: {what}" if name != "ddp" else what, prepare=prepare)
+    return WrongCall(name=f"{name}: {what}" if name != "ddp" else what, prepare=prepare, refusal=refusal)
+
+
+def _no_place(what: str, call: Callable[[Any, Any, Any], Any]) -> WrongCall:
+    """A path at which there is nothing, or can't be: an error of the file system's kind."""
+    return _call(what, call, refusal="CheckpointError")
 
 
 def _of_scheduler(what: str, call: Callable[[Any, Any], Any]) -> WrongCall:
@@ -55,6 +62,8 @@ def wrong_calls() -> list[WrongCall]:
         _call("save(use_safetensors='no')", lambda b, m, o: b.save("c", m, o, use_safetensors="no")),
         _call("save(use_async='yes')", lambda b, m, o: b.save("c", m, o, use_async="yes")),
         _call("save_model('out') without shard=True", lambda b, m, o: b.save_model(m, "out")),
+        _no_place("save_model() below a file", lambda b, m, o: b.save_model(m, "/dev/null/out", shard=True)),
+        _no_place("save_model() below no file system", lambda b, m, o: b.save_model(m, "/proc/none/out", shard=True)),
         _call("save_model('out.bin')", lambda b, m, o: b.save_model(m, "out.bin")),
         _call(
             "save_model('out.safetensors', use_safetensors=False)",
@@ -83,6 +92,8 @@ def wrong_calls() -> list[WrongCall]:
         _of_scheduler("save_lr_scheduler() into a directory", lambda b, s: b.save_lr_scheduler(s, ".")),
         _of_scheduler("save_lr_scheduler(checkpoint=None)", lambda b, s: b.save_lr_scheduler(s, None)),
         _call("load(model, optimizer) without a path", lambda b, m, o: b.load(m, o)),
+        _no_place("load() of a folder that does not exist", lambda b, m, o: b.load("runs/none", m, o)),
+        _no_place("load() of a folder with other files", lambda b, m, o: b.load(".", m, o)),
         _call("load(verify='fast')", lambda b, m, o: b.load("c", m, verify="fast")),
         _call("load() of a model that is not boosted", lambda b, m, o: b.load("c", m.unwrap())),
         _call("load(strict='no')", lambda b, m, o: b.load("c", m, strict="no")),

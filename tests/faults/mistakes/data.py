@@ -64,6 +64,7 @@ def wrong_calls() -> list[WrongCall]:
         _load("batch_size=2.0", batch_size=2.0),
         _load("an empty dataset", dataset=[]),
         _load("a dataset without a length", dataset=(number for number in range(3))),
+        _load("a loader", dataset=DataLoader([1, 2, 3])),
         _load("drop_last=True and too few samples", batch_size=8, drop_last=True),
         _load("shuffle='yes'", shuffle="yes"),
         _load("drop_last='no'", drop_last="no"),

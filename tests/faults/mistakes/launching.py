@@ -87,6 +87,7 @@ def wrong_calls() -> list[WrongCall]:
         calling(Booster, plugin="torch_dpp"),
         calling(Booster, plugin=TorchDDPPlugin),
         calling(Booster, plugin=3),
+        *(calling(Booster, plugin=name) for name in ("zero", "FSDP", "zero-2", "tensor_parallel", "apex")),
         calling(Booster, device="gpu0"),
         calling(Booster, device="meta"),
         calling(Booster, device=3.5),

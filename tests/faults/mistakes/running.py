@@ -25,7 +25,7 @@ __all__ = ["MESSAGE_BYTES", "Outcome", "defects", "outcomes"]
 MESSAGE_BYTES = 4096
 # All calls take some 15 s where nobody else computes.
 _TIMEOUT_SECONDS = 600.0
-_REFUSALS = ("ConfigError", "exit code 2")
+_REFUSED_COMMAND = "exit code 2"
 _WIDE_TERMINAL = {"COLUMNS": "400"}
 # What differs from machine to machine, or from day to day.
 _VARYING = (
@@ -40,6 +40,7 @@ class Outcome:
 
     Attributes:
         name: Of the call.
+        refusal: The class of the error that there should be.
         error_type: Class of the error, or "exit code 2" of a command; None: there was none.
         message: Its text, without what differs from machine to machine.
         changes: What is not as it was, in words.
@@ -48,6 +49,7 @@ class Outcome:
     """
 
     name: str
+    refusal: str
     error_type: str | None
     message: str
     changes: tuple[str, ...]
@@ -77,7 +79,7 @@ def defects(ranks: Sequence[Outcome]) -> list[str]:
     """Returns what is wrong with how a wrong call was refused on the ranks, in words."""
     found = []
     for rank, outcome in enumerate(ranks):
-        if outcome.error_type not in _REFUSALS:
+        if outcome.error_type not in (outcome.refusal, _REFUSED_COMMAND):
             found.append(f"rank {rank}: {outcome.error_type or 'no error'}: {outcome.message}")
         found += [f"rank {rank}: {change}" for change in outcome.changes]
         if outcome.kept_bytes:
@@ -122,7 +124,7 @@ def _make(call: WrongCall, place: Place, allocations: Allocations, *, is_watched
         changes = watched.changes()
     for pattern, shown in ((re.escape(str(place.directory)), "<path>"), *_VARYING):
         message = re.sub(pattern, shown, message)
-    return Outcome(name=call.name, error_type=error_type, message=message, changes=tuple(changes))
+    return Outcome(name=call.name, refusal=call.refusal, error_type=error_type, message=message, changes=tuple(changes))
 
 
 def _error_of(prepared: Callable[[], Any], printed: io.TextIOWrapper) -> tuple[str | None, str]:
@@ -134,7 +136,7 @@ def _error_of(prepared: Callable[[], Any], printed: io.TextIOWrapper) -> tuple[s
     except Exception as error:
         return type(error).__name__, str(error)
     if returned == 2 and _last_line(printed):
-        return "exit code 2", _last_line(printed)
+        return _REFUSED_COMMAND, _last_line(printed)
     return None, f"it returned {returned!r:.100}"
 
 

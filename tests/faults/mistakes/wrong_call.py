@@ -30,10 +30,12 @@ class WrongCall:
     Args:
         name: Says in the list of messages what is wrong, as code where that is short.
         prepare: Makes what the call needs, and returns the call; only the latter is watched.
+        refusal: The class of the error; a command ends with exit code 2 instead.
     """
 
     name: str
     prepare: Callable[[Place], Callable[[], Any]]
+    refusal: str = "ConfigError"
 
 
 def calling(function: Callable[..., Any], *args: Any, **arguments: Any) -> WrongCall:

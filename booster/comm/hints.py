@@ -1,0 +1,97 @@
+"""What is usually wrong where ranks wait for each other at different places: chosen from where they are. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from booster.phases import PARTS_OF_SAVE, CurrentPlace
+
+__all__ = ["CALLS", "JOIN", "SAVES", "SAVES_OR_BATCHES", "TRAINING", "Other", "hint"]
+
+_BATCHES = "`for batch in booster.join_uneven(batches)` ends all ranks together"
+
+SAVES = "Saving and loading are done by all ranks together: call it on every rank, without `if rank == 0`"
+SAVES_OR_BATCHES = f"{SAVES}. Where a rank has come there because its batches ended first, {_BATCHES}"
+TRAINING = (
+    f"The usual cause is another number of batches or steps on some rank: {_BATCHES}. A call on one rank alone does the"
+    " same: a forward, a `clip_grad_norm_` or a `state_dict()` that others don't make, or a `step` that one skips"
+)
+JOIN = (
+    "`for batch in booster.join_uneven(batches)` must be around the loop on every rank, and no rank may leave the loop"
+    " before it ends"
+)
+CALLS = (
+    "All ranks must make the same calls in the same order: look for a call that one rank makes alone, as under `if rank"
+    " == 0`, or leaves out"
+)
+
+_OF_SAVES = frozenset(("save", *PARTS_OF_SAVE, "load"))
+_OF_TRAINING = frozenset(("backward", "clip", "forward", "pipeline", "step"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """Another rank, which this one waits for or which waits itself.
+
+    Attributes:
+        place: Where it is.
+        state: "waits" (for others, too), "busy" (it lives, and has not said that it waits), or "ended" (its program has
+            come to its end).
+    """
+
+    place: CurrentPlace
+    state: Literal["waits", "busy", "ended"]
+
+
+def hint(waiting: CurrentPlace, others: Sequence[Other]) -> str:
+    """Returns what is usually wrong, in sentences without the last period; empty: the places don't tell.
+
+    Args:
+        waiting: Where this rank waits.
+        others: Those whose places may explain it; not those that were killed, stopped or failed.
+    """
+    own = _kind(waiting)
+    is_complete = all(other.state == "waits" for other in others)
+    kinds = {_kind_of(other) for other in others if is_complete or _tells(other, own)}
+    everyone = {own, *kinds}
+    if not kinds or (own == "boost" and "save" not in everyone):
+        return ""
+    if "save" in everyone:
+        if len(everyone) == 1:
+            return ""
+        return SAVES_OR_BATCHES if everyone & {"training", "join"} else SAVES
+    if "boost" in everyone:
+        return ""
+    if "join" in everyone and len(everyone) > 1:
+        return JOIN
+    return TRAINING if "training" in everyone else CALLS
+
+
+def _tells(other: Other, own: str) -> bool:
+    """Returns whether a rank explains that one waits in vain, where some ranks don't come."""
+    kind = _kind_of(other)
+    if other.state == "ended":
+        return True
+    # One that is busy at the same, with its data or with the user's own code comes yet, for all that is known. But in a
+    # save all take part at the same time.
+    is_elsewhere = kind != own and kind != "data"
+    return is_elsewhere and (other.state == "waits" or kind != "outside" or own == "save")
+
+
+def _kind_of(other: Other) -> str:
+    return "outside" if other.state == "ended" else _kind(other.place)
+
+
+def _kind(place: CurrentPlace) -> str:
+    phases = set(place.phases)
+    if phases & _OF_SAVES:
+        return "save"
+    if "boost" in phases:
+        return "boost"
+    if "data" in phases:  # where `join_uneven` alone communicates
+        return "data" if place.operation is None else "join"
+    if phases & _OF_TRAINING:
+        return "training"
+    return "evaluate" if "evaluate" in phases else "outside"
