@@ -26,6 +26,7 @@ from booster.errors import ConfigError
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.phases import in_phase
 from booster.random_state import ProcessRandomState
+from booster.save_agreement import training_facts
 
 __all__ = ["CheckpointMethods"]
 
@@ -87,6 +88,7 @@ class CheckpointMethods:
         Raises:
             ConfigError: Something that was not boosted, names, numbers or paths that can't be, or a save between
                 clipping and step.
+            DesyncError: The ranks have made different numbers of steps, or have other learning rates.
             CheckpointError: A value of `extra` or of a state that is no plain value, named by its key; or writing
                 failed on some rank. What was on disk is as it was.
         """
@@ -101,7 +103,10 @@ class CheckpointMethods:
             options.check()
             return self._parts("save", model, optimizer, lr_scheduler, dataloader)
 
-        parts = _on_all_ranks("save", checked)
+        def facts(parts: TrainingParts) -> list[str]:
+            return training_facts(_by_name(optimizer, require_optimizer, "save"), parts.lr_schedulers)
+
+        parts = _on_all_ranks("save", checked, facts)
         precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
         self._checkpoint_io.save_training_state(
             path,
@@ -268,7 +273,7 @@ class CheckpointMethods:
             return require_optimizer(optimizer, "save_optimizer")
 
         self._checkpoint_io.save_optimizer(
-            _on_all_ranks("save_optimizer", checked),
+            _on_all_ranks("save_optimizer", checked, lambda one: training_facts({"": one})),
             checkpoint,
             shard=shard,
             prefix=prefix or None,
@@ -318,21 +323,27 @@ class CheckpointMethods:
         self._checkpoint_io.load_lr_scheduler(_on_all_ranks("load_lr_scheduler", checked), checkpoint)
 
 
-def _on_all_ranks(caller: str, check: Callable[[], T]) -> T:
+def _on_all_ranks(caller: str, check: Callable[[], T], facts: Callable[[T], list[str]] | None = None) -> T:
     """Returns what a check of this rank's arguments gives, once every rank's are right and all make the same call.
+
+    Args:
+        caller: The call.
+        check: Raises for what can't be.
+        facts: Gives, for what the check gave, lines of text that must be the same on all ranks.
 
     Collective. One small message before files are opened, for which a rank that refuses would be waited for in vain.
 
     Raises:
         ConfigError: What a rank's check raised; on all ranks.
-        DesyncError: Ranks make other calls.
+        DesyncError: Ranks make other calls, or their facts differ.
     """
     try:
         checked = check()
+        lines = [] if facts is None else facts(checked)
     except Exception as error:  # for the other ranks too
         agree(f"{caller}()", [], error=error)
         raise
-    agree(f"{caller}()", [])
+    agree(f"{caller}()", lines)
     return checked
 
 

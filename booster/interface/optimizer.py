@@ -176,6 +176,11 @@ class OptimizerWrapper(OptimizerParameters):
                 self._num_micro_steps = 0
 
     @property
+    def num_steps(self) -> int:
+        """Steps since it was boosted, skipped ones among them."""
+        return self._num_steps
+
+    @property
     def num_micro_steps(self) -> int:
         """Micro-steps of `Booster.accumulate` since the last step."""
         return self._num_micro_steps
