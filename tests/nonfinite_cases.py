@@ -189,6 +189,30 @@ class Training:
         return [tensor.detach().clone() for tensor in tensors] + numbers
 
 
+def good_step_with_names(training: Training) -> list[str]:
+    """Trains a good step; returns the parameters whose gradients this rank computes, or may under FSDP. Collective.
+
+    A pipeline stage shows a parameter of the model itself, which its part of the forward may not use.
+    """
+    names = [name for name, one in training.model.named_parameters() if one.requires_grad and one.numel() > 0]
+    if training.case.plugin == "torch_fsdp":  # shows other parameters while a module runs
+        training.good_step()
+        return [name for name in names if "." in name]
+    computed: set[str] = set()
+    handles = [
+        _parameter(training, name).register_hook(lambda gradient, name=name: computed.add(name)) for name in names
+    ]
+    training.good_step()
+    for handle in handles:
+        handle.remove()
+    return [name for name in names if name in computed]
+
+
+def _parameter(training: Training, name: str) -> nn.Parameter:
+    module_name, _, key = name.rpartition(".")
+    return training.model.unwrap().get_submodule(module_name)._parameters[key]
+
+
 @contextmanager
 def poisoned(
     training: Training, name: str, value: float, *, in_backward: int = 0, place: float = 0.0

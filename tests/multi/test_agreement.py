@@ -255,7 +255,7 @@ CASES = [
     _model("shape", r"last\.weight: \(4, 4\) .*last\.weight: \(5, 4\) "),
     _model("transposed", r"last\.weight: \(4, 4\) .*last\.weight: \(2, 8\) "),
     _model("dtype", r"last\.weight: \(4, 4\) torch\.float32.*last\.weight: \(4, 4\) torch\.float64"),
-    _model("frozen", r"last\.bias: .*requires_grad=True.*requires_grad=False"),
+    _model("frozen", r"last\.bias: [^;]*=True, [^;]*=False|last\.bias: [^;]*=False, [^;]*=True"),
     _model("order", r"lower\.weight: .*upper\.weight: "),
     _model("missing", r"last\.weight: .*tied\.weight: tied to lower\.weight"),
     _model("missing bias", r"last\.bias: .*tied\.weight: tied to"),
@@ -424,6 +424,7 @@ def disagree(case: Case, plugin: str, odd: list[int], has_shared_memory: bool) -
 
 def train_a_step(plugin: str) -> None:
     """Trains as if nothing had happened."""
+    torch.manual_seed(0)  # models that differ have drawn more random numbers on some rank
     booster, model, optimizer = boosted(plugin)
     booster.backward(model(torch.ones(2, 4)).square().mean(), optimizer)
     optimizer.step()

@@ -45,11 +45,11 @@ CASES = [
     ("ddp", [kill(0, "forward", 4), kill(0, "commit", 1)], [2, 2]),
     ("ddp", [kill(1, "load"), kill(1, "boost")], [0, 0]),
     ("zero 1", [kill(0, "save plan", 2), kill(1, "clip", 4)], [2, 4]),
-    ("gemini", [kill(1, "step", 3), kill(0, "save", 2)], [4, 6]),
+    ("gemini", [kill(1, "step", 3), kill(0, "save", 2)], [2, 4]),
     ("gemini on the host", [kill(0, "backward", 6), kill(1, "commit", 1)], [4, 4]),
     ("fsdp", [kill(1, "save write", 3), kill(0, "data", 2)], [4, 4]),
     ("fsdp", [kill(0, "commit", 4), kill(0, "load")], [6, 6]),
-    ("pipeline", [kill(1, "backward", 3), kill(0, "commit", 2)], [2, 4]),
+    ("pipeline", [kill(1, "backward", 3), kill(0, "commit", 2)], [0, 2]),
 ]
 
 
