@@ -11,7 +11,16 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from booster.comm.signs import ENDED, FAILED, end_signs, ended_processes, ends_of_ranks, read_signs
+from booster.comm.signs import (
+    ENDED,
+    FAILED,
+    end_signs,
+    ended_processes,
+    ends_of_ranks,
+    ranks_that_know_ends,
+    read_signs,
+    say_that_ends_are_known,
+)
 from booster.comm.waiting import hang_up, note_failure
 from booster.errors import RankFailedError
 
@@ -21,14 +30,15 @@ __all__ = ["EXIT_CODE", "say_farewell"]
 # A program that ends while other ranks still wait for this one looks well from here: its batches were used up, say, and
 # theirs were not. So at its end a rank writes that it has come there, and stays until all others have written the same.
 # They learn from it at once what is wrong (see Note [Signs]), fail, and write that; and this rank ends with an error,
-# too. Where rank 0 serves the store it so stays until nobody needs it. Nobody stays for a rank that is gone, or that
-# gives no more signs.
+# too. Nobody stays for a rank that is gone, or that gives no more signs. Where rank 0 serves the store it stays until
+# nobody needs it: until all that wait have read how the others ended.
 # A program that ends by an error of its own says why, and hangs up: who waits for it fails at once, with the reason.
 
 EXIT_CODE = 1  # of a rank whose program came to its end while others could not
 _PAUSE_SECONDS = 0.02
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SILENCE_SECONDS = 30.0
+_READING_SECONDS = 5.0
 _REPORT_SECONDS = 15.0  # beyond the longest wait: until who has waited in vain has found out for whom, and has ended
 
 
@@ -69,13 +79,25 @@ def _failures_of_others(limit_seconds: float) -> dict[int, str]:
             ends = ends_of_ranks()
             going_on = others.difference(ends)
             if not going_on:
-                return {rank: text for rank, (state, text) in ends.items() if state == FAILED}
+                failed = {rank: text for rank, (state, text) in ends.items() if state == FAILED}
+                _stay_until_known(set(ends).difference(failed))
+                return failed
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
                 if going_on <= silence.of(going_on):
                     return {}
             time.sleep(_PAUSE_SECONDS)
     return {}
+
+
+def _stay_until_known(ranks: set[int]) -> None:
+    """Says that this rank knows how all ended; on rank 0 returns once all of these ranks have said so."""
+    deadline = time.monotonic() + _READING_SECONDS
+    with suppress(RuntimeError):  # the process that serves the store has ended, as this one is about to
+        known = say_that_ends_are_known()
+        while dist.get_rank() == 0 and not known.issuperset(ranks) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+            known = ranks_that_know_ends()
 
 
 class _Silence:

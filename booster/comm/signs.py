@@ -34,7 +34,9 @@ __all__ = [
     "how_often",
     "place_as_json",
     "place_from_json",
+    "ranks_that_know_ends",
     "read_signs",
+    "say_that_ends_are_known",
     "start_signs",
 ]
 
@@ -56,6 +58,7 @@ ANSWER_SECONDS = 3.0  # an error about a lost rank waits for the store no longer
 _SECONDS = 1.0
 _SIGNS_A_SECOND = 256
 _ENDS_KEY = "ends"
+_KNOWN_KEY = "known"
 # So long a wait for a rank that has ended its program must have lasted before it is broken off: what that rank has
 # given before its end arrives sooner.
 _PATIENCE_WITH_ENDED_SECONDS = 5.0
@@ -139,6 +142,18 @@ def how_often(world_size: int) -> str:
 
 def _seconds_between(world_size: int) -> float:
     return _SECONDS * max(1.0, world_size / _SIGNS_A_SECOND)
+
+
+def say_that_ends_are_known() -> set[int]:
+    """Says that this rank has read how all others ended; returns which ranks have said so. Raises as `read_signs`."""
+    store = _signs_store(_get_default_store())
+    store.append(_KNOWN_KEY, f"{dist.get_rank()}\n")
+    return ranks_that_know_ends()
+
+
+def ranks_that_know_ends() -> set[int]:
+    """Returns which ranks have said that they read how all others ended. Raises as `read_signs`."""
+    return {int(line) for line in _signs_store(_get_default_store()).get(_KNOWN_KEY).split()}
 
 
 def ended_processes(signs: Mapping[int, Sign]) -> list[int]:
