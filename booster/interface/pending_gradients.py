@@ -114,7 +114,8 @@ class PendingGradients:
     """A live view of the gradients that wait for a boosted optimizer's step, and of what is known about them.
 
     Call `synchronize` on all ranks before looking at them. A plugin that shards gradients overrides `synchronize`,
-    `tensors`, `reduced`, `first_rank` and `_replace`.
+    `tensors`, `reduced`, `first_rank` and `_replace`; one whose ranks use a parameter in turns `share_of`, `num_shares`
+    and `slices`.
 
     Args:
         optimizer: The optimizer to read and fill.
@@ -163,6 +164,14 @@ class PendingGradients:
     def first_rank(self) -> int:
         """The first of the ranks that share the sums in `reduced`; here every rank is alone."""
         return group_rank()
+
+    def share_of(self, name: str) -> int:
+        """Returns which summand of a data rank's gradient of a parameter this rank has, from 0."""
+        return 0
+
+    def num_shares(self, name: str) -> int:
+        """Returns of how many summands, each on another rank, a data rank's gradient of a parameter is made."""
+        return 1
 
     @property
     def data_rank(self) -> int:

@@ -19,10 +19,14 @@ from booster.interface import OptimizerWrapper, PendingGradients, ReducedGradien
 
 __all__ = ["GradientsLoad", "gradients_component"]
 
-# Note [Names of stored gradients]: `rank<r>.<parameter>` is data rank r's own gradient; `reduced<r>.<parameter>` the
-# sum of what the ranks that share shards, of which r is the first, had reduced already. What either means for the step,
-# and for other ranks than those that saved: see Note [Gradients of other ranks].
-_NAME = re.compile(r"(rank|reduced)(\d+)\.(.+)", re.DOTALL)
+# Note [Names of stored gradients]
+# `rank<r>.<parameter>` is data rank r's own gradient; `reduced<r>.<parameter>` the sum of what the ranks that share
+# shards, of which r is the first, had reduced already. What either means for the step, and for other ranks than those
+# that saved: see Note [Gradients of other ranks].
+# Where several pipeline stages use a parameter, each has a share of the gradient, and `rank<r>share<s>.<parameter>` is
+# that of the s-th after the first one. They are not summed for the save: rounding would be another one from there on.
+# As many stages take them over one by one; of fewer each takes the sum of some.
+_NAME = re.compile(r"(rank|reduced)(\d+)(?:share(\d+))?\.(.+)", re.DOTALL)
 
 
 def gradients_component(pending: PendingGradients, *, folder: str, max_shard_bytes: int) -> Component:
@@ -33,7 +37,7 @@ def gradients_component(pending: PendingGradients, *, folder: str, max_shard_byt
         CheckpointError: One of them is sparse.
     """
     pending.check()
-    own = [replace(part, name=f"rank{pending.data_rank}.{part.name}") for part in pending.slices()]
+    own = [replace(part, name=_own_name(pending, part.name)) for part in pending.slices()]
     sums = [replace(part, name=f"reduced{pending.first_rank}.{part.name}") for part in pending.reduced()]
     return Component(
         kind=GRADIENTS,
@@ -43,6 +47,11 @@ def gradients_component(pending: PendingGradients, *, folder: str, max_shard_byt
         is_sharded=True,
         folder=folder,
     )
+
+
+def _own_name(pending: PendingGradients, name: str) -> str:
+    share = pending.share_of(name)
+    return f"rank{pending.data_rank}{f'share{share}' if share else ''}.{name}"
 
 
 class GradientsLoad:
@@ -95,7 +104,7 @@ class GradientsLoad:
                     f"{self._directory} holds a tensor {full_name!r:.200} among its gradients, which is none: take"
                     " another copy of the checkpoint"
                 )
-            kind, rank, name = match.groups()
+            kind, rank, share, name = match.groups()
             if name not in parameters or layout_of(parameters[name]).logical_shape != spec.shape:
                 raise CheckpointError(
                     f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, and this optimizer has no"
@@ -105,6 +114,8 @@ class GradientsLoad:
                 continue
             if kind == "reduced":
                 self._sums.setdefault(name, {})[rank] = full_name
+            elif int(share or 0) % self._pending.num_shares(name) != self._pending.share_of(name):
+                continue
             elif not self._is_same_world or rank == str(self._pending.data_rank):
                 self._owns.setdefault(name, []).append(full_name)
 
@@ -118,7 +129,7 @@ class GradientsLoad:
     def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, stored_names in self._owns.items():
             parts = (self._own_part(name, stored_name) for stored_name in stored_names)
-            yield name, next(parts) if self._is_same_world else self._mean(parts)
+            yield name, self._sum(parts) if self._is_same_world else self._mean(parts)
 
     def _own_part(self, name: str, stored_name: str) -> torch.Tensor:
         """Returns what this rank holds of a stored gradient of a parameter, in the shape of what it has of that."""
@@ -128,12 +139,16 @@ class GradientsLoad:
         read_slices(self._stored, [(stored_name, part) for part in parts])
         return gradient
 
+    def _sum(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Returns the only one as it is, or the sum of several in fp64, as scaled fp16 ones might overflow."""
+        total = next(parts)
+        for part in parts:
+            total = total.double() + part
+        return total
+
     def _mean(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
         """Returns this rank's share of the ranks' gradients; those that had none count as zero."""
-        total = next(parts).double()  # in fp64: scaled fp16 gradients of several ranks may overflow their own format
-        for part in parts:
-            total += part
-        return total / (self._pending.num_data_ranks if self._has_items else len(self._counts))
+        return self._sum(parts).double() / (self._pending.num_data_ranks if self._has_items else len(self._counts))
 
     def _read_sum(self, part: TensorSlice) -> torch.Tensor:
         """Returns a slice of the sum that this rank's group goes on with; a group that had none counts as zero."""

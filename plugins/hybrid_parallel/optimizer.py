@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, gather_distinct
-from booster.interface import ReducedGradients
+from booster.interface import TensorSlice
 from booster.interface.mixed_precision import LossScaler
 from booster.plugins.hybrid_parallel.model import HybridModel
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
@@ -92,9 +92,13 @@ class HybridOptimizer(ZeroOptimizer):
         """Returns whether this stage holds a parameter of the whole model."""
         return self.carved is None or name in self.carved.held
 
-    def counts(self, name: str) -> bool:
-        """Returns whether this is the first of the stages that hold a parameter."""
-        return self.carved is None or self.carved.holders.get(name, (self._stage,))[0] == self._stage
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Returns the stages that hold a parameter of this one."""
+        return (self._stage,) if self.carved is None else self.carved.holders.get(name, (self._stage,))
+
+    def share_of(self, name: str) -> int:
+        """Returns the how manieth of the stages that hold a parameter this one is, from 0."""
+        return self.holders(name).index(self._stage)
 
     # Backward.
 
@@ -116,20 +120,12 @@ class HybridOptimizer(ZeroOptimizer):
     # Shared parameters.
 
     def _reduce_gradients(self) -> float:
-        for _, slot, total in self._shared_totals():
+        for slot, total in self._shared_totals():
             self._reducer.set_local(slot, total)
         return super()._reduce_gradients()
 
-    def collect_shared_gradients(self) -> None:
-        """Gives the first of the stages that share a parameter the gradients of all of them. Collective.
-
-        The others go on with zeros, so that the sum stays what it was.
-        """
-        for stages, slot, total in self._shared_totals():
-            self._reducer.set_local(slot, total if stages[0] == self._stage else torch.zeros_like(total))
-
     @torch.no_grad()
-    def _shared_totals(self) -> Iterator[tuple[tuple[int, ...], Slot, torch.Tensor]]:
+    def _shared_totals(self) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Yields the sums over stages of gradients of shared parameters that some stage has used. Collective."""
         if self.carved is None:
             return
@@ -143,7 +139,7 @@ class HybridOptimizer(ZeroOptimizer):
             for slot, gradient, is_used in zip(shared, own, all_reduce_max(used, group).tolist(), strict=True):
                 if is_used:
                     total = torch.zeros_like(slot.parameter) if gradient is None else gradient.detach().clone()
-                    yield stages, slot, all_reduce_sum(total, group)
+                    yield slot, all_reduce_sum(total, group)
 
     # Checkpoints.
 
@@ -170,22 +166,21 @@ class _StagePendingGradients(ShardedPendingGradients):
 
     optimizer: HybridOptimizer
 
-    def synchronize(self) -> None:
-        self.optimizer.collect_shared_gradients()
-        super().synchronize()
-
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: one for name, one in super().parameters().items() if self.optimizer.holds(name)}
 
     def logical_parameters(self) -> dict[str, nn.Parameter]:
         return super().parameters()
 
-    def _replace(
-        self,
-        gradients: Iterable[tuple[str, torch.Tensor]],
-        reduced: ReducedGradients,
-        rescaled: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        # A sum over stages was stored, and would be added up again; sums over ranks are behind that.
-        own = ((name, gradient) for name, gradient in gradients if self.optimizer.counts(name))
-        super()._replace(own, reduced, rescaled)
+    def share_of(self, name: str) -> int:
+        return self.optimizer.share_of(name)
+
+    def num_shares(self, name: str) -> int:
+        return len(self.optimizer.holders(name))
+
+    def slices(self) -> list[TensorSlice]:
+        # A stage writes its own share of a gradient also where another one writes the parameter.
+        carved = self.optimizer.carved
+        assert carved is not None
+        own = self.tensors().items()
+        return [part for name, one in own for part in carved.layouts[name].slices(name, one.contiguous())]

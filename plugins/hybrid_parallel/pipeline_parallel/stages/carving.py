@@ -47,6 +47,7 @@ class CarvedModel:
         logical_names: Of the parameters that it does hold, by the names that they have in what is left of the model.
         groups: The logical names in each of the optimizer's param groups.
         holders: By logical name the stages of every parameter that several of them hold, in the same order everywhere.
+        layouts: What this rank's part of every parameter is, and what of it it writes among those of its stage.
         context: Which piece runs.
         stand_ins: Of modules that the stage does not hold.
         tied: By the first name of each parameter that has several the others.
@@ -59,6 +60,7 @@ class CarvedModel:
     logical_names: Mapping[str, str]
     groups: Sequence[Sequence[str]]
     holders: Mapping[str, tuple[int, ...]]
+    layouts: Mapping[str, ParameterLayout]
     context: PieceContext
     stand_ins: StandIns
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -121,6 +123,7 @@ def carve(
         },
         groups=groups,
         holders=holders,
+        layouts=layouts,
         context=context,
         stand_ins=StandIns(context, device),
         tied=tied,
