@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -16,9 +16,11 @@ __all__ = ["BoundedStore", "answer_within", "new_client"]
 # TCPStore has limits for keys that don't come, and none for a server that takes a question and never answers: a rank
 # that is stopped, as by a debugger or a frozen machine, and serves the store. Who asks it waits for ever, and its lock
 # keeps all other threads of the process waiting. So each question is asked by a thread of its own, and given up after a
-# time. A client that has got no answer once is asked nothing more: the lost thread holds its lock.
+# time. A client that has got no answer is asked nothing more until that comes: the lost thread holds its lock.
+# A server may also be late: torch's looks up the name of who connects, in the one thread that answers all, which takes
+# 5 s and more where the name service does not answer. So a new client is waited for as long as set-up may take.
 
-_silent: WeakSet[Store] = WeakSet()
+_lost: WeakKeyDictionary[Store, _Question] = WeakKeyDictionary()  # what a client was asked and has not answered
 
 
 def new_client(store: Any, seconds: float) -> Any:
@@ -86,16 +88,15 @@ class BoundedStore:
         return [bytes(value) for value in self._ask(lambda: self._store.multi_get(list(keys)))]
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        if self._client in _silent:
-            raise self._silence()
+        lost = _lost.get(self._client)
+        if lost is not None and lost.is_alive():
+            raise _NoAnswerError(self._seconds)
+        asked = _Question(question)
         try:
-            return answer_within(question, self._seconds)
+            return asked.answer_within(self._seconds)
         except _NoAnswerError:
-            _silent.add(self._client)
+            _lost[self._client] = asked
             raise
-
-    def _silence(self) -> _NoAnswerError:
-        return _NoAnswerError(self._seconds)
 
 
 class _NoAnswerError(dist.DistNetworkError):
@@ -110,12 +111,7 @@ def answer_within(question: Callable[[], Any], seconds: float) -> Any:
         DistNetworkError: It did not come back in so many seconds.
         Exception: What it raised.
     """
-    asked = _Question(question)
-    asked.start()
-    asked.join(seconds)
-    if asked.is_alive():
-        raise _NoAnswerError(seconds)
-    return asked.answer()
+    return _Question(question).answer_within(seconds)
 
 
 class _Question(threading.Thread):
@@ -131,7 +127,12 @@ class _Question(threading.Thread):
         except Exception as error:  # raised where it was asked
             self._error = error
 
-    def answer(self) -> Any:
+    def answer_within(self, seconds: float) -> Any:
+        """Asks, and returns the answer. Raises as the function of the same name."""
+        self.start()
+        self.join(seconds)
+        if self.is_alive():
+            raise _NoAnswerError(seconds)
         if self._error is not None:
             raise self._error
         return self._answer

@@ -142,6 +142,7 @@ def new_group(
         return made
 
     try:
+        sign.give(seconds)
         # torch asks the store meanwhile, see Note [Answers]. An accelerator's backend asks for this thread's device.
         group = answer_within(make, seconds + _ANSWER_SECONDS) if is_by_gloo else make()
     except RuntimeError as error:
@@ -208,16 +209,23 @@ class _Sign:
         made = _num_made.setdefault(store, Counter())
         key = ",".join(map(str, ranks))
         made[key] += 1
-        self._store = BoundedStore(store, f"booster.groups/{key}/{made[key]}", _ANSWER_SECONDS)
+        self._client, self._prefix = store, f"booster.groups/{key}/{made[key]}"
+
+    def give(self, seconds: float) -> None:
+        """Says that this rank has come; waits so long for the store to take it."""
         if str(dist.get_backend()) != "fake":  # torch's backend that only pretends, as its store does
-            self._store.set(str(dist.get_rank()), "here")
+            self._under(seconds).set(str(dist.get_rank()), "here")
+
+    def _under(self, seconds: float) -> BoundedStore:
+        return BoundedStore(self._client, self._prefix, seconds)
 
     def explanation(self, seconds: float, error: RuntimeError) -> str:
         where = surroundings(current_place()) or " (in set-up, outside of all phases)"
         head = f"rank {dist.get_rank()} could not make a group of {listed(self._ranks)} within {seconds:g} s{where}"
         tail = f"torch says: {str(error).strip().splitlines()[0]}"
         try:
-            missing = [rank for rank in self._coming if not self._store.check([str(rank)])]
+            store = self._under(_ANSWER_SECONDS)
+            missing = [rank for rank in self._coming if not store.check([str(rank)])]
         except dist.DistError:
             return (
                 f"{head}, and the store of torch.distributed is gone: the process that serves it (rank 0 or the"

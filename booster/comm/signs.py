@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from booster.comm.bounded_store import BoundedStore, new_client
+from booster.errors import RankFailedError
 from booster.phases import CurrentPlace, OperationPlace, current_place
 from booster.time_limits import time_limits
 
@@ -95,6 +96,9 @@ def start_signs() -> None:
     """Begins to give signs of the calling thread, until the world of now ends; does nothing where that is done already.
 
     Every rank calls it; no communication with other ranks.
+
+    Raises:
+        RankFailedError: The process that serves the store is gone, or did not answer in the time of set-up.
     """
     global _speaker
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -180,7 +184,7 @@ class _Speaker:
 
     def __init__(self, default: Any) -> None:
         self._default = default  # torch's stubs leave out what a store can
-        self._store = _signs_store(new_client(default, ANSWER_SECONDS))
+        self._store = _signs_store(_client_of(default))
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._watched = threading.get_ident()
         self._process_id = os.getpid()
@@ -291,6 +295,17 @@ class _Standing:
     @staticmethod
     def _mark_of(place: CurrentPlace) -> tuple[object, ...]:
         return place.num_steps, place.phases, place.operation, place.last_operation
+
+
+def _client_of(default: Any) -> Any:
+    try:
+        return new_client(default, time_limits().setup)
+    except dist.DistError as error:
+        raise RankFailedError(
+            f"rank {dist.get_rank()} could not connect to the store of torch.distributed again: {error}. The process"
+            " that serves it (rank 0 or the launcher) has ended, is stopped, or takes long to look up names: see its"
+            " log, or launch with a larger setup_timeout_seconds=..."
+        ) from error
 
 
 def _signs_store(client: Any) -> BoundedStore:

@@ -1,4 +1,4 @@
-"""A store that does not answer is given up, and asked nothing more."""
+"""A store that does not answer is given up, and asked nothing more until it does."""
 
 from __future__ import annotations
 
@@ -59,3 +59,6 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
         assert other.check(["a"])
     finally:
         stays_away.set()
+    bounded_store._lost[client].join(30)
+    silent.under("part").set("a", "1")  # the answer came late
+    assert silent.under("part").check(["a"])

@@ -17,6 +17,7 @@ from booster.comm.hints import SAVES, TRAINING
 from booster.comm.inquiry import last_signs_of, surroundings
 from booster.comm.signs import Sign, ended_processes, how_often, place_as_json, place_from_json
 from booster.phases import CurrentPlace, OperationPlace, Phase, current_place
+from booster.time_limits import TimeLimits
 
 OPERATION = OperationPlace(name="all_reduce", number=7, ranks=(0, 1))
 PLACE = CurrentPlace(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=OPERATION, last_operation=None)
@@ -201,7 +202,7 @@ def test_who_is_outside_of_all_phases_is_not_disturbed(monkeypatch):
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkeypatch, capsys, backend):
     world = _World(monkeypatch, backend)
-    monkeypatch.setattr(signs, "time_limits", lambda: type("Limits", (), {"training": 10.0}))
+    monkeypatch.setattr(signs, "time_limits", lambda: TimeLimits(training=10.0))
     other = signs._Speaker(world.store)
     monkeypatch.setattr(other, "_rank", 1)
     monkeypatch.setattr(other, "_place", lambda: replace(PLACE, num_steps=2))
