@@ -26,7 +26,7 @@ __all__ = ["GradientsLoad", "gradients_component"]
 # Where several pipeline stages use a parameter, each has a share of the gradient, and `rank<r>share<s>.<parameter>` is
 # that of the s-th after the first one. They are not summed for the save: rounding would be another one from there on.
 # As many stages take them over one by one; of fewer each takes the sum of some.
-_NAME = re.compile(r"(rank|reduced)(\d+)(?:share(\d+))?\.(.+)", re.DOTALL)
+_NAME = re.compile(r"(rank|reduced)(\d+)(?:share(\d{1,6}))?\.(.+)", re.DOTALL)
 
 
 def gradients_component(pending: PendingGradients, *, folder: str, max_shard_bytes: int) -> Component:
