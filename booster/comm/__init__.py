@@ -1,6 +1,6 @@
 """The one room that calls collectives."""
 
-from booster.comm.agreement import agree, raise_on_all_ranks, require_same_on_all_ranks, share_facts
+from booster.comm.agreement import agree, raise_on_all_ranks, share_facts
 from booster.comm.collectives import (
     all_gather_equal,
     all_reduce_max,
@@ -80,7 +80,6 @@ __all__ = [
     "raise_on_all_ranks",
     "receive",
     "receive_tensor",
-    "require_same_on_all_ranks",
     "send",
     "send_tensor",
     "share_facts",

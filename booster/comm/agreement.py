@@ -15,7 +15,7 @@ from booster.comm.exchange import gather_distinct
 from booster.comm.imagined import are_others_imagined
 from booster.errors import BoosterError, DesyncError, RankFailedError
 
-__all__ = ["agree", "raise_on_all_ranks", "require_same_on_all_ranks", "share_facts"]
+__all__ = ["agree", "raise_on_all_ranks", "share_facts"]
 
 # Note [One record]
 # Ranks that do different things don't stand at the same place: one makes a plugin while another is in boost() already,
@@ -76,17 +76,6 @@ def share_facts(
     if any(other[0] != what for other in everyone):
         raise DesyncError(_disagreement(everyone, group))
     return [other[1:] for other in everyone]
-
-
-def require_same_on_all_ranks(what: str, facts: Sequence[str], group: dist.ProcessGroup | None = None) -> None:
-    """Returns if the ranks' facts are the same; see `agree`.
-
-    Raises:
-        DesyncError: The ranks differ.
-
-    Collective: every rank of the group must call it.
-    """
-    agree(what, facts, group)
 
 
 def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:

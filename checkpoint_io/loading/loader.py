@@ -19,7 +19,7 @@ from booster.checkpoint_io.loading.reader import Checkpoint, open_checkpoint
 from booster.checkpoint_io.loading.verification import verify_ranges
 from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.storage import Storage
-from booster.comm import require_same_on_all_ranks
+from booster.comm import agree
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
@@ -81,7 +81,7 @@ class Loader:
     def open(self, path: Path, kind: Kind) -> Checkpoint:
         """Returns a checkpoint whose structure was checked; it stays open until the loader is left. Collective."""
 
-        require_same_on_all_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
+        agree("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
         def opened() -> Checkpoint:
             patience = 0.0 if self.ranks.rank == 0 else _PATIENCE_SECONDS
@@ -91,7 +91,7 @@ class Loader:
 
         stored = self.ranks.agree_rank_zero_first(opened, f"loading the {kind.name} from {path}")
         # A save in between would show some ranks the old checkpoint and some the new, each of them whole.
-        require_same_on_all_ranks(f"the {kind.name} that they found at {path}", [stored.identity], self.ranks.group)
+        agree(f"the {kind.name} that they found at {path}", [stored.identity], self.ranks.group)
         return stored
 
     def verify(self, stored: Checkpoint) -> None:

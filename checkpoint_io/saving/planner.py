@@ -15,7 +15,7 @@ from booster.checkpoint_io.ranks import Ranks
 from booster.checkpoint_io.saving.component import Component, Images, PlannedComponent, check_storable
 from booster.checkpoint_io.saving.save_request import SaveRequest
 from booster.checkpoint_io.storage import Storage
-from booster.comm import require_same_on_all_ranks
+from booster.comm import agree
 from booster.errors import CheckpointError
 
 __all__ = ["Agenda", "Planner"]
@@ -105,7 +105,7 @@ class Planner:
         cards = self._ranks.gather_equal(uuid4().bytes + _digest("\n".join(facts).encode()) + held + host)
         names, rest = [card[:_NAME_BYTES] for card in cards], [card[_NAME_BYTES:] for card in cards]
         if len({card[:_DIGEST_BYTES] for card in rest}) > 1:
-            require_same_on_all_ranks("what they save", facts, self._ranks.group)
+            agree("what they save", facts, self._ranks.group)
         hosts = [card[2 * _DIGEST_BYTES :] for card in rest]
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         digests = tuple(card[_DIGEST_BYTES : 2 * _DIGEST_BYTES] for card in rest)

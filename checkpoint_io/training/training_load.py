@@ -21,7 +21,7 @@ from booster.checkpoint_io.training.rotation import LATEST, TRAINING_STATE, Step
 from booster.checkpoint_io.training.training_document import TrainingDocument
 from booster.checkpoint_io.training.training_parts import TrainingParts
 from booster.checkpoint_io.training.waiting_gradients import GradientsLoad
-from booster.comm import require_same_on_all_ranks
+from booster.comm import agree
 from booster.errors import CheckpointError
 from booster.logger import get_dist_logger
 
@@ -35,7 +35,7 @@ def load_training_state(
 ) -> Any:
     """Fills the parts and returns `extra`; see `TrainingStateIO.load`. Collective."""
     doing = f"loading the training state from {path}"
-    require_same_on_all_ranks("what they load", [doing, f"missing_ok={missing_ok}"], ranks.group)
+    agree("what they load", [doing, f"missing_ok={missing_ok}"], ranks.group)
     found = _find(ranks, storage, path, parts, doing, missing_ok=missing_ok)
     if found is None:
         return None

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from booster.comm import (
+    agree,
     group_rank,
     group_size,
     new_cpu_group,
     new_group,
     new_group_of_rows,
     new_mesh,
-    require_same_on_all_ranks,
 )
 from booster.errors import ConfigError
 
@@ -70,7 +70,7 @@ class HybridMesh:
     def __init__(self, device_type: str, *, dp: int, pp: int, sp: int, tp: int, dp_outside: bool = True) -> None:
         given = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
         facts = [f"{axis}={size}" for axis, size in given.items()] + [f"dp_outside={dp_outside}"]
-        require_same_on_all_ranks("the sizes of the mesh's axes", facts)
+        agree("the sizes of the mesh's axes", facts)
         if math.prod(given.values()) != group_size():
             raise ConfigError(
                 f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in given.items())} has"

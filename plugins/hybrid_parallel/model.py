@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import broadcast, require_same_on_all_ranks
+from booster.comm import agree, broadcast
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, layout_of, set_layout
 from booster.kernels.checksum import crc32
@@ -180,7 +180,7 @@ class HybridModel(ZeroModel):
             "the model's arguments, of which ranks that share layers or sequences must get the same (read the data by"
             " plugin.dp_rank of plugin.dp_size parts, as the loaders of boost() and plugin.prepare_dataloader() do),"
         )
-        require_same_on_all_ranks(what, facts, self._replica_group)
+        agree(what, facts, self._replica_group)
 
     @property
     def _shares_batches(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import require_same_on_all_ranks
+from booster.comm import agree
 from booster.errors import ConfigError
 from booster.interface import ParameterLayout
 from booster.mixed_precision.fp16_naive import log_on_master
@@ -166,7 +166,7 @@ class ModelSplit:
             ConfigError: A module can't be treated as planned.
         """
         plan = self._plans.pop(model)
-        require_same_on_all_ranks("the plan", [repr(entry) for entry in plan.entries])
+        agree("the plan", [repr(entry) for entry in plan.entries])
         if plan.is_derived or self._verbose:
             log_on_master(f"HybridParallelPlugin divides {type(model).__name__} so:\n{self._table(model, plan)}")
         layouts = self.layouts(model, plan)

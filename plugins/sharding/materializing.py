@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster.comm import all_gather_equal, broadcast, group_size, raise_on_all_ranks, require_same_on_all_ranks
+from booster.comm import agree, all_gather_equal, broadcast, group_size, raise_on_all_ranks
 from booster.errors import ConfigError, DesyncError
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_own
@@ -120,7 +120,7 @@ class Materializer:
             DesyncError: The ranks' models differ; without `sync` also in what has values, or in the values.
         """
         named = self._named()
-        require_same_on_all_ranks("the model's parameters and buffers", self.facts, self._group)
+        agree("the model's parameters and buffers", self.facts, self._group)
         self._agree_on_seed()
         stages = self._stages(named)
         missing = [tensor for (_, tensor), ranks in zip(named, stages, strict=True) if ranks[0] == _WITHOUT]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from booster.comm import group_size, require_same_on_all_ranks
+from booster.comm import agree, group_size
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.materializing import Materializer
@@ -80,7 +80,7 @@ class Assembly:
         whole = self._whole_names(model)
         plans = self._plans(model, whole)
         facts = [f"{plan.name!r}, reshard_after_forward={plan.reshard_after_forward!r}" for plan, _ in plans]
-        require_same_on_all_ranks("what auto_wrap_policy makes units of", facts)
+        agree("what auto_wrap_policy makes units of", facts)
         for plan, modules in plans:
             materializer.fill(modules)
             self._shard(model, plan, _named(model, whole))

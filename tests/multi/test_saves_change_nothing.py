@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from harness import run_ranks
-from resume_cases import Job, fsdp_plugin, gemini_plugin, generators_restored, hybrid_plugin, staged_plugin, zero_plugin
-
-from booster.plugins import TorchDDPPlugin
+from restart_cases import PLUGINS
+from resume_cases import Job, generators_restored
 
 NUM_BATCHES = 8
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero 1": functools.partial(zero_plugin, 1),
-    "zero 2": functools.partial(zero_plugin, 2),
-    "gemini": gemini_plugin,
-    "fsdp": fsdp_plugin,
-    "tensor parallel": hybrid_plugin,
-    "pipeline": staged_plugin,
-}
 
 
 @pytest.fixture(autouse=True)

@@ -62,8 +62,8 @@ def test_different_settings_raise_on_every_rank(changed, message):
 
 
 def test_the_same_seconds_may_be_written_in_two_ways():
-    for future in meet_all([card(world_size=2, timeout_seconds=seconds) for seconds in (600, 600.0)]):
-        future.result()
+    first, second = meet_all([card(world_size=2, timeout_seconds=seconds) for seconds in (600, 600.0)])
+    assert first.result().hosts == second.result().hosts
 
 
 def test_a_rank_that_does_not_come_is_named():
