@@ -26,6 +26,7 @@ __all__ = [
     "all_gather_equal",
     "all_reduce_max",
     "all_reduce_numbers",
+    "all_reduce_sparse",
     "all_reduce_sum",
     "all_to_all_single",
     "barrier",
@@ -123,6 +124,21 @@ def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     if group_size(group) > 1:
         _all_reduce(tensor, "max", group)
     return tensor
+
+
+def all_reduce_sparse(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Returns the sum over the group of sparse COO tensors, each with entries of its own.
+
+    Collective: every rank of the group must call it with a tensor of the same shape and dtype.
+    """
+    if group_size(group) == 1:
+        return tensor
+    total = tensor.detach().coalesce().clone()
+    volume = total.indices().nbytes + total.values().nbytes
+    operation = begin("all_reduce", group, sent=volume, received=volume)
+    with operation.waiting():
+        dist.all_reduce(total, group=group)
+    return total.coalesce()
 
 
 def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,229 @@
+"""Loops around backward() as users write them: every plugin gives what plain torch gives in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+
+from booster import Booster
+from booster.plugins import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "ddp": TorchDDPPlugin,
+    "ddp views": lambda: TorchDDPPlugin(gradient_as_bucket_view=True, bucket_cap_mb=0.0001),
+    "ddp small buckets": lambda: TorchDDPPlugin(bucket_cap_mb=0.0001),
+    "zero 1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
+    "zero 2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "gemini": lambda: GeminiPlugin(precision="fp32"),
+    "fsdp": TorchFSDPPlugin,
+    "hybrid": lambda: HybridParallelPlugin(precision="fp32"),
+    "hybrid zero 1": lambda: HybridParallelPlugin(precision="fp32", zero_stage=1),
+}
+
+
+class Net(nn.Module):
+    """Layers of which some can be frozen, and methods that compute losses without the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def features(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.middle(torch.tanh(self.body(inputs))))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(inputs))
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(inputs)).square().mean()
+
+
+@dataclass
+class Training:
+    """What a loop calls, by plain torch or by a Booster."""
+
+    model: Any
+    optimizer: Any
+    user_model: nn.Module
+    booster: Booster | None = None
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        if self.booster is None:
+            loss.backward(**kwargs)
+        else:
+            self.booster.backward(loss, self.optimizer, **kwargs)
+
+    def no_sync(self):
+        return nullcontext() if self.booster is None else self.booster.no_sync(self.model, self.optimizer)
+
+    def step(self) -> None:
+        if self.booster is None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        else:
+            norm = self.booster.clip_grad_norm_(self.optimizer, 0.3)
+        self.norms.append(float(norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def __post_init__(self) -> None:
+        self.norms: list[float] = []
+
+
+def forward_in_no_sync_and_backward_outside(training, inputs):
+    with training.no_sync():
+        first = training.model(inputs).square().mean()
+        second = training.model(inputs * 0.5).square().mean()
+        training.backward(first)
+    training.backward(second)
+    training.step()
+
+
+def forward_outside_and_backward_in_no_sync(training, inputs):
+    first = training.model(inputs).square().mean()
+    second = training.model(inputs * 0.5).square().mean()
+    with training.no_sync():
+        training.backward(first)
+    training.backward(second)
+    training.step()
+
+
+def every_backward_in_no_sync(training, inputs):
+    with training.no_sync():
+        training.backward(training.model(inputs).square().mean())
+    training.step()
+
+
+def two_backwards_over_one_forward(training, inputs):
+    outputs = training.model(inputs)
+    training.backward(outputs.square().mean(), retain_graph=True)
+    training.backward(outputs.sum(dim=1).abs().mean())
+    training.step()
+
+
+def loss_by_a_method(training, inputs):
+    training.backward(training.user_model.loss(inputs))
+    training.step()
+
+
+def loss_by_submodules(training, inputs):
+    net = training.user_model
+    training.backward(net.head(net.features(inputs)).square().mean())
+    training.step()
+
+
+def loss_by_a_method_accumulated(training, inputs):
+    with training.no_sync():
+        training.backward(training.user_model.loss(inputs) / 2)
+    training.backward(training.model(inputs * 2).square().mean() / 2)
+    training.step()
+
+
+def plain_backward(training, inputs):
+    training.model(inputs).square().mean().backward()
+    training.step()
+
+
+def plain_backward_after_no_sync(training, inputs):
+    with training.no_sync():
+        (training.model(inputs).square().mean() / 2).backward()
+    (training.user_model.loss(inputs * 2) / 2).backward()
+    training.step()
+
+
+def unfreezing_later(training, inputs):
+    training.backward(training.model(inputs).square().mean())
+    training.step()
+    training.user_model.middle.requires_grad_(True)
+
+
+def freezing_in_turns(training, inputs):
+    for name in ("body", "head"):
+        net = training.user_model
+        for part in (net.body, net.middle, net.head):
+            part.requires_grad_(part is getattr(net, name))
+        training.backward(training.model(inputs).square().mean())
+        training.step()
+
+
+LOOPS = [
+    forward_in_no_sync_and_backward_outside,
+    forward_outside_and_backward_in_no_sync,
+    every_backward_in_no_sync,
+    two_backwards_over_one_forward,
+    loss_by_a_method,
+    loss_by_submodules,
+    loss_by_a_method_accumulated,
+    plain_backward,
+    plain_backward_after_no_sync,
+]
+
+
+def compared(name: str, loop: Callable[..., None], steps: int = 3, frozen: Sequence[str] = ()) -> None:
+    """Runs a loop on this rank's part of each batch, and in plain torch on the whole one; both must end alike."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model = Net()
+    for key in frozen:
+        getattr(model, key).requires_grad_(False)
+    reference = copy.deepcopy(model)
+    booster = Booster(plugin=PLUGINS[name]())
+    serial = Training(reference, torch.optim.AdamW(reference.parameters(), lr=0.01), reference)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    parallel = Training(boosted, optimizer, booster.unwrap_model(boosted), booster)
+    for step in range(steps):
+        batch = torch.randn(4 * size, 6, generator=torch.Generator().manual_seed(step))
+        loop(serial, batch)
+        loop(parallel, batch[rank * 4 : rank * 4 + 4])
+    assert_alike(booster, boosted, reference, f"{loop.__name__} under {name}")
+    torch.testing.assert_close(parallel.norms, serial.norms, rtol=1e-4, atol=1e-6)
+
+
+def assert_alike(booster: Booster, boosted: Any, reference: nn.Module, what: str) -> None:
+    state = boosted.state_dict()
+    for key, expected in reference.state_dict().items():
+        found = state[key]
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        if found.shape == expected.shape:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{key} {what}: {text}")
+        else:
+            pytest.fail(f"{key} of {what} has shape {tuple(found.shape)}")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", PLUGINS)
+def test_loop_equals_plain_torch(name, loop):
+    run_ranks(compared, 2, name, loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", PLUGINS)
+def test_loop_equals_plain_torch_on_three_ranks(name, loop):
+    run_ranks(compared, 3, name, loop)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_layers_frozen_at_boost_train_once_they_are_unfrozen(name):
+    run_ranks(compared, 2, name, unfreezing_later, frozen=["middle"])
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_layers_may_train_in_turns(name):
+    run_ranks(compared, 2, name, freezing_in_turns)

@@ -1,0 +1,369 @@
+"""How TorchDDPPlugin reduces gradients: what is averaged when, and what the arguments and hooks of torch's DDP do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from booster import Booster, ConfigError
+from booster.comm import count_communication
+from booster.plugins import TorchDDPPlugin
+from booster.plugins.ddp_reducer import Reducer, bucket_buffer_bytes
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
+ARGUMENTS = [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True, **SMALL_BUCKETS}, {"static_graph": True}]
+
+
+def boosted(model, optimizer=None, **arguments):
+    booster = Booster(plugin=TorchDDPPlugin(**arguments))
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def on_all_ranks(tensor):
+    """Returns the ranks' tensors."""
+    ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, tensor.detach().contiguous())
+    return ranks
+
+
+def assert_equal_on_all_ranks(tensors):
+    for tensor in tensors:
+        assert all(torch.equal(one, tensor) for one in on_all_ranks(tensor))
+
+
+def part(whole):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return whole.chunk(size)[rank]
+
+
+class Branches(nn.Module):
+    """Every sample chooses the layers that it goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, inputs, chosen):
+        for index in chosen:
+            inputs = torch.tanh(self.layers[index](inputs))
+        return inputs
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("arguments", ARGUMENTS[:3])
+def test_ranks_that_use_different_parameters(arguments):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Branches()
+    reference = copy.deepcopy(model)
+    booster, model, optimizer = boosted(model, torch.optim.AdamW(model.parameters(), lr=0.1), **arguments)
+    serial = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for step in range(4):
+        inputs = torch.randn(size, 2, 3, generator=torch.Generator().manual_seed(step))
+        choices = [[(step + one) % 3, 2 - one % 2] for one in range(size)]
+        sum(reference(inputs[one], choices[one]).square().mean() for one in range(size)).div(size).backward()
+        booster.backward(model(inputs[rank], choices[rank]).square().mean(), optimizer)
+        for mine, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) == (whole.grad is None)
+            if whole.grad is not None:
+                torch.testing.assert_close(mine.grad, whole.grad)
+        for one in (optimizer, serial):
+            one.step()
+            one.zero_grad()
+    for mine, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, whole)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_reentrant_checkpoints_give_gradients_twice(arguments):
+    torch.manual_seed(0)
+    shared, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.ModuleDict({"other": other, "shared": shared})
+    reference = copy.deepcopy(model)
+    booster, _, optimizer = boosted(model, sgd(model), **arguments)
+    serial = sgd(reference)
+
+    def loss(net, inputs):
+        hidden = checkpoint(lambda x: torch.tanh(net["shared"](net["other"](x))), inputs, use_reentrant=True)
+        return net["shared"](hidden).square().mean()
+
+    for step in range(3):
+        whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        loss(reference, whole).backward()
+        booster.backward(loss(model, part(whole.detach()).requires_grad_()), optimizer)
+        for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, expected.grad)
+        for one in (optimizer, serial):
+            one.step()
+            one.zero_grad()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_gradients_are_in_grad_after_every_backward(arguments, set_to_none):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    reference = copy.deepcopy(model)
+    booster, model, optimizer = boosted(model, sgd(model), **arguments)
+    for step in range(3):
+        whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        reference.zero_grad()
+        reference(whole).square().mean().backward()
+        booster.backward(model(part(whole)).square().mean(), optimizer)
+        for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, expected.grad)
+        assert_equal_on_all_ranks(one.grad for one in model.parameters())
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@distributed(world_size=2)
+def test_a_plain_optimizer_over_a_model_that_was_boosted_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    reference = copy.deepcopy(model)
+    _, model, _ = boosted(model)
+    optimizers = sgd(model), sgd(reference)
+    for step in range(3):
+        whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        reference(whole).square().mean().backward()
+        model(part(whole)).square().mean().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_one_loss_through_two_models(is_plain):
+    """By a plain backward, or by that of one of their optimizers: the other one's step still has the mean."""
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(3, 4), nn.Linear(4, 2)
+    references = copy.deepcopy(encoder), copy.deepcopy(decoder)
+    booster, encoder, encoder_optimizer = boosted(encoder, sgd(encoder))
+    decoder, decoder_optimizer, *_ = booster.boost(decoder, sgd(decoder))
+    serial = [sgd(one) for one in references]
+    for step in range(3):
+        whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        references[1](references[0](whole)).square().mean().backward()
+        loss = decoder(encoder(part(whole))).square().mean()
+        if is_plain:
+            loss.backward()
+        else:
+            booster.backward(loss, encoder_optimizer)
+        for one in (encoder_optimizer, decoder_optimizer, *serial):
+            one.step()
+            one.zero_grad()
+    ours = [*encoder.parameters(), *decoder.parameters()]
+    theirs = [*references[0].parameters(), *references[1].parameters()]
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@distributed(world_size=2)
+def test_gradients_for_another_optimizer_are_not_sent():
+    """A generator's backward through its critic: the critic's gradients are thrown away by its own loop."""
+    booster, critic, critic_optimizer = boosted(nn.Linear(2, 1), None)
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 512)
+    generator, optimizer, *_ = booster.boost(generator, sgd(generator))
+    critic, critic_optimizer, *_ = booster.boost(critic, sgd(critic))
+    with count_communication() as count:
+        booster.backward(critic(generator(torch.ones(2, 2))).mean(), optimizer)
+        critic_optimizer.zero_grad()
+    gradient_bytes = 4 * 6  # of the generator
+    assert gradient_bytes <= sum(count.sent.values()) < gradient_bytes + 100
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["fp16", "power", "bare", "buffer"])
+def test_communication_hooks_have_the_bits_of_torch(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3))
+    theirs = DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
+    booster, model, optimizer = boosted(model, sgd(model))
+    raw = sgd(theirs)
+    for one in (model, theirs):
+        state, hook = {
+            "fp16": (None, default_hooks.fp16_compress_hook),
+            "power": (
+                powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=False),
+                powerSGD_hook.powerSGD_hook,
+            ),
+            "bare": (None, default_hooks.allreduce_hook),
+            "buffer": (None, sent_as_bfloat16),
+        }[name]
+        one.register_comm_hook(state, hook)
+    for step in range(4):
+        inputs = part(torch.randn(8, 40, generator=torch.Generator().manual_seed(step)))
+        booster.backward(model(inputs).square().mean(), optimizer)
+        theirs(inputs).square().mean().backward()
+        for mine, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+            if name == "power" and step >= 2:  # of a bucket as a whole, whose parameters lie in another order there
+                torch.testing.assert_close(mine.grad, expected.grad, rtol=0, atol=float(expected.grad.abs().max()))
+                assert_equal_on_all_ranks([mine.grad])
+            else:
+                assert torch.equal(mine.grad, expected.grad)
+        for one in (optimizer, raw):
+            one.step()
+            one.zero_grad()
+        if name == "power":
+            break
+    with pytest.raises(ConfigError, match="called twice"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def sent_as_bfloat16(_, bucket):
+    """A hook that uses all that a bucket has."""
+    assert bucket.index() == 0
+    assert bucket.is_last()
+    assert [one.shape for one in bucket.gradients()] == [one.shape for one in bucket.parameters()]
+    bucket.set_buffer(bucket.buffer().bfloat16())
+    rounded = bucket.buffer().float()
+    future = dist.all_reduce(rounded, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / dist.get_world_size())
+
+
+@distributed(world_size=2)
+def test_sparse_gradients_stay_sparse():
+    torch.manual_seed(0)
+    model = nn.Embedding(11, 4, sparse=True)
+    reference = copy.deepcopy(model)
+    booster, model, optimizer = boosted(model, torch.optim.SparseAdam(model.parameters(), lr=0.1))
+    serial = torch.optim.SparseAdam(reference.parameters(), lr=0.1)
+    for step in range(3):
+        ids = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(step))
+        reference(ids).square().mean().backward()
+        booster.backward(model(part(ids)).square().mean(), optimizer)
+        gradient = model.unwrap().weight.grad
+        assert gradient.is_sparse
+        torch.testing.assert_close(gradient.to_dense(), reference.weight.grad.to_dense())
+        for one in (optimizer, serial):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(model.unwrap().weight, reference.weight)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("views", [False, True])
+def test_unusual_parameters(views):
+    """Of several dtypes, complex, channels last, empty and of no dimensions."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+            self.wave = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+            self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+            self.empty = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, inputs):
+            rows = self.conv(inputs).mean((2, 3)) + self.empty.sum()
+            return (rows * self.wave).abs().double() * self.scale
+
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    booster, model, optimizer = boosted(model, sgd(model), gradient_as_bucket_view=views)
+    whole = torch.randn(4, 2, 3, 3)
+    for _ in range(2):
+        reference.zero_grad()
+        reference(whole).mean().backward()
+        booster.backward(model(part(whole)).mean(), optimizer)
+        for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, expected.grad)
+            assert mine.grad.stride() == expected.grad.stride()
+        optimizer.zero_grad()
+
+
+@distributed(world_size=2)
+def test_buffers_of_the_first_rank_between_steps():
+    """Also where no forward of the wrapper runs, and an evaluation on one rank alone needs no other."""
+
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, inputs):
+            if self.training:
+                self.seen += inputs.sum()
+            return self.layer(inputs) * (1 + 0 * self.seen)
+
+    model = Counter()
+    booster, model, optimizer = boosted(model, sgd(model))
+    rank = dist.get_rank()
+    outputs = [model.unwrap()(torch.full((1, 2), rank + 1.0)) for _ in range(2)]  # the second writes what the first read
+    booster.backward(sum(one.sum() for one in outputs[1:]), optimizer)
+    assert model.unwrap().seen == 4
+    model.eval()
+    if rank == 0:
+        model(torch.ones(1, 2))
+    booster.wait_for_everyone()
+
+
+@distributed(world_size=2)
+def test_a_static_graph_that_changes_is_an_error():
+    model = Branches()
+    booster, model, optimizer = boosted(model, sgd(model), static_graph=True)
+    booster.backward(model(torch.ones(1, 3), [0]).sum(), optimizer)
+    with count_communication() as count:
+        booster.backward(model(torch.ones(1, 3), [0]).sum(), optimizer)
+    assert count.calls["all_reduce"] == 1  # nothing is agreed on again
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match="static_graph=True promises"):
+        booster.backward(model(torch.ones(1, 3), [1]).sum(), optimizer)
+
+
+@distributed(world_size=2)
+def test_a_model_that_is_dropped_takes_its_reducer_along():
+    booster, model, optimizer = boosted(nn.Linear(2, 2), None)
+    held = weakref.ref(model.reducer)
+    assert isinstance(held(), Reducer)
+    raw = model.unwrap()
+    del model, optimizer
+    gc.collect()
+    raw(torch.full((1, 2), float(dist.get_rank()))).sum().backward()  # the wrapper is gone, and the mean is there
+    assert torch.equal(raw.weight.grad, torch.full((2, 2), 0.5))
+    copied = copy.deepcopy(raw)
+    copied(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+    assert torch.equal(copied.weight.grad, torch.full((2, 2), float(dist.get_rank())))
+    del raw
+    gc.collect()
+    assert held() is None
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("views", [False, True])
+def test_buffers_take_what_is_estimated(views):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    parameters = list(model.parameters())
+    booster, model, optimizer = boosted(
+        model, sgd(model), bucket_cap_mb=0.02, gradient_as_bucket_view=views, broadcast_buffers=False
+    )
+    booster.backward(model(torch.ones(1, 64)).sum(), optimizer)
+    flats = [bucket.flat.untyped_storage() for bucket in model.reducer._buckets]
+    found = sum({flat.data_ptr(): flat.nbytes() for flat in flats}.values())
+    bucket_bytes = int(0.02 * 2**20)
+    assert found == bucket_buffer_bytes(parameters, bucket_bytes, uses_views=views)
+    whole = sum(one.nbytes for one in parameters)
+    assert found == whole if views else found <= 2 * (bucket_bytes + max(one.nbytes for one in parameters))
