@@ -29,7 +29,6 @@ __all__ = [
     "end_step",
     "in_phase",
     "observers",
-    "spend_rest_of",
     "watch_phases",
 ]
 
@@ -208,12 +207,6 @@ def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return within
 
     return decorate
-
-
-def spend_rest_of(outer: str, name: str) -> None:
-    """Where `outer` is this thread's innermost phase, what is left of it is spent in another, which ends with it."""
-    if _here.track.phase is not None and _here.track.phase.name == outer:
-        Phase(name).__enter__()  # left by the outer one's end, which goes back to what was before that
 
 
 def end_step(optimizer: Any, num_steps: int) -> None:

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from booster import Booster, FP16NaiveMixedPrecision, estimate_memory
 from booster.comm import count_communication
-from booster.phases import PhaseObserver, watch_phases
 
 TOKENS, BATCH, VOCABULARY, WIDTH, HEADS = 128, 4, 2000, 256, 4
 
@@ -70,8 +69,7 @@ def trained(
         booster = Booster(plugin=None if make_plugin is None else make_plugin(), mixed_precision=precision)
         model, optimizer, *_ = booster.boost(model, optimizer([p for p in model.parameters() if p.requires_grad]))
         for step in range(3):
-            # What DistributedDataParallel sends is counted for those who watch alone.
-            with watch_phases(PhaseObserver()), count_communication() as count:
+            with count_communication() as count:
                 allocations.mark(f"start {step}")
                 if stages:
                     booster.execute_pipeline(iter([ids]), model, next_token_loss, optimizer)

@@ -104,7 +104,7 @@ def _has_come(operation: OperationPlace, rank: int, other: Whereabouts | None) -
 
 
 # Note [Collectives of torch]
-# Some are not started by booster.comm: those of DistributedDataParallel, and what a user calls. A rank may hang in one
+# Some are not started by booster.comm: those of FSDP2, and what a user calls. A rank may hang in one
 # without having entered any operation of ours. But the backend counts on each rank those that it began, in the same
 # order on all of them: who has begun fewer is who the others wait for.
 

@@ -20,4 +20,6 @@ def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup |
         joined = torch.cat([tensor.reshape(-1) for tensor in members])
         broadcast([joined], group)
         for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            # Through `.data`: a graph that saved the buffer must not take it for changed. Where a forward does change it,
+            # that forward has said so to autograd itself.
+            tensor.data.copy_(part.view(tensor.shape))

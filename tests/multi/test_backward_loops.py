@@ -44,9 +44,10 @@ class Net(nn.Module):
         self.body = nn.Linear(6, 8)
         self.middle = nn.Linear(8, 8)
         self.head = nn.Linear(8, 3)
+        self.register_buffer("gain", torch.linspace(0.5, 1.5, 8))  # saved for backward, and equal on all ranks
 
     def features(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.middle(torch.tanh(self.body(inputs))))
+        return torch.tanh(self.middle(torch.tanh(self.body(inputs)) * self.gain))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.head(self.features(inputs))
@@ -117,6 +118,11 @@ def two_backwards_over_one_forward(training, inputs):
     training.step()
 
 
+def two_forwards_before_one_backward(training, inputs):
+    training.backward(training.model(inputs).square().mean() + training.model(-inputs).abs().mean())
+    training.step()
+
+
 def loss_by_a_method(training, inputs):
     training.backward(training.user_model.loss(inputs))
     training.step()
@@ -167,6 +173,7 @@ LOOPS = [
     forward_outside_and_backward_in_no_sync,
     every_backward_in_no_sync,
     two_backwards_over_one_forward,
+    two_forwards_before_one_backward,
     loss_by_a_method,
     loss_by_submodules,
     loss_by_a_method_accumulated,
@@ -201,7 +208,9 @@ def assert_alike(booster: Booster, boosted: Any, reference: nn.Module, what: str
         found = state[key]
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
         if found.shape == expected.shape:
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{key} {what}: {text}")
+            torch.testing.assert_close(
+                found, expected, rtol=1e-5, atol=1e-5, msg=f"{key} of {what}: {{}}".format
+            )
         else:
             pytest.fail(f"{key} of {what} has shape {tuple(found.shape)}")
 

@@ -268,17 +268,3 @@ def test_batch_norm_equals_one_process(shape, momentum):
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(getattr(ours, name), buffer, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.eval()(mine), reference.eval()(whole)[part], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow  # `make test` runs without it
-@distributed(world_size=2)
-def test_detailed_debugging_does_not_end_the_process():
-    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
-    original = dist.Logger
-    dist.Logger = torch._C._distributed_c10d.Logger  # the harness has put its own there
-    try:
-        model, *_ = Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(2, 1))
-        assert dist.Logger is torch._C._distributed_c10d.Logger
-    finally:
-        dist.Logger = original
-    assert model(torch.ones(1, 2)).shape == (1, 1)

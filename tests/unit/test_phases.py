@@ -21,7 +21,6 @@ from booster.phases import (
     current_place,
     in_phase,
     observers,
-    spend_rest_of,
     watch_phases,
 )
 
@@ -88,19 +87,6 @@ def test_a_function_keeps_its_face():
     assert function.__name__ == "function"
     assert function.__doc__ == "Documented."
     assert current_place().phases == ()
-
-
-def test_what_is_left_of_a_phase_may_be_spent_in_another():
-    recorder = Recorder()
-    with watch_phases(recorder):
-        with Phase("backward"):
-            spend_rest_of("backward", "communication")
-            assert current_place().phases == ("backward", "communication")
-        assert current_place().phases == ()
-        with Phase("forward"):
-            spend_rest_of("backward", "communication")
-            assert current_place().phases == ("forward",)
-    assert recorder.seconds.keys() == {None, "backward", "communication", "forward"}
 
 
 def test_another_thread_sees_where_this_one_is():
