@@ -20,6 +20,6 @@ def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup |
         joined = torch.cat([tensor.reshape(-1) for tensor in members])
         broadcast([joined], group)
         for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
-            # Through `.data`: a graph that saved the buffer must not take it for changed. Where a forward does change it,
-            # that forward has said so to autograd itself.
+            # Through `.data`: a graph that saved the buffer must not take it for changed. Where a forward changes it,
+            # that forward has marked it as changed itself.
             tensor.data.copy_(part.view(tensor.shape))
