@@ -208,9 +208,7 @@ def assert_alike(booster: Booster, boosted: Any, reference: nn.Module, what: str
         found = state[key]
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
         if found.shape == expected.shape:
-            torch.testing.assert_close(
-                found, expected, rtol=1e-5, atol=1e-5, msg=f"{key} of {what}: {{}}".format
-            )
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=f"{key} of {what}: {{}}".format)
         else:
             pytest.fail(f"{key} of {what} has shape {tuple(found.shape)}")
 
