@@ -272,7 +272,8 @@ class Reducer:
             self._may_be_local = True
         elif self._queued_in != backward:
             self._queued_in = backward
-            _due.append(self)
+            if self not in _due:  # as a backward before that failed may have left it there
+                _due.append(self)
             torch.autograd.Variable._execution_engine.queue_callback(_reduce_due)  # type: ignore[attr-defined]
 
     # Buckets during backward.
@@ -281,7 +282,7 @@ class Reducer:
         self._drain()
         self._form_buckets()
         for bucket in self._buckets:
-            bucket.num_missing = len(bucket.grads)
+            bucket.num_missing, bucket.is_issued = len(bucket.grads), False
         for grad in self._grads:
             grad.has_arrived = False
         self._next, self._reduces_now = 0, overlaps

@@ -20,7 +20,7 @@ from booster.comm import count_communication
 from booster.plugins import TorchDDPPlugin
 from booster.plugins.ddp_reducer import Reducer, bucket_buffer_bytes
 
-SMALL_BUCKETS = {"bucket_cap_mb": 0.0001}
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}  # of one parameter each
 ARGUMENTS = [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True, **SMALL_BUCKETS}, {"static_graph": True}]
 
 
@@ -332,6 +332,27 @@ def test_a_static_graph_that_changes_is_an_error():
     optimizer.zero_grad()
     with pytest.raises(ConfigError, match="static_graph=True promises"):
         booster.backward(model(torch.ones(1, 3), [1]).sum(), optimizer)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_backward_that_fails_is_forgotten(is_plain):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    booster, model, optimizer = boosted(model, sgd(model), **SMALL_BUCKETS)
+
+    def backward(loss):
+        loss.backward() if is_plain else booster.backward(loss, optimizer)
+
+    hidden = model.unwrap()[0](torch.ones(1, 2))
+    hidden.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model.unwrap()[1](hidden).sum())
+    optimizer.zero_grad()
+    with count_communication() as count:
+        backward(model(torch.full((1, 2), float(dist.get_rank()))).sum())
+    assert count.calls["all_reduce"] == 4 + 1  # the parameters' buckets, and the agreement on their use
+    assert torch.equal(model.unwrap()[1].bias.grad, torch.ones(2))
+    assert_equal_on_all_ranks(one.grad for one in model.parameters())
 
 
 @distributed(world_size=2)
