@@ -20,7 +20,7 @@ from booster.comm import count_communication
 from booster.plugins import TorchDDPPlugin
 from booster.plugins.ddp_reducer import Reducer, bucket_buffer_bytes
 
-SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}  # of one parameter each
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-6}  # of one parameter each
 ARGUMENTS = [{}, SMALL_BUCKETS, {"gradient_as_bucket_view": True, **SMALL_BUCKETS}, {"static_graph": True}]
 
 
