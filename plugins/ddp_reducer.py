@@ -77,6 +77,7 @@ class _Bucket:
         num_missing: Gradients that have not arrived in the current backward.
         is_issued: In the current backward.
         waits_for_end: It is issued at the end of backward only.
+        is_discarded: Backward failed while it was in flight.
         in_flight: Waits for the all-reduce and returns the means; None: nothing is in flight.
     """
 
@@ -87,6 +88,7 @@ class _Bucket:
     num_missing: int = 0
     is_issued: bool = False
     waits_for_end: bool = False
+    is_discarded: bool = False
     in_flight: Callable[[], list[torch.Tensor]] | None = field(default=None, repr=False)
 
 
@@ -222,6 +224,9 @@ class Reducer:
             else:
                 self._may_be_local = True
             yield
+        except BaseException:
+            self._discard()
+            raise
         finally:
             _active, self._reduces_now = outer, False
         if self._synchronizes:
@@ -308,7 +313,7 @@ class Reducer:
                 view.zero_()
             else:
                 torch.mul(grad.source.detach(), scale, out=view)
-        bucket.is_issued = True
+        bucket.is_issued, bucket.is_discarded = True, False
         bucket.in_flight = self._start(bucket)
         self._in_flight.append(bucket)
 
@@ -326,6 +331,8 @@ class Reducer:
         bucket = self._in_flight.popleft()
         assert bucket.in_flight is not None
         means, bucket.in_flight = bucket.in_flight(), None
+        if bucket.is_discarded:
+            return
         results = [self._result(*one) for one in zip(bucket.grads, bucket.views, strict=True)]
         copies = [(result, mean) for result, mean in zip(results, means, strict=True) if result is not mean]
         if copies:
@@ -346,6 +353,13 @@ class Reducer:
         if grad.source is None:
             return torch.empty_like(grad.parameter.detach())
         return grad.source.detach() if grad.source.requires_grad else grad.source
+
+    def _discard(self) -> None:
+        """Gives gradients in flight back as they are: backward has failed, and other ranks may never reduce them."""
+        for bucket in self._in_flight:
+            bucket.is_discarded = True
+            for grad in bucket.grads:
+                grad.parameter.grad, grad.source = grad.source, None
 
     def _drain(self) -> None:
         while self._in_flight:
