@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from booster.comm import AllReduce, all_reduce_max, all_reduce_sparse, collective_device, group_size, start_all_reduce
 from booster.errors import ConfigError
@@ -53,6 +54,7 @@ class _ParamGrad:
         is_local: It changed on this rank since its bucket was issued.
         source: `.grad` while the bucket is in flight.
         unclaimed: The mean of a gradient that this rank does not have, until it is known whether any rank has it.
+        handle: The reducer's hook on the parameter.
     """
 
     parameter: nn.Parameter
@@ -63,6 +65,7 @@ class _ParamGrad:
     is_local: bool = False
     source: torch.Tensor | None = None
     unclaimed: torch.Tensor | None = None
+    handle: RemovableHandle | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +192,7 @@ class Reducer:
         sparse = _sparse_parameters(module)
         self._grads = [_ParamGrad(one, id(one) in sparse) for one in module.parameters()]
         for index, grad in enumerate(self._grads):
-            _hook(grad.parameter, partial(_grad_ready, weakref.ref(self), index))
+            grad.handle = _hook(grad.parameter, partial(_grad_ready, weakref.ref(self), index))
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Replaces the averaging of buckets; see `DDPModel.register_comm_hook`."""
@@ -290,6 +293,7 @@ class Reducer:
             bucket.num_missing, bucket.is_issued = len(bucket.grads), False
         for grad in self._grads:
             grad.has_arrived = False
+            _move_hook_last(grad)
         self._next, self._reduces_now = 0, overlaps
 
     def _issue_complete(self) -> None:
@@ -544,13 +548,22 @@ def _sparse_mean(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> to
     return mean if is_sparse else mean.to_dense()
 
 
-def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-    """Registers a hook that stays while the parameter is frozen, which torch takes of a trained one alone."""
+def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
+    """Registers a hook that stays while the parameter is frozen; torch accepts one for a parameter that trains."""
     is_trained = parameter.requires_grad
-    if is_trained or parameter.is_floating_point() or parameter.is_complex():
-        parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(hook)
-        parameter.requires_grad_(is_trained)
+    if not (is_trained or parameter.is_floating_point() or parameter.is_complex()):
+        return None
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+    return handle
+
+
+def _move_hook_last(grad: _ParamGrad) -> None:
+    """Has hooks that the user registered later called first: the reducer takes the gradient as they leave it."""
+    hooks = grad.parameter._post_accumulate_grad_hooks
+    if grad.handle is not None and hooks is not None and len(hooks) > 1:
+        hooks[grad.handle.id] = hooks.pop(grad.handle.id)
 
 
 def _grad_ready(reducer: weakref.ref[Reducer], index: int, _: torch.Tensor) -> None:

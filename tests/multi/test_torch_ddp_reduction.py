@@ -334,6 +334,23 @@ def test_a_static_graph_that_changes_is_an_error():
         booster.backward(model(torch.ones(1, 3), [1]).sum(), optimizer)
 
 
+def add_one(parameter):
+    parameter.grad += 1
+
+
+@distributed(world_size=2)
+def test_hooks_of_the_user_come_before_the_reduction():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    booster, model, optimizer = boosted(model, sgd(model), **SMALL_BUCKETS)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 10)
+        parameter.register_post_accumulate_grad_hook(add_one)
+    for _ in range(2):
+        booster.backward(model(torch.full((1, 2), float(dist.get_rank()))).sum(), optimizer)
+        assert torch.equal(model.unwrap()[1].bias.grad, torch.full((2,), 11.0))
+        optimizer.zero_grad()
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_a_backward_that_fails_is_forgotten(is_plain):

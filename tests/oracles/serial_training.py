@@ -146,15 +146,22 @@ class AutocastLoop(Loop):
 
     def backward(self, batches: list, parts: int) -> float:
         total = 0.0
-        self.optimizer.zero_grad()
-        for batch in batches:
-            with self.context():
-                loss = self.entry.loss(self.model, batch)
-            self.scaler.scale(loss / (len(batches) // parts)).backward()
-            total += float(loss.detach()) / len(batches)
+        sums: dict[nn.Parameter, torch.Tensor] = {}
+        # Each part adds up its micro-batches, and the parts are added up in their order, as ranks do: in another order one
+        # process alone arrives at weights that differ by more than the bounds, where a ReLU falls to the other side.
+        for part in range(parts):
+            self.optimizer.zero_grad()
+            for batch in batches[part::parts]:
+                with self.context():
+                    loss = self.entry.loss(self.model, batch)
+                self.scaler.scale(loss / (len(batches) // parts)).backward()
+                total += float(loss.detach()) / len(batches)
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    mean = parameter.grad / parts
+                    sums[parameter] = sums[parameter] + mean if parameter in sums else mean
         for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(parts)
+            parameter.grad = sums.get(parameter)
         return total
 
     def clip_and_step(self, max_norm: float) -> float:
