@@ -147,8 +147,8 @@ class AutocastLoop(Loop):
     def backward(self, batches: list, parts: int) -> float:
         total = 0.0
         sums: dict[nn.Parameter, torch.Tensor] = {}
-        # Each part adds up its micro-batches, and the parts are added up in their order, as ranks do: in another order one
-        # process alone arrives at weights that differ by more than the bounds, where a ReLU falls to the other side.
+        # Each part adds up its micro-batches, and the parts are added up in their order, as ranks do. In other orders one
+        # process alone may differ from itself by more than the bounds, where the input of a ReLU changes its sign.
         for part in range(parts):
             self.optimizer.zero_grad()
             for batch in batches[part::parts]:
