@@ -147,7 +147,7 @@ class AutocastLoop(Loop):
     def backward(self, batches: list, parts: int) -> float:
         total = 0.0
         sums: dict[nn.Parameter, torch.Tensor] = {}
-        # Each part adds up its micro-batches, and the parts are added up in their order, as ranks do. In other orders one
+        # Each part adds up its micro-batches, and then the parts in their order, as ranks do. In other orders one
         # process alone may differ from itself by more than the bounds, where the input of a ReLU changes its sign.
         for part in range(parts):
             self.optimizer.zero_grad()
