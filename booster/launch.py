@@ -29,7 +29,7 @@ from booster.launch_settings import LaunchSettings
 from booster.launch_slurm import num_slurm_tasks, read_slurm
 from booster.logger import get_dist_logger
 from booster.network_interface import choose_gloo_interface, local_address
-from booster.random_state import set_seed
+from booster.random_state import set_default_seed, set_seed
 from booster.rendezvous import Card, meet, open_store
 from booster.time_limits import set_time_limits, time_limits
 
@@ -88,7 +88,8 @@ def launch(
         backend: "nccl", "gloo", ...; None for nccl on CUDA devices, else gloo.
         local_rank: This process's number on its machine, and that of its accelerator; None to count it out by the
             names of the machines.
-        seed: The same for all generators on all ranks, 0 .. 2**32 - 1.
+        seed: The same for all generators on all ranks, 0 .. 2**32 - 1. Also the seed of the order of shuffled loaders
+            that `boost` is given, unless they have a generator.
         verbose: Whether rank 0 logs a line when all ranks are there.
         config: The script's own settings, a dict or the path of a Python file, read through `booster.get_config()`.
         timeout_seconds: The longest wait for another rank in training; each of the limits is the same on all ranks.
@@ -120,6 +121,7 @@ def launch(
         _start(settings, loaded)
     start_signs()
     set_seed(seed)
+    set_default_seed(seed)
     if verbose:
         get_dist_logger().info(
             f"launched {world_size} rank(s) on {current_device().type} with {settings.backend}, seed {seed}", ranks=[0]

@@ -18,8 +18,10 @@ __all__ = [
     "capture_random_state",
     "check_random_state",
     "check_seed",
+    "default_seed",
     "derive_random_state",
     "restore_random_state",
+    "set_default_seed",
     "set_seed",
 ]
 
@@ -64,6 +66,20 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)  # reaches the generators of all devices too
+
+
+_default_seed = 1024
+
+
+def set_default_seed(seed: int) -> None:
+    """Sets the seed of what is given none, the same on all ranks: that of the launch."""
+    global _default_seed
+    _default_seed = check_seed(seed)
+
+
+def default_seed() -> int:
+    """Returns the seed of the launch; 1024 where nothing was launched."""
+    return _default_seed
 
 
 def capture_random_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from booster.data.dataloader import DistributedDataLoader
 from booster.data.sampler import DistributedBatchSampler, EpochSampler, check_data_world
 from booster.data.seeding import derive_seed
 from booster.errors import ConfigError
-from booster.random_state import check_seed
+from booster.random_state import check_seed, default_seed
 
 __all__ = ["check_can_shard", "loader_facts", "prepare_dataloader", "shard_dataloader"]
 
@@ -167,6 +167,8 @@ def _rule(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
         return "left as it is", batches
     if sampler is None:
         order = {"num_samples": _length(loader.dataset), "shuffle": isinstance(loader.sampler, RandomSampler)}
+        if order["shuffle"]:
+            order["seed"] = _seed_of(loader)
         return "to be split", order | batches
     kind = f"split by its {type(sampler).__name__}"
     if isinstance(sampler, (DistributedBatchSampler, CustomBatchSampler)):
@@ -178,12 +180,12 @@ def _rule(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
     return kind, order | {"drop_last": bool(sampler.drop_last)}
 
 
-def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int = 1024) -> DataLoader[Any]:
+def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> DataLoader[Any]:
     """A loader for this rank's part of what a torch loader reads; loaders that are split already come back unchanged.
 
-    The batch size stays that of one rank. A shuffled loader gets the orders of `seed`, not those of its own
-    `generator`, whose state may differ between ranks: one rank reads the same global batches as several. With
-    `dp_size` 1 a loader of a kind that can't be split comes back unchanged.
+    The batch size stays that of one rank. Orders follow from the seed of the loader's (or its sampler's) `generator`,
+    or from that of the launch, and from the epoch alone, not from what the generator has drawn: one rank reads the
+    same global batches as several. With `dp_size` 1 a loader of a kind that can't be split comes back unchanged.
 
     Raises:
         ConfigError: a loader that is split for other ranks, or that can't be split (each rank would read the same).
@@ -199,12 +201,18 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: 
         dp_rank=dp_rank,
         dp_size=dp_size,
         shuffle=isinstance(loader.sampler, RandomSampler),
-        seed=seed,
+        seed=_seed_of(loader),
         drop_last=loader.drop_last,
         pin_memory=loader.pin_memory,
         num_workers=loader.num_workers,
         **options,
     )
+
+
+def _seed_of(loader: DataLoader[Any]) -> int:
+    """Returns what the orders and the workers' random states of a loader that is split follow from."""
+    generator = getattr(loader.sampler, "generator", None) or loader.generator
+    return default_seed() if generator is None else generator.initial_seed() % 2**32
 
 
 def _made(kind: Callable[..., DataLoader[Any]], *args: Any, **options: Any) -> DataLoader[Any]:

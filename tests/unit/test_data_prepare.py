@@ -27,6 +27,7 @@ from booster.data import (
 )
 from booster.data.prepare import loader_facts
 from booster.errors import ConfigError
+from booster.random_state import default_seed, set_default_seed
 
 
 class Stream(IterableDataset):
@@ -241,13 +242,43 @@ def test_plain_loader_is_split():
 
 
 def test_shuffled_loader_is_split_and_reshuffled():
-    plain = DataLoader(range(12), batch_size=2, shuffle=True, generator=torch.Generator())
-    ranks = [shard_dataloader(plain, rank, 2, seed=4) for rank in range(2)]
+    plain = DataLoader(range(12), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(4))
+    ranks = [shard_dataloader(plain, rank, 2) for rank in range(2)]
     epochs = [[index for one in ranks for index in flat(one)] for _ in range(2)]
     assert [Counter(epoch) for epoch in epochs] == [Counter(range(12))] * 2
     assert epochs[0] != epochs[1]
-    first = read(shard_dataloader(plain, 0, 2, seed=4))
+    first = read(shard_dataloader(plain, 0, 2))
     assert first == read(DataLoader(range(12), batch_sampler=DistributedBatchSampler(12, 2, 0, 2, True, 4)))
+
+
+@pytest.mark.parametrize("is_of_sampler", [False, True])
+def test_the_seed_of_the_generator_decides_the_order(is_of_sampler):
+    def order(seed, num_draws=0):
+        generator = torch.Generator().manual_seed(seed)
+        torch.rand(num_draws, generator=generator)  # such as a random_split before it
+        data = range(40)
+        if is_of_sampler:
+            plain = DataLoader(data, batch_size=2, sampler=RandomSampler(data, generator=generator))
+        else:
+            plain = DataLoader(data, batch_size=2, shuffle=True, generator=generator)
+        return [index for rank in range(2) for index in flat(shard_dataloader(plain, rank, 2))]
+
+    assert order(1) == order(1) == order(1, num_draws=3)
+    assert order(1) != order(2)
+    assert order(2**63 + 5) == order(5)  # as many bits as numpy's generators take
+
+
+def test_without_a_generator_the_seed_of_the_launch_decides_the_order():
+    def order(seed):
+        set_default_seed(seed)
+        return flat(shard_dataloader(DataLoader(range(40), batch_size=2, shuffle=True), 0, 2))
+
+    before = default_seed()
+    try:
+        assert order(1) == order(1) != order(2)
+        assert order(1024) == flat(prepare_dataloader(range(40), 2, dp_rank=0, dp_size=2, shuffle=True))
+    finally:
+        set_default_seed(before)
 
 
 def test_options_of_the_plain_loader_are_kept():
@@ -296,7 +327,7 @@ def test_split_loaders_come_back_unchanged():
     [
         (
             DataLoader(range(8), 2, shuffle=True),
-            ["to be split", "num_samples=8 shuffle=True batch_size=2 drop_last=False"],
+            ["to be split", "num_samples=8 shuffle=True seed=1024 batch_size=2 drop_last=False"],
         ),
         (DataLoader(Stream([1, 2]), 2), ["left as it is", "batch_size=2 drop_last=False"]),
         (DataLoader(range(3), sampler=[2, 1]), ["left as it is", "batch_size=1 drop_last=False"]),
