@@ -19,8 +19,8 @@ from booster.boost_checks import (
 )
 from booster.checkpoint_io import CheckpointIO
 from booster.checkpoint_io.loading.loader import check_verify
-from booster.checkpoint_io.training.plain_optimizer import as_optimizer_wrapper
 from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
+from booster.checkpoint_io.training.unboosted import as_optimizer_wrapper
 from booster.comm import agree, group_rank, patience
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin

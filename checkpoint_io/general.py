@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -26,11 +27,11 @@ from booster.checkpoint_io.saving.save_request import SaveRequest
 from booster.checkpoint_io.saving.saver import Saver
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training.lr_scheduler_state import scheduler_document, scheduler_state
-from booster.checkpoint_io.training.plain_optimizer import as_optimizer_wrapper
 from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
 from booster.checkpoint_io.training.training_state import TrainingStateIO
+from booster.checkpoint_io.training.unboosted import as_model_wrapper, as_optimizer_wrapper
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.interface import OptimizerWrapper
 
 __all__ = ["GeneralCheckpointIO"]
 
@@ -74,7 +75,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
     def save_model(
         self,
-        model: ModelWrapper,
+        model: nn.Module,
         checkpoint: str | os.PathLike[str],
         *,
         shard: bool = False,
@@ -91,13 +92,13 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def prepare() -> tuple[Destination, Component]:
             to = Destination(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
-            return to, model_component(model, to)
+            return to, model_component(as_model_wrapper(model, is_primary=self.ranks.rank == 0), to)
 
         self._save(prepare, "saving the model", use_async)
 
     def load_model(
         self,
-        model: ModelWrapper,
+        model: nn.Module,
         checkpoint: str | os.PathLike[str],
         *,
         strict: bool = True,
@@ -106,8 +107,11 @@ class GeneralCheckpointIO(CheckpointIO):
         """Fills the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
+        wrapped = self.ranks.agree(
+            lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), f"loading the model from {path}"
+        )
         with Loader(self.ranks, self.storage, verify) as loader:
-            load_all([ModelLoad(loader, model, path, strict=strict)])
+            load_all([ModelLoad(loader, wrapped, path, strict=strict)])
 
     def save_optimizer(
         self,
@@ -145,7 +149,10 @@ class GeneralCheckpointIO(CheckpointIO):
         """Fills the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
-        wrapped = as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
+        wrapped = self.ranks.agree(
+            lambda: as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0),
+            f"loading the optimizer from {path}",
+        )
         with Loader(self.ranks, self.storage, verify) as loader:
             load_all([OptimizerLoad(loader, wrapped, path)])
 

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
     from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
-    from booster.interface import ModelWrapper, OptimizerWrapper
+    from booster.interface import OptimizerWrapper
 
 __all__ = ["CheckpointIO"]
 
@@ -27,7 +28,7 @@ class CheckpointIO(ABC):
     @abstractmethod
     def save_model(
         self,
-        model: ModelWrapper,
+        model: nn.Module,
         checkpoint: str | os.PathLike[str],
         *,
         shard: bool = False,
@@ -39,7 +40,7 @@ class CheckpointIO(ABC):
         """Writes the model's parameters and buffers under the user's names, tied ones once.
 
         Args:
-            model: The boosted model.
+            model: The boosted model, or a plain module, of which rank 0 writes its own.
             checkpoint: A file (shard=False) or a directory (shard=True).
             shard: Write Hugging Face's sharded layout, with `config.json` where the model has a config.
             prefix: Put into the file names, as Hugging Face's `variant`: `model.<prefix>-00001-of-00002.safetensors`.
@@ -57,7 +58,7 @@ class CheckpointIO(ABC):
     @abstractmethod
     def load_model(
         self,
-        model: ModelWrapper,
+        model: nn.Module,
         checkpoint: str | os.PathLike[str],
         *,
         strict: bool = True,
@@ -66,7 +67,7 @@ class CheckpointIO(ABC):
         """Fills the model from a file or a directory that this library, `save_pretrained` or `torch.save` wrote.
 
         Args:
-            model: The boosted model.
+            model: The boosted model, or a plain module.
             checkpoint: A file, an index file, or a directory.
             strict: False loads what matches in name and shape; a checkpoint that matches nothing is an error still.
             verify: "checksums" reads everything that a checksum was recorded for before anything is loaded;

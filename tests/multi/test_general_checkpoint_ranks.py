@@ -110,6 +110,19 @@ def test_a_wrong_argument_fails_all(tmp_path):
 
 
 @distributed(world_size=2)
+def test_of_plain_modules_that_differ_the_first_rank_writes_its_own(tmp_path):
+    torch.manual_seed(dist.get_rank())
+    io, model = GeneralCheckpointIO(), nn.Linear(3, 2)
+    io.save_model(model, tmp_path / "m.safetensors")
+    loaded = nn.Linear(3, 2)
+    io.load_model(loaded, tmp_path / "m.safetensors")
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 2)
+    assert torch.equal(loaded.weight, expected.weight)
+    assert torch.equal(loaded.bias, expected.bias)
+
+
+@distributed(world_size=2)
 def test_a_model_that_differs_on_one_rank_is_loaded_nowhere(tmp_path):
     io = GeneralCheckpointIO()
     io.save_model(_wrapped(0)[0], tmp_path / "m.safetensors")

@@ -50,6 +50,29 @@ def test_a_model_comes_back(tmp_path, form, tied):
     assert names_in(tmp_path) == [name]
 
 
+def test_a_plain_module_comes_back(tmp_path, form):
+    name, options = form
+    saved, loaded = Net(0), Net(1)
+    IO.save_model(saved, tmp_path / name, **options)
+    IO.load_model(loaded, tmp_path / name)
+    assert_equal(state_of(loaded), state_of(saved))
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda path: IO.save_model({"weight": torch.ones(1)}, path), "a dict was given for the model"),
+        (lambda path: IO.load_model(torch.ones(1), path), "a Tensor was given for the model"),
+        (lambda path: IO.save_optimizer(Net(0), path), "a Net was given for the optimizer"),
+        (lambda path: IO.load_optimizer(None, path), "a NoneType was given for the optimizer"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(tmp_path, call, what):
+    with pytest.raises(ConfigError, match=what):
+        call(tmp_path / "file.safetensors")
+    assert names_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"use_safetensors": False}, {"prefix": "a"}], ids=repr)
 @pytest.mark.usefixtures("tiny_shards")
 def test_a_model_in_several_shards_comes_back(tmp_path, options):

@@ -1,4 +1,4 @@
-"""A torch optimizer that was never boosted, shown to the checkpoint engine as if it were."""
+"""Torch modules and optimizers that were never boosted, as the checkpoint engine takes them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,42 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, PendingGradients, TensorSlice
 
-__all__ = ["as_optimizer_wrapper"]
+__all__ = ["as_model_wrapper", "as_optimizer_wrapper"]
 
 # Note [Names of a plain optimizer]
 # A boosted optimizer's states are named by its model's parameters. A plain one knows names only if it was built from
 # them, `AdamW(model.named_parameters())`; then its checkpoint and a boosted one's are alike. Otherwise a parameter's
 # name is its number over all groups, as in torch's own state_dict: good for an optimizer that is built the same way.
+
+
+def as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
+    """Returns a boosted model as it is, and a view of any other module.
+
+    Args:
+        model: The model.
+        is_primary: Whether this rank's values of a plain module are written.
+
+    Raises:
+        ConfigError: It is no module.
+    """
+    if isinstance(model, ModelWrapper):
+        return model
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"a {type(model).__name__} was given for the model: give the one that boost() returned, or a"
+            " torch.nn.Module"
+        )
+    return _PlainModel(model, is_primary=is_primary)
+
+
+class _PlainModel(ModelWrapper):
+    """Every rank is taken to hold the model whole, with values of its own."""
+
+    def tensor_slices(self) -> list[TensorSlice]:
+        return [replace(part, shared=False) for part in super().tensor_slices()]
 
 
 def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary: bool) -> OptimizerWrapper:
@@ -25,8 +53,18 @@ def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary:
     Args:
         optimizer: The optimizer.
         is_primary: Whether this rank's state of a plain optimizer is the one that counts.
+
+    Raises:
+        ConfigError: It is no optimizer.
     """
-    return optimizer if isinstance(optimizer, OptimizerWrapper) else _PlainOptimizer(optimizer, is_primary)
+    if isinstance(optimizer, OptimizerWrapper):
+        return optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"a {type(optimizer).__name__} was given for the optimizer: give the one that boost() returned, or a"
+            " torch.optim.Optimizer"
+        )
+    return _PlainOptimizer(optimizer, is_primary)
 
 
 class _PlainOptimizer(OptimizerWrapper):
