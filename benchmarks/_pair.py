@@ -14,6 +14,8 @@ A build function belongs to a module, not into another function: the processes t
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -47,6 +49,8 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_REPOSITORY = RESULTS.parent.parent
+_ABSOLUTE_PATH = re.compile(r"""(?<![\w.~)/<-])/(?:[\w.+@-]+(?:/[\w.+@-]+)*/?)""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,20 +230,26 @@ def save(
 
 
 def write_json(stem: str, document: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Writes a document to `<folder>/<stem>.json` and returns the path; NaN and inf become text."""
+    """Writes a document to `<folder>/<stem>.json` and returns the path.
+
+    NaN and inf become text. Absolute paths, also those of tracebacks, become relative to the repository.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.json"
-    path.write_text(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
+    path.write_text(json.dumps(portable(document), indent=2, allow_nan=False) + "\n")
     return path
 
 
-def _finite(value: Any) -> Any:
+def portable(value: Any) -> Any:
+    """Returns a value for JSON that means the same on another machine; see `write_json`."""
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: portable(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [portable(inner) for inner in value]
     if isinstance(value, float) and value - value != 0.0:
         return str(value)
+    if isinstance(value, (str, Path)):
+        return _ABSOLUTE_PATH.sub(lambda found: os.path.relpath(found.group(), _REPOSITORY), str(value))
     return value
 
 

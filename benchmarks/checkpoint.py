@@ -91,7 +91,7 @@ def _measure(options: argparse.Namespace, kind: str) -> tuple[dict[str, Any], bo
     goals = goals_of(times, rows)
     document = {
         "benchmark": "checkpoint",
-        **describe_run({**vars(options), "directory": str(options.directory)}),
+        **describe_run(vars(options)),
         "file_system": kind,
         "world": asdict(_WORLD),
         "num_bytes": saved,

@@ -85,7 +85,7 @@ def _measure(options: argparse.Namespace, kind: str) -> tuple[dict[str, Any], bo
     print(format_rows(rows), end="\n\n")
     document = {
         "benchmark": "disk",
-        **describe_run({**vars(options), "directory": str(options.directory)}),
+        **describe_run(vars(options)),
         "file_system": kind,
         "is_direct": ways.is_direct,
         "backend": ways.backend,

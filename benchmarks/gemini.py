@@ -111,7 +111,7 @@ def _run_comparisons(options: argparse.Namespace) -> tuple[bool, list[Goal]]:
     print_goals(goals)
     if options.save:
         sections = {"memory": {comparison.title: [asdict(row) for row in rows]}, "goals": _documents(goals)}
-        print("saved", save("gemini", [comparison], _arguments(options), sections))
+        print("saved", save("gemini", [comparison], vars(options), sections))
     return comparison.has_failed, goals
 
 
@@ -172,16 +172,12 @@ def _run_largest(options: argparse.Namespace) -> tuple[bool, list[Goal]]:
     print_goals(goals)
     if options.save:
         sections = {"largest": [asdict(record) for record in records], "goals": _documents(goals)}
-        print("saved", save("gemini-largest", [], _arguments(options), sections))
+        print("saved", save("gemini-largest", [], vars(options), sections))
     return any(record.error is not None for record in records), goals
 
 
 def _documents(goals: Sequence[Goal]) -> list[dict[str, object]]:
     return [{"verdict": goal.verdict, **asdict(goal)} for goal in goals]
-
-
-def _arguments(options: argparse.Namespace) -> dict[str, object]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "gpu_suite",
         "is_dry_run": options.device == "cpu",
-        **describe_run({**vars(options), "output": str(options.output)}),
+        **describe_run(vars(options)),
         "seconds": time.time() - start,
         "device": asdict(device),
         "size": {"name": size, **asdict(SIZES[size])},

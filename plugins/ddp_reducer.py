@@ -554,7 +554,7 @@ def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Remo
     if not (is_trained or parameter.is_floating_point() or parameter.is_complex()):
         return None
     parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(is_trained)
     return handle
 

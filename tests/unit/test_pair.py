@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -202,6 +203,26 @@ def test_the_worst_rank_is_reported(tool):
 def test_json_has_no_nan(tool, tmp_path):
     path = tool.pair.write_json("figures", {"loss": math.nan, "list": [1.5, (math.inf,)]}, tmp_path)
     assert json.loads(path.read_text()) == {"loss": "nan", "list": [1.5, ["inf"]]}
+
+
+def test_json_has_no_absolute_path(tool, tmp_path):
+    repository = tool.pair.RESULTS.parent.parent
+    text = f'1/2 of GB/s\n  File "{repository}/benchmarks/zero.py", line 3\n  File "/opt/python3.11/lib/x.py", line 4'
+    document = {"arguments": {"directory": str(repository / "runs"), "output": Path("/tmp/b")}, "detail": [text]}
+    written = json.loads(tool.pair.write_json("figures", document, tmp_path).read_text())
+    elsewhere = os.path.relpath("/", repository)
+    assert written["arguments"] == {"directory": "runs", "output": f"{elsewhere}/tmp/b"}
+    assert written["detail"] == [
+        f'1/2 of GB/s\n  File "benchmarks/zero.py", line 3\n  File "{elsewhere}/opt/python3.11/lib/x.py", line 4'
+    ]
+
+
+def test_results_have_no_absolute_path(tool):
+    results = sorted(tool.pair.RESULTS.glob("*.json"))
+    assert results
+    for path in results:
+        document = json.loads(path.read_text())
+        assert tool.pair.portable(document) == document, path.name
 
 
 # The model.
