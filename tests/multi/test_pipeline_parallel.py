@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import RanksFailed, preload
+from harness import RanksFailed, preload, run_ranks
 from pipeline_cases import (
     AXES,
     MODELS,
@@ -17,7 +19,11 @@ from pipeline_cases import (
     num_pieces_of,
     take_features,
 )
-from zoo import TRANSFORMERS_MODULES, get_model
+from zoo import TRANSFORMERS_MODULES, WholeBatches, get_model
+
+from booster import Booster
+from booster.plugins.hybrid_parallel.pipeline_parallel import assembly
+from booster.plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
 preload(*TRANSFORMERS_MODULES)
 DEEP = [model for model in MODELS if get_model(model).construct_deep is not None]
@@ -174,6 +180,28 @@ def test_a_value_that_goes_round_the_layers_is_refused():
 
 def test_a_step_without_shared_memory():
     assert_pipeline_equals_serial("tied_lm", axes="dp 2", uses_shared_memory=False)
+
+
+def train_over(link_ends, schedule):
+    entry = get_model("glued_chain", 4)
+    whole, arguments = WholeBatches(entry), {"pp_size": 2, "num_microbatches": 4, **SCHEDULES[schedule]}
+    booster, raw = Booster(plugin=HybridParallelPlugin(precision="fp32", **arguments)), whole.build()
+    with mock.patch.object(assembly, "_link_ends", link_ends):
+        model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for step in range(2):
+        booster.execute_pipeline(iter([whole.feed(entry.make_batch(step, 8))]), model, whole.criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_links_with_groups_of_their_own_as_on_accelerators(schedule):
+    of_one_group = run_ranks(train_over, 2, assembly._link_ends, schedule)
+    of_groups = run_ranks(train_over, 2, assembly._link_groups, schedule)
+    for found, expected in zip(of_groups, of_one_group, strict=True):
+        assert found
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 # The whole grid.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_reduce_sum
+from booster.comm import all_reduce_sum, group_rank
 from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
 from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement
 from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
@@ -67,19 +67,24 @@ def make_runtime(
 
 
 def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
-    """Returns what tells the group of a link, in which nothing else is sent: torch counts what ranks do in a group.
-
-    On an accelerator each link has one of its own, in one direction: messages can't overtake each other there, and one
-    that waits would keep those the other way.
-    """
+    """Returns what tells the group of a link, in which nothing else is sent: torch counts what ranks do in a group."""
+    if device.type != "cpu":
+        return _link_groups(mesh, division, device)
     stage = mesh.rank("pp")
-    if device.type == "cpu":
-        group = mesh.subgroup("pp", range(division.num_stages))
-        return lambda sender, receiver: (group, sender if stage == receiver else receiver)
+    group = mesh.subgroup("pp", range(division.num_stages))
+    return lambda sender, receiver: (group, sender if stage == receiver else receiver)
+
+
+def _link_groups(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
+    """Makes a group of two ranks for each link: the links of an accelerator, one per pair of stages and direction.
+
+    Messages can't overtake each other there, and one that waits would block those in the other direction.
+    """
     groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
     for one, other in division.neighbours():
         for ends in ((one, other), (other, one)):
             groups[ends] = group = mesh.subgroup("pp", ends)
             if group is not None:  # connects now, by all in one order: a first message would wait for its receiver
                 all_reduce_sum(torch.zeros(1, device=device), group)
-    return lambda sender, receiver: (groups[sender, receiver], 0 if stage == receiver else 1)
+    # Asks the group: torch sorts the ranks of a group, so its first need not be the sender.
+    return lambda sender, receiver: (groups[sender, receiver], 1 - group_rank(groups[sender, receiver]))
