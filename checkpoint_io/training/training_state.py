@@ -155,6 +155,8 @@ class TrainingStateIO:
 
     def _gather(self, parts: TrainingParts) -> _Gathered:
         """Returns the ranks' plain values, and the gradients that wait on any rank. Collective."""
+        for model in parts.models.values():
+            model.require_equal_copies()
         optimizer_values = {name: self._values_of(optimizer) for name, optimizer in parts.optimizers.items()}
         pending = {name: optimizer.pending_gradients() for name, optimizer in parts.optimizers.items()}
         for gradients in pending.values():

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import agree, broadcast
-from booster.errors import ConfigError
+from booster.comm import agree, broadcast, raise_on_all_ranks
+from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, layout_of, set_layout
 from booster.kernels.checksum import crc32
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
@@ -68,6 +68,8 @@ class HybridModel(ZeroModel):
         stage: int = 0,
     ) -> None:
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
+        self._tensor_rank = 0 if tensor_ranks is None else tensor_ranks.rank
+        self._parameter_names = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
         self._ranks = [ranks for ranks in (tensor_ranks, sequence_ranks) if ranks is not None]
         self._replica_group = replica_group
         holds_parts = tensor_ranks is not None or carved is not None
@@ -115,6 +117,11 @@ class HybridModel(ZeroModel):
         if self.training and self._broadcasts_buffers:
             broadcast_joined(list(self.module.buffers()), self._group)
 
+    def end_batch(self, stage_group: dist.ProcessGroup | None) -> None:
+        """Does what comes after the forwards of a batch's micro-batches. Collective over the stages."""
+        assert self._carved is not None
+        self._carved.context.buffers.synchronize(stage_group)
+
     def run_piece(self, piece: Piece, received: Boundary | None, batch: Any) -> tuple[Boundary | None, Any]:
         """Returns what goes to the next piece, or the model's outputs where the piece is the last; see `run_piece`."""
         assert self._carved is not None
@@ -137,22 +144,54 @@ class HybridModel(ZeroModel):
     # Names.
 
     def logical_name(self, name: str) -> str:
-        return name if self._carved is None else self._carved.logical_names.get(name, name)
+        if self._carved is None:
+            return name
+        buffer = self._carved.buffers.get(name)
+        return self._carved.logical_names.get(name, name) if buffer is None else buffer.names[0]
 
     def logical_parameters(self) -> list[nn.Parameter]:
         return super().logical_parameters() if self._carved is None else list(self._carved.parameters.values())
 
     def writes(self, name: str) -> bool:
-        if self._carved is None:
-            return super().writes(name)
-        stages = self._carved.division.stages_of(name.rpartition(".")[0])
-        return super().writes(name) and (name in self._carved.logical_names or min(stages) == self._stage)
+        if not super().writes(name):
+            return False
+        if name in self._parameter_names:  # its layout says which rank of the group, and which stage, counts it
+            return True
+        # A buffer has no layout: all tensor-parallel ranks hold it, and maybe several stages.
+        return self._tensor_rank == 0 and (self._carved is None or min(self._stages_of(name)) == self._stage)
+
+    def _stages_of(self, name: str) -> Sequence[int] | frozenset[int]:
+        """Returns the stages that hold what is no parameter."""
+        assert self._carved is not None
+        buffer = self._carved.buffers.get(name)
+        return self._carved.division.stages_of(name.rpartition(".")[0]) if buffer is None else buffer.stages
+
+    def require_equal_copies(self) -> None:
+        buffers = self._own_buffers() if self._carved is None else self._carved.buffers
+        if not buffers or not self._ranks:
+            return
+        differing = {name: None for ranks in self._ranks for name in self._differing_buffers(ranks.group)}
+        error = _differing_copies(list(differing)) if differing else None
+        raise_on_all_ranks(error)
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """Returns what this rank's state holds beside parameters."""
+        state = self.module.state_dict().items()
+        return {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
+
+    def _differing_buffers(self, group: dist.ProcessGroup | None) -> list[str]:
+        """Returns the buffers that are not those of the group's first rank, up to rounding."""
+        own = self._own_buffers()
+        first = {name: buffer.detach().clone() for name, buffer in own.items()}
+        broadcast_joined(list(first.values()), group)
+        return [name for name, buffer in own.items() if not _is_close(buffer, first[name])]
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         if self._carved is None:
             return super().tied_names()
         self.wait_for_weights()
-        return {name: others for name, others in self._carved.tied.items() if name in self._carved.held}
+        here = {self.logical_name(name) for name in self.module.state_dict()}
+        return {name: others for name, others in self._carved.tied.items() if name in here}
 
     def reset_ranks(self) -> None:
         """Forgets what an operation that is over has left open."""
@@ -221,7 +260,8 @@ class HybridModel(ZeroModel):
             return name in carved.tied or self._stage not in stages(name.rpartition(".")[0])
 
         found = {name: value for name, value in state_dict.items() if name in here or not is_elsewhere(name)}
-        for name, logical in carved.logical_names.items():
+        for name in here:
+            logical = self.logical_name(name)
             if name not in found and logical in state_dict:
                 found[name] = state_dict[logical]
         return found
@@ -239,6 +279,23 @@ def _refuse_to_save_parts(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "save_pretrained() of a model of which every rank holds a part would write this rank's part: write"
         " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() opens"
+    )
+
+
+def _is_close(buffer: torch.Tensor, first: torch.Tensor) -> bool:
+    if not buffer.is_floating_point() or buffer.numel() == 0:
+        return torch.equal(buffer, first)
+    # Accelerators may add up in another order on each rank.
+    largest = float(first.double().abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(buffer.double(), first.double(), rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+
+
+def _differing_copies(names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"ranks that share layers or sequences have different values of the buffer {', '.join(map(repr, names))}, none"
+        " of which one process would have, nothing was written: each rank computes it from the part of a layer or of a"
+        " sequence that it has. Compute it outside of the divided layers, keep their module whole (a plan with"
+        " 'replicated'), or register it with persistent=False"
     )
 
 

@@ -288,7 +288,7 @@ class HybridParallelPlugin(DistributedPlugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if self._arguments.sync_batch_norm and self.dp_size > 1:
-            convert_batch_norm(model, self._device)
+            convert_batch_norm(model, self._device, self._mesh.group("dp"))
         self._split.apply(model, optimizer)
 
     def configure(

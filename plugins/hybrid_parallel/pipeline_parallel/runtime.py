@@ -158,6 +158,7 @@ class PipelineRuntime:
             with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
                 self._work(steps)
             loss = self._loss(run) if return_loss else None
+        self._model.end_batch(self._stage_group)
         if optimizer is not None:
             for observer in observers():
                 if run.losses:

@@ -13,6 +13,11 @@ from booster.interface import ParameterLayout
 from booster.plugins.hybrid_parallel.cutting import cut_model
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import Piece, StageDivision
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import PieceContext, make_carried, make_unit
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.shared_buffers import (
+    PersistentBuffer,
+    SharedBuffers,
+    persistent_buffers,
+)
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import StandIns
 from booster.plugins.sharding.materializing import Materializer
 
@@ -50,7 +55,8 @@ class CarvedModel:
         layouts: What this rank's part of every parameter is, and what of it it writes among those of its stage.
         context: Which piece runs.
         stand_ins: Of modules that the stage does not hold.
-        tied: By the first name of each parameter that has several the others.
+        buffers: The whole model's persistent buffers, by each of their names.
+        tied: By the first name of each parameter or persistent buffer that has several the others.
     """
 
     division: StageDivision
@@ -63,6 +69,7 @@ class CarvedModel:
     layouts: Mapping[str, ParameterLayout]
     context: PieceContext
     stand_ins: StandIns
+    buffers: Mapping[str, PersistentBuffer]
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -102,7 +109,8 @@ def carve(
     stages_of = division.parameter_stages(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names[id(one)] for one in group["params"]] for group in (optimizer.param_groups if optimizer else ())]
-    tied = _tied_names(model)
+    buffers = persistent_buffers(model, division)
+    tied = _tied_names(model) | {one.names[0]: one.names[1:] for one in buffers if len(one.names) > 1}
     holders = {name: stages for name, stages in stages_of.items() if len(stages) > 1}
     counted = {
         name: layout if name not in holders or holders[name][0] == stage else layout.uncounted()
@@ -112,7 +120,7 @@ def carve(
     held = frozenset(name for name, stages in stages_of.items() if stage in stages)
     logical = {id(parameter): name for name, parameter in parameters.items()}
     plan = division.plan
-    context = PieceContext(plan)
+    context = PieceContext(plan, SharedBuffers(buffers, stage))
     return CarvedModel(
         division=division,
         pieces=division.pieces(stage),
@@ -126,6 +134,7 @@ def carve(
         layouts=layouts,
         context=context,
         stand_ins=StandIns(context, device),
+        buffers={name: one for one in buffers for name in one.names},
         tied=tied,
     )
 

@@ -20,6 +20,7 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.interface.batch_call import call_with_batch
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import Piece
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.shared_buffers import SharedBuffers
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
 
 __all__ = ["Boundary", "PieceContext", "PieceRun", "make_carried", "make_unit", "run_piece"]
@@ -82,14 +83,16 @@ class PieceContext:
     Attributes:
         run: The forward under way; None: there is none.
         plan: Of the model.
+        buffers: Those that other stages hold, too.
     """
 
-    def __init__(self, plan: StagePlan) -> None:
+    def __init__(self, plan: StagePlan, buffers: SharedBuffers) -> None:
         self.run: PieceRun | None = None
         self.plan = plan
+        self.buffers = buffers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceContext:
-        return PieceContext(self.plan)
+        return PieceContext(self.plan, SharedBuffers((), 0))
 
     def require_run(self) -> PieceRun:
         """Returns the forward under way.
@@ -122,6 +125,8 @@ def run_piece(
     """
     run = PieceRun(piece, received)
     context.run = run
+    is_live = run.is_live or context.plan.sequence is not None
+    context.buffers.begin_piece(is_first=piece.chunk == 0, is_live=is_live)
     try:
         if context.plan.sequence is not None:
             outputs = _run_sequence(model, context.plan.sequence, run, batch)
@@ -132,6 +137,7 @@ def run_piece(
         return boundary, None
     finally:
         context.run = None
+        context.buffers.end_piece()
     if not piece.is_last:
         raise ConfigError(
             f"the model's forward ended without {context.plan.units[piece.stop - 1]!r}, the last layer of a pipeline"
@@ -177,7 +183,9 @@ class _Unit(nn.Module):
                 " order in which they are registered, and a stage's last one always. Turn layer dropping off"
                 " (layerdrop=0), or give split= or execution_sequence= to say how your model runs"
             )
-        run.is_live = True
+        if not run.is_live:
+            run.is_live = True
+            context.buffers.begin_live()
         output = super().__call__(*args, **kwargs)
         run.next_unit = index + 1
         if run.next_unit == run.piece.stop and not run.piece.is_last:

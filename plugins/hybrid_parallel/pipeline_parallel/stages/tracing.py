@@ -124,6 +124,9 @@ class _Tracer(torch.fx.Tracer):
 def _copy_of_containers(module: nn.Module, name: str, containers: frozenset[str]) -> nn.Module:
     """Returns a model whose forward may write attributes without changing the user's; the modules in it are shared."""
     copied = copy.copy(module)
+    copied.__dict__["_buffers"] = {
+        key: None if buffer is None else buffer.clone() for key, buffer in module._buffers.items()
+    }
     copied.__dict__["_modules"] = {
         key: _copy_of_containers(child, f"{name}.{key}" if name else key, containers)
         if child is not None and (f"{name}.{key}" if name else key) in containers

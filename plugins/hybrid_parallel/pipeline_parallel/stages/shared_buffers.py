@@ -1,0 +1,153 @@
+"""Persistent buffers that several pipeline stages hold: kept equal, whichever stage's layers change them.
+
+Note [Shared buffers]
+A module without parameters outside of the units is on every stage, as are the buffers of the modules that hold units:
+every stage runs the model's own forward. What counts is computed by one stage, in a *live* run (see Note [Running a
+piece]): what comes before the units by the stage of the first piece, what comes after them by that of the last. Other
+stages run the same code with stand-ins for its inputs, or do not reach it. So after each batch the stage that changed a
+buffer in a live run sends it to the others. Only persistent buffers take part: they are the model's state, and what is
+saved. A buffer that several stages change, each in its own way, has no value that one process would have: an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.comm import all_gather_equal, broadcast
+from booster.errors import ConfigError
+from booster.kernels.checksum import crc32
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
+
+__all__ = ["PersistentBuffer", "SharedBuffers", "persistent_buffers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PersistentBuffer:
+    """A persistent buffer of the whole model.
+
+    Attributes:
+        names: All of its names, in the model's order.
+        modules: The module that holds it under each name.
+        stages: Those that hold it, in ascending order.
+        is_replicated: All stages run the code that uses it; False: modules use it that only one stage runs.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    stages: tuple[int, ...]
+    is_replicated: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The buffer as it is now, on a stage that holds it."""
+        keys = [name.rpartition(".")[2] for name in self.names]
+        found = (module._buffers.get(key) for module, key in zip(self.modules, keys, strict=True))
+        return next(tensor for tensor in found if tensor is not None)
+
+
+def persistent_buffers(model: nn.Module, division: StageDivision) -> list[PersistentBuffer]:
+    """Returns the persistent buffers of a model, tied ones once; before any module's tensors are taken away."""
+    of_module = division.module_stages(model)
+    places: dict[int, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                places.setdefault(id(buffer), []).append((f"{prefix}.{key}" if prefix else key, module))
+    return [
+        PersistentBuffer(
+            names=tuple(name for name, _ in found),
+            modules=tuple(module for _, module in found),
+            stages=tuple(sorted({stage for _, module in found for stage in of_module[id(module)]})),
+            is_replicated=all(len(division.stages_of(name.rpartition(".")[0])) > 1 for name, _ in found),
+        )
+        for found in places.values()
+    ]
+
+
+class SharedBuffers:
+    """The persistent buffers that several stages hold; see Note [Shared buffers].
+
+    Args:
+        buffers: All of the model's, the same on all stages.
+        stage: This rank's.
+    """
+
+    def __init__(self, buffers: Sequence[PersistentBuffer], stage: int) -> None:
+        self._shared = [one for one in buffers if len(one.stages) > 1]
+        self._held = [one for one in self._shared if stage in one.stages]
+        self._changed: set[PersistentBuffer] = set()
+        self._at_start: list[torch.Tensor] | None = None
+        self._live_from: list[torch.Tensor] = []
+
+    def begin_piece(self, *, is_first: bool, is_live: bool) -> None:
+        """Tell that a piece begins to run.
+
+        Args:
+            is_first: No other piece of this stage comes before it in the model.
+            is_live: What it computes counts from the start.
+        """
+        self._live_from = self._copies() if is_live else []
+        # The stage's first piece has run the same code before the units already.
+        self._at_start = None if is_live or is_first else self._copies()
+
+    @torch.no_grad()
+    def begin_live(self) -> None:
+        """Tell that what the piece computes counts from now on."""
+        for one, before in zip(self._held, self._at_start or (), strict=False):
+            if _differ(one.tensor, before):
+                one.tensor.copy_(before)
+        self._live_from = self._copies()
+
+    def end_piece(self) -> None:
+        """Tell that the piece has run."""
+        for one, before in zip(self._held, self._live_from, strict=False):
+            if _differ(one.tensor, before):
+                self._changed.add(one)
+
+    def synchronize(self, group: dist.ProcessGroup | None) -> None:
+        """Give all stages the buffers that one of them changed since the last call. Collective over the stages.
+
+        Raises:
+            ConfigError: Several stages changed a buffer differently, or layers of several stages change a shared one.
+        """
+        if not self._shared:
+            return
+        changed, self._changed = self._changed, set()
+        own = [
+            [int(one in changed), crc32(_bytes(one.tensor).cpu().numpy().data) if one in changed else 0]
+            for one in self._shared
+        ]
+        of_stages = all_gather_equal(torch.tensor([own]), group).tolist()
+        for index, one in enumerate(self._shared):
+            found = {stage: row[index][1] for stage, row in enumerate(of_stages) if row[index][0]}
+            if not found:
+                continue
+            if len(set(found.values())) > 1 or not one.is_replicated:
+                raise _no_common_value(one, list(found))
+            broadcast([one.tensor], group, source=min(found))
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [one.tensor.detach().clone() for one in self._held]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors are not the same bit for bit: a nan is equal to itself."""
+    return one.shape != other.shape or one.dtype != other.dtype or not torch.equal(_bytes(one), _bytes(other))
+
+
+def _no_common_value(buffer: PersistentBuffer, changers: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"the persistent buffer {' = '.join(map(repr, buffer.names))} is on the pipeline stages"
+        f" {', '.join(map(str, buffer.stages))} and was changed in a forward by {', '.join(map(str, changers))}: every"
+        " stage would go on with another value, and none with that of one process. Give every module a buffer of its"
+        " own, or register it with persistent=False if it is no part of the model's state, or use pp_size=1"
+    )
