@@ -236,6 +236,53 @@ def test_order_of_other_families(name: str) -> None:
     assert {name for name, places in seen.items() if not places} <= {"model.shared"}
 
 
+BERT = {"vocab_size": 51, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("name", ["CamembertForCausalLM", "CamembertForMaskedLM", "RobertaForCausalLM"])
+def test_a_head_runs_last_wherever_it_is_registered(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**BERT, is_decoder="Causal" in name, use_cache=False)).eval()
+    plan = choose_stage_plan(model)
+    assert plan.gaps["lm_head"] == len(plan.units) == 2
+    ids = torch.randint(4, 51, (2, 7), generator=torch.Generator().manual_seed(0))
+    seen = check_order(model, plan, lambda: model(input_ids=ids, labels=ids))
+    assert all(seen.values())
+
+
+@pytest.mark.parametrize("name", ["MPNetForMaskedLM", "RoFormerForMaskedLM", "CTRLLMHeadModel", "XLMWithLMHeadModel"])
+def test_models_that_use_the_first_stage_in_every_layer_are_refused(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class(n_layer=2, n_layers=2, num_hidden_layers=2, vocab_size=51))
+    with pytest.raises(ConfigError, match="so its layers can't be divided over stages: use pp_size=1"):
+        choose_stage_plan(model)
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("place", ["stem", "layers.1.0", "head"])
+def test_a_parametrization_is_no_list_of_layers(place: str) -> None:
+    model = Stacked()
+    torch.nn.utils.parametrizations.weight_norm(model.get_submodule(place))
+    plan = choose_stage_plan(model)
+    assert plan.units == choose_stage_plan(Stacked()).units
+    assert plan.gaps == {"stem": 0, "head": 3}
+
+
 class Towers(nn.Module):
     """Two stacks side by side, and one joint head."""
 

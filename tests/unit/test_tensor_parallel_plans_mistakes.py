@@ -136,17 +136,65 @@ def test_experts_need_whole_sequences() -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+            transformers.MixtralConfig(
+                hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+            )
         )
     with pytest.raises(ConfigError, match=r"'moe_tp_experts' .* which needs the whole sequence"):
         choose_plan(model, tp_size=2, sequence_mode="split_gather")
 
 
-def test_weights_behind_a_parametrization() -> None:
+P = torch.nn.utils.parametrizations
+COMPUTED_WEIGHTS = {
+    "weight_norm": P.weight_norm,
+    "spectral_norm": P.spectral_norm,
+    "orthogonal": P.orthogonal,
+    "old spectral_norm": torch.nn.utils.spectral_norm,
+    "old weight_norm": torch.nn.utils.weight_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", COMPUTED_WEIGHTS)
+def test_weights_that_are_computed_of_others(kind: str) -> None:
     model = Model()
-    torch.nn.utils.parametrizations.weight_norm(model.layers[0].up)
-    with pytest.raises(ConfigError, match="whose weight is a plain parameter"):
+    COMPUTED_WEIGHTS[kind](model.layers[0].up)
+    with pytest.raises(ConfigError, match=r"'layers\.0\.up', which .* whose weight is computed of other parameters"):
         choose_plan(model, tp_size=2, plan=MLP)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    assert choose_plan(alone, tp_size=2).entries
+    COMPUTED_WEIGHTS[kind](alone[0])
+    with pytest.raises(ConfigError, match="none can be derived"):
+        choose_plan(alone, tp_size=2)
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("DogeForCausalLM", {"num_key_value_heads": 2}, r"not its parameter 'model\.layers\.0\.self_attn\.A' of shape"),
+        ("EsmcForMaskedLM", {}, r"not its parameter '.*q_norm\.weight' of shape \(32,\)"),
+        ("MixtralForCausalLM", {"num_key_value_heads": 8}, "has 4 heads and 8 of keys and values, which share them"),
+    ],
+)
+def test_plans_of_transformers_that_leave_values_of_all_heads_whole(kind: str, settings: dict, message: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, kind):
+        pytest.skip(f"this transformers has no {kind}")
+    build = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = build(build.config_class(**SMALL, **settings))
+    with pytest.raises(ConfigError, match=message):
+        choose_plan(model, tp_size=2)
 
 
 def test_bloom_that_slices_its_weights() -> None:

@@ -63,6 +63,9 @@ def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_u
 
 def _check_module(name: str, style: Style, module: nn.Module) -> None:
     kind = f"a {type(module).__name__}"
+    if isinstance(module, nn.Linear) and "weight" not in module._parameters:
+        kind += " whose weight is computed of other parameters (by weight_norm, spectral_norm or a parametrization)"
+        _refuse_kind(name, style, kind, "a layer whose weight is a parameter")
     if style.name in COLUMN_STYLES | ROW_STYLES | {"vocab_head", "mla_kv_a_proj"} and not is_linear(module):
         _refuse_kind(name, style, kind, "an nn.Linear or transformers' Conv1D")
     if style.name == "vocab_head" and is_transposed(module):
@@ -71,9 +74,6 @@ def _check_module(name: str, style: Style, module: nn.Module) -> None:
         _refuse_kind(name, style, kind, "an nn.Embedding, or the nn.Linear that gives logits")
     if style.name in _ON_EMBEDDINGS and not isinstance(module, nn.Embedding):
         _refuse_kind(name, style, kind, "an nn.Embedding")
-    parametrized = getattr(module, "parametrizations", None)
-    if parametrized is not None and style.name in COLUMN_STYLES | ROW_STYLES:
-        _refuse_kind(name, style, f"{kind} with parametrizations", "a layer whose weight is a plain parameter")
 
 
 def _refuse_kind(name: str, style: Style, kind: str, wanted: str) -> None:

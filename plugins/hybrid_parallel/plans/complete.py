@@ -11,7 +11,7 @@ from booster.plugins.hybrid_parallel.plans.attributes import head_attributes
 from booster.plugins.hybrid_parallel.plans.check import check_styles
 from booster.plugins.hybrid_parallel.plans.draft import Draft
 from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES, split_dim
-from booster.plugins.hybrid_parallel.plans.heads import blocks_of, find_attentions
+from booster.plugins.hybrid_parallel.plans.heads import blocks_of, check_whole_parameters, find_attentions
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, Style, TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.regions import (
     TENSOR_AXIS_MODES,
@@ -45,6 +45,8 @@ def complete(model: nn.Module, draft: Draft, *, sequence_mode: str | None) -> Te
     styles, reasons = resolve_ties(model, given)
     stacks = find_stacks(model)
     attentions = find_attentions(model, styles)
+    if not (draft.is_derived or draft.is_users):
+        check_whole_parameters(model, styles, attentions)
     places = {name: _weight(model, name, style) for name, style in styles.items()}
     blocks = {
         name: blocks_of(name, styles[name], tuple(weight.shape), dim, attentions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from booster.errors import ConfigError
@@ -12,7 +13,7 @@ from booster.plugins.hybrid_parallel.plans.features import ROW_STYLES, feature_s
 from booster.plugins.hybrid_parallel.plans.plan import Style
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
-__all__ = ["Attention", "blocks_of", "find_attentions", "owner_of", "role_of"]
+__all__ = ["Attention", "blocks_of", "check_whole_parameters", "find_attentions", "owner_of", "role_of"]
 
 # torch's grouped matrix product, which all experts' weights go through at once, takes rows of multiples of 16 bytes.
 _GROUPED_PRODUCT_MULTIPLE = 8
@@ -93,6 +94,44 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, 
         if style.name in split and not style.blocks and (role_of(name) or _is_attention(model, owner)):
             modules.setdefault(owner, {})[role_of(name)] = name
     return {owner: _attention(model, owner, names, styles) for owner, names in modules.items()}
+
+
+def check_whole_parameters(model: nn.Module, styles: Mapping[str, Style], attentions: Mapping[str, Attention]) -> None:
+    """Checks that what a plan leaves whole in an attention has no values for every head, with some on each rank.
+
+    Only for plans that are taken as they are: others are proven by running them.
+
+    Raises:
+        ConfigError: There is such a parameter.
+    """
+    for owner, attention in attentions.items():
+        sizes = {
+            role_of(name): feature_sizes(model.get_submodule(name))[1]
+            for name, style in styles.items()
+            if owner_of(name) == owner and style.name == "colwise" and role_of(name)
+        }
+        for own_name, parameter in model.get_submodule(owner).named_parameters():
+            name = f"{owner}.{own_name}" if owner else own_name
+            module_name = name.rpartition(".")[0]
+            if name not in styles and module_name not in styles and _is_of_all_heads(name, parameter, attention, sizes):
+                raise ConfigError(
+                    f"the plan splits the {attention.num_query} heads ({attention.num_key_value} of keys and values) of"
+                    f" {owner!r}, but not its parameter {name!r} of shape {tuple(parameter.shape)}, which has values"
+                    " for all of them: the forward would put a rank's heads together with those of all. Give plan="
+                    " without the layers of this attention, so that it stays whole, or use tp_size=1"
+                )
+
+
+def _is_of_all_heads(name: str, parameter: torch.Tensor, attention: Attention, sizes: Mapping[str, int]) -> bool:
+    """Returns whether it is the attention's own with a value per head, or a norm over all query or key features."""
+    module_name = name.rpartition(".")[0]
+    if module_name == attention.name:
+        return not {attention.num_query, attention.num_key_value}.difference({1}).isdisjoint(parameter.shape)
+    leaf = module_name.rpartition(".")[2].lower()
+    if "norm" not in leaf and "ln" not in leaf:
+        return False
+    role, num_heads = ("query", attention.num_query) if leaf[0] == "q" else ("key", attention.num_key_value)
+    return leaf[0] in "qk" and num_heads > 1 and parameter.ndim == 1 and parameter.numel() == sizes.get(role)
 
 
 def blocks_of(
@@ -182,6 +221,11 @@ def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: M
             f" {', '.join(repr(name) for name in names.values())}"
         )
     num_key_value = _num_key_value(module, config, num_query, sizes, head_size)
+    if num_query % num_key_value:
+        raise ConfigError(
+            f"{owner!r} has {num_query} heads and {num_key_value} of keys and values, which share them unevenly: give"
+            " the configuration a num_key_value_heads that divides the number of heads"
+        )
     return Attention(name=owner, num_query=num_query, num_key_value=num_key_value)
 
 

@@ -157,7 +157,10 @@ def probe(module: nn.Module, tp_size: int = 2) -> Probe | str:
     if isinstance(given, str):
         return given
     call, tried = given
-    copied = doubled(module)
+    try:
+        copied = doubled(module)
+    except RuntimeError as error:  # of torch: a computed tensor is kept as an attribute, as weight_norm does
+        return f"it can't be copied ({str(error).splitlines()[0]})"
     reason = ""
     for inputs in tried:
         try:

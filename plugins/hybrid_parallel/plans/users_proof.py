@@ -146,7 +146,10 @@ def _prove(name: str, module: nn.Module, part: _Part, tp_size: int) -> str | Non
     for entry in part.entries:
         if entry.is_parameter or entry.style not in _CUT | CLOSING_STYLES | _WHOLE_OUTSIDE:
             return f"{entry.style!r} of {generalized(entry.name)} needs the other ranks"
-    copied = doubled(module)
+    try:
+        copied = doubled(module)
+    except RuntimeError as error:  # of torch: a computed tensor is kept as an attribute, as weight_norm does
+        return f"it can't be copied ({_first_line(error)})"
     whole = _run_whole(copied, part)
     if isinstance(whole, str):
         return whole

@@ -277,8 +277,8 @@ def product(
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns whether a module is a linear layer that can be split."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Returns whether a module is a linear layer that can be split: its weight is no result of other parameters."""
+    return "weight" in module._parameters and (isinstance(module, nn.Linear) or is_transposed(module))
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import holds_parameters
@@ -211,7 +212,7 @@ def _simple_lists(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tupl
     layers = {layer for stack in stacks for layer in stack}
 
     def collect(module: nn.Module, name: str) -> None:
-        if name in layers:
+        if name in layers or isinstance(module, ParametrizationList):
             return
         is_list = isinstance(module, nn.ModuleList) or _is_sequential(module)
         if is_list and holds_parameters(module) and not any(layer.startswith(f"{name}.") for layer in layers):

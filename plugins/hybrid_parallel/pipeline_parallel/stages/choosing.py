@@ -12,10 +12,16 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.chains import Chain, find_chain
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import containers_of, find_gaps, holds_parameters
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import (
+    containers_of,
+    find_gaps,
+    holds_parameters,
+    outside_of,
+)
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.sequences import plan_of_sequence
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tracing import Trace, trace_calls
+from booster.plugins.hybrid_parallel.plans.from_transformers import pretrained_models
 
 __all__ = ["choose_stage_plan"]
 
@@ -49,13 +55,25 @@ def choose_stage_plan(
 
 
 def _plan_of(model: nn.Module, chain: Chain) -> StagePlan:
-    gaps = find_gaps(model, chain.units, chain.known)
+    gaps = find_gaps(model, chain.units, _output_heads(model, chain.units) | chain.known)
     return StagePlan(
         units=chain.units,
         gaps=gaps,
         carried={**_carried_towers(chain.towers, gaps, len(chain.units)), **chain.carried},
         source=chain.source,
     )
+
+
+def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | None]:
+    """Returns the gap of the heads of transformers models: behind the last unit, wherever they are registered."""
+    containers = containers_of(units)
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, int | None] = {}
+    for _, pretrained, _ in pretrained_models(model):
+        head = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
+        if id(head) in names and head is not pretrained.get_input_embeddings():
+            found[outside_of(names[id(head)], containers)] = len(units)
+    return found
 
 
 def _carried_towers(towers: tuple[str, ...], gaps: Mapping[str, int], end: int) -> dict[str, int]:

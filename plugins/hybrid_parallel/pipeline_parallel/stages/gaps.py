@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-__all__ = ["containers_of", "find_gaps", "holds_parameters"]
+__all__ = ["containers_of", "find_gaps", "holds_parameters", "outside_of"]
 
 
 def find_gaps(model: nn.Module, units: tuple[str, ...], known: Mapping[str, int | None]) -> dict[str, int]:
@@ -37,6 +37,13 @@ def containers_of(units: tuple[str, ...]) -> frozenset[str]:
     """Returns the names of all modules that hold units, the whole model ("") among them."""
     parts = [name.split(".") for name in units]
     return frozenset(".".join(one[:length]) for one in parts for length in range(len(one)))
+
+
+def outside_of(name: str, containers: frozenset[str]) -> str:
+    """Returns the outermost module on the way to one that holds no unit."""
+    parts = name.split(".")
+    paths = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return next((path for path in paths if path not in containers), name)
 
 
 def holds_parameters(module: nn.Module) -> bool:

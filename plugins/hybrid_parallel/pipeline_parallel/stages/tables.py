@@ -31,8 +31,13 @@ PLACES: Mapping[str, Places] = {
     **dict.fromkeys(
         ("bart", "mbart", "mvp", "plbart", "led", "blenderbot-small"), Places(before=("layernorm_embedding",))
     ),
+    "prophetnet": Places(before=("embeddings_layer_norm",)),
 }
 
 UNSPLITTABLE: Mapping[str, str] = {
     "albert": "runs one group of layers again and again (num_hidden_layers counts the runs)",
+    **dict.fromkeys(("mpnet", "roformer"), "gives every layer positions that only the first stage would compute"),
+    "inkling2_text": "gives every layer the embeddings, which only the first stage would compute",
+    **dict.fromkeys(("ctrl", "flaubert", "xlm"), "changes the embeddings in place, which only the first stage has"),
+    "ibert": "reads the scales of the embeddings, which only the first stage has, as numbers",
 }

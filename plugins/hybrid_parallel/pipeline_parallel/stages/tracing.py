@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch.fx
 from torch import nn
 
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import containers_of, holds_parameters
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import containers_of, holds_parameters, outside_of
 
 __all__ = ["Trace", "trace_calls"]
 
@@ -84,7 +84,7 @@ class Trace:
         found: dict[str, set[int]] = {}
         for places in (self._calls, self._reads):
             for name, at in places.items():
-                outermost = _outside_of(name, containers_of(units))
+                outermost = outside_of(name, containers_of(units))
                 found.setdefault(outermost, set()).update(sum(end < place for end in ends) for place in at)
         return {name: gaps.pop() if len(gaps) == 1 else None for name, gaps in found.items() if name not in units}
 
@@ -134,10 +134,3 @@ def _copy_of_containers(module: nn.Module, name: str, containers: frozenset[str]
         for key, child in module._modules.items()
     }
     return copied
-
-
-def _outside_of(name: str, containers: frozenset[str]) -> str:
-    """Returns the outermost module on the way to one that holds no unit."""
-    parts = name.split(".")
-    paths = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    return next((path for path in paths if path not in containers), name)
