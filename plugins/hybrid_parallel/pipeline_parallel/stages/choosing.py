@@ -55,7 +55,7 @@ def choose_stage_plan(
 
 
 def _plan_of(model: nn.Module, chain: Chain) -> StagePlan:
-    gaps = find_gaps(model, chain.units, _output_heads(model, chain.units) | chain.known)
+    gaps = find_gaps(model, chain.units, {**_output_heads(model, chain.units), **chain.known})
     return StagePlan(
         units=chain.units,
         gaps=gaps,
@@ -69,6 +69,7 @@ def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | N
     containers = containers_of(units)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, int | None] = {}
+    pretrained: Any
     for _, pretrained, _ in pretrained_models(model):
         head = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
         if id(head) in names and head is not pretrained.get_input_embeddings():
