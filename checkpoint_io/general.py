@@ -92,10 +92,12 @@ class GeneralCheckpointIO(CheckpointIO):
 
         def prepare() -> tuple[Destination, Component]:
             to = Destination(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
-            return to, model_component(as_model_wrapper(model, is_primary=self.ranks.rank == 0), to)
+            return to, model_component(wrapped, to)
 
-        model.require_equal_copies()
-        self._save(prepare, "saving the model", use_async)
+        doing = "saving the model"
+        wrapped = self.ranks.agree(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), doing)
+        wrapped.require_equal_copies()
+        self._save(prepare, doing, use_async)
 
     def load_model(
         self,
