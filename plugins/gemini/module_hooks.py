@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,9 @@ from booster.plugins.gemini.chunk import Chunk, Slot
 from booster.plugins.gemini.chunk_manager import ChunkManager
 from booster.plugins.gemini.meeting import Phase
 from booster.plugins.gemini.saved_weights import SavedTensors
+from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["ModuleHooks"]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Note [Whose weights]
 # A module's own parameters are gathered before it runs and may go when it has ended. A module may also read those of
@@ -31,11 +30,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # who reads, and while some module runs a parameter that is read is gathered, for as long as that module runs. A
 # parameter that a module returns stays for as long as the one that called it runs. In backward, activation
 # checkpointing may run a function that is no module: what is read there stays until a gradient is computed again.
-
-
-def _not_compiled(function: _Function) -> _Function:
-    """Has torch.compile break its graph at a function, and not look into it."""
-    return cast(_Function, torch.compiler.disable(function))
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +184,7 @@ class ModuleHooks:
         slots = (self._slots.get(id(one)) for one in _parameters_in(output))
         return [slot for slot in slots if slot is not None]
 
-    @_not_compiled
+    @not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
         """Called when a module's parameter is read; see Note [Whose weights]."""
         slot = self._slots.get(id(parameter))
@@ -318,7 +312,7 @@ class _BeforeForward:
         self._hooks: ModuleHooks | None = hooks
         self._own = own
 
-    @_not_compiled
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._hooks is not None:
             self._hooks.enter(module, self._own)
@@ -334,7 +328,7 @@ class _AfterForward:
         self._hooks: ModuleHooks | None = hooks
         self._own = own
 
-    @_not_compiled
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._hooks is not None:
             self._hooks.exit(module, self._own, output)
@@ -351,7 +345,7 @@ class _GradientArrived:
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = weakref.ref(hooks)
 
-    @_not_compiled
+    @not_compiled
     def __call__(self, parameter: torch.Tensor) -> None:
         hooks = self._hooks()
         if hooks is not None:

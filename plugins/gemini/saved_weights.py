@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["SavedTensors", "WeightSource"]
 
@@ -118,8 +119,8 @@ class SavedTensors:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         # One object each, to be known again by. torch.compile must not look into them: it would compile them, too.
-        self._pack_hook = torch.compiler.disable(self._pack)
-        self._unpack_hook = torch.compiler.disable(self._unpack)
+        self._pack_hook = not_compiled(self._pack)
+        self._unpack_hook = not_compiled(self._unpack)
         self._outer: list[_Hooks | None] = []
         self.counts = False
 

@@ -11,6 +11,7 @@ from torch import nn
 from booster.plugins.hybrid_parallel.plans.plan import ArgumentSplit
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import units_of_rank
+from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["split_argument"]
 
@@ -37,6 +38,7 @@ class _OwnUnits:
         self._num_units = num_units
         self._own = own
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         value = kwargs.get(self._argument)
         if not isinstance(value, torch.Tensor):

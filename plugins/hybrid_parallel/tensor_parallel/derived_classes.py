@@ -6,6 +6,8 @@ import functools
 
 from torch import nn
 
+from booster.plugins.sharding.compiling import not_compiled
+
 __all__ = ["become", "class_before"]
 
 
@@ -28,4 +30,5 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__ + base.__name__, (kind, base), {"__module__": kind.__module__})
+    members = {"__module__": kind.__module__, "forward": not_compiled(kind.forward)}
+    return type(kind.__name__ + base.__name__, (kind, base), members)

@@ -14,6 +14,7 @@ from torch import nn
 
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import copy_to_ranks, sum_over_ranks
+from booster.plugins.sharding.compiling import not_compiled
 from booster.tensor_tree import map_tensors
 
 __all__ = ["make_identity_expert", "make_latent_projection", "make_output_sum", "make_split_experts"]
@@ -66,6 +67,7 @@ def make_latent_projection(module: nn.Module, ranks: TensorParallelRanks, *, num
 class _CopyInputs:
     ranks: TensorParallelRanks
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = map_tensors(lambda one: copy_to_ranks(one, self.ranks), (args, kwargs))
         return args, kwargs
@@ -75,6 +77,7 @@ class _CopyInputs:
 class _SumOutputs:
     ranks: TensorParallelRanks
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return map_tensors(lambda one: sum_over_ranks(one, self.ranks), output)
 
@@ -83,6 +86,7 @@ class _SumOutputs:
 class _ShareInput:
     ranks: TensorParallelRanks
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any) -> Any:
         return (args[0] / self.ranks.size, *args[1:])
 
@@ -92,6 +96,7 @@ class _CopyRotary:
     ranks: TensorParallelRanks
     num_rotary: int
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         latent, rotary = output.split([output.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
         return torch.cat([latent, copy_to_ranks(rotary, self.ranks)], dim=-1)

@@ -36,6 +36,7 @@ from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
     start_summed_part,
 )
 from booster.plugins.hybrid_parallel.tensor_parallel.ring_row import weight_gradient
+from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["RegionInput"]
 
@@ -57,11 +58,13 @@ class RegionInput:
         region.register_forward_pre_hook(self._enter, with_kwargs=True)
         region.register_forward_hook(self._leave, with_kwargs=True)
 
+    @not_compiled
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
             return (self._gathered(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._gathered(kwargs["hidden_states"])}
 
+    @not_compiled
     def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._ranks.products.forget(args[0] if args else kwargs["hidden_states"])
 

@@ -1,0 +1,20 @@
+"""What torch.compile must not look into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+__all__ = ["not_compiled"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Has torch.compile break its graph at a function, and not look into it.
+
+    For what communicates, or keeps what it is given from call to call: a graph would be replayed without either.
+    """
+    return cast(_Function, torch.compiler.disable(function))

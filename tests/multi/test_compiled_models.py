@@ -1,0 +1,156 @@
+"""torch.compile before, after and in place of boost(): the numbers of one process, under every plugin."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+from hybrid_cases import on_own_axis, on_tensor_axis
+from torch import nn
+
+from booster import Booster
+from booster.plugins import BUILT_IN
+
+VOCABULARY, WIDTH, LENGTH = 64, 32, 12
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 8
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [
+            one(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in (self.query, self.key, self.value)
+        ]
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Decoder(nn.Module):
+    """Has a buffer, which ranks are given before each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+PLAN = {
+    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    **{"blocks.*.attention.out": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    **{"embedding": "vocab", "head": "vocab_head"},
+}
+WAYS = ["before", "after", "in place", "layers in place"]
+
+
+def hybrid(world_size, arguments):
+    plan = {"plan": PLAN} if arguments.get("tp_size", 1) > 1 else {}
+    return "hybrid_parallel", world_size, {"precision": "fp32", **arguments, **plan}
+
+
+# By name: plugin, ranks, arguments.
+LAYOUTS = {
+    "none": (None, 1, {}),
+    "ddp": ("torch_ddp", 2, {}),
+    "zero 1": ("low_level_zero", 2, {"stage": 1, "precision": "fp32"}),
+    "zero 2": ("low_level_zero", 2, {"stage": 2, "precision": "fp32"}),
+    "gemini": ("gemini", 2, {"precision": "fp32"}),
+    "fsdp": ("torch_fsdp", 2, {}),
+    **{f"dp zero {stage}": hybrid(2, {"zero_stage": stage}) for stage in (0, 1, 2)},
+    "tp": hybrid(2, {"tp_size": 2}),
+    **{f"tp zero {stage}": hybrid(4, {"tp_size": 2, "zero_stage": stage}) for stage in (1, 2)},
+    "tp checkpointed": hybrid(2, {"tp_size": 2, "gradient_checkpoint_config": True}),
+    **{mode: hybrid(*on_tensor_axis(mode, 2)) for mode in ("split_gather", "ring")},
+    **{mode: hybrid(*on_own_axis(mode, 2)) for mode in ("all_to_all", "ring_attn")},
+    "sp checkpointed": hybrid(2, {**on_own_axis("all_to_all", 2)[1], "gradient_checkpoint_config": True}),
+    "tp and sp": hybrid(*on_own_axis("all_to_all", 2, tp_size=2)),
+}
+
+
+def compute_loss(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def train_compiled(layout, way, backend):
+    torch._dynamo.reset()
+    name, _, arguments = LAYOUTS[layout]
+    torch.manual_seed(0)
+    serial = Decoder()
+    model: nn.Module = copy.deepcopy(serial)
+    serial_optimizer = torch.optim.SGD(serial.parameters(), lr=0.5, momentum=0.9)
+    if way == "before":
+        model = torch.compile(model, backend=backend)
+    for module in {"in place": [model], "layers in place": getattr(model, "blocks", [])}.get(way, []):
+        module.compile(backend=backend)
+    plugin = None if name is None else _plugin(name, arguments)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    called = torch.compile(model, backend=backend) if way == "after" else model
+    size, rank = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, VOCABULARY, (2 * size, LENGTH), generator=generator)
+        losses.append(float(compute_loss(serial, ids)))
+        serial_optimizer.zero_grad()
+        compute_loss(serial, ids).backward()
+        serial_optimizer.step()
+        own = ids[2 * rank : 2 * rank + 2]
+        loss = compute_loss(called, own)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[-1] = (losses[-1], float(loss))
+    return losses
+
+
+def _plugin(name, arguments):
+    import importlib
+
+    module, kind = BUILT_IN[name]
+    return getattr(importlib.import_module(module), kind)(**arguments)
+
+
+QUICK = [("tp", "before", "eager"), ("tp", "after", "eager")]
+GRID = [
+    (layout, way, backend)
+    for layout in LAYOUTS
+    for way in WAYS
+    for backend in ("eager", "aot_eager")
+    if (layout, way, backend) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "way", "backend"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
+)
+def test_a_compiled_model_trains_as_in_one_process(layout, way, backend):
+    records = run_ranks(train_compiled, LAYOUTS[layout][1], layout, way, backend, timeout=240)
+    for steps in zip(*records, strict=True):
+        serial = steps[0][0]
+        found = sum(loss for _, loss in steps) / len(steps)  # of equal parts of the batch
+        assert found == pytest.approx(serial, rel=2e-5)
