@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import agree, broadcast, raise_on_all_ranks
+from booster.comm import agree, all_reduce_max, broadcast, collective_device, raise_on_all_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, layout_of, set_layout
 from booster.kernels.checksum import crc32
@@ -20,6 +21,7 @@ from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequencePara
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffers import broadcast_joined
+from booster.plugins.sharding.compiling import not_compiled
 from booster.random_state import capture_random_state, restore_random_state
 from booster.tensor_tree import map_tensors
 
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HybridModel"]
 
-_COMPARED_BATCHES = 3  # forwards in training, at whose beginning ranks make sure that they got the same
+_COMPARED_BATCHES = 3  # forwards in training, at whose beginning ranks make sure that they got the same; and backwards
+_ROUNDING = 8  # units in the last place by which losses of the same numbers may differ, where sums have no fixed order
 
 
 class HybridModel(ZeroModel):
@@ -78,10 +81,11 @@ class HybridModel(ZeroModel):
         self._carved = carved
         self._stage = stage
         self.last_pipeline_run = None
-        self._num_compared = 0
+        self._num_compared = self._num_losses = 0
         self._may_draw_differently = self._shares_batches
         self.register_load_hook(self._expect_other_random_states)
 
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's forward; arguments and result are those of the user's model. Collective.
 
@@ -94,14 +98,18 @@ class HybridModel(ZeroModel):
                 " write booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages"
                 " (evaluates without an optimizer, and returns outputs with return_outputs=True)"
             )
-        self.reset_ranks()
-        if self._ranks and self.training:
-            self._require_same_batch(args, kwargs)
-            self.draw_alike()
+        self._begin_batch(args, kwargs)
         try:
             return super().forward(*args, **kwargs)
         finally:
             self.reset_ranks()
+
+    @not_compiled
+    def _begin_batch(self, args: Any, kwargs: dict[str, Any]) -> None:
+        self.reset_ranks()
+        if self._ranks and self.training:
+            self._require_same_batch(args, kwargs)
+            self.draw_alike()
 
     # As a pipeline stage.
 
@@ -193,6 +201,7 @@ class HybridModel(ZeroModel):
         here = {self.logical_name(name) for name in self.module.state_dict()}
         return {name: others for name, others in self._carved.tied.items() if name in here}
 
+    @not_compiled
     def reset_ranks(self) -> None:
         """Forgets what an operation that is over has left open."""
         for ranks in self._ranks:
@@ -220,6 +229,37 @@ class HybridModel(ZeroModel):
             " plugin.dp_rank of plugin.dp_size parts, as the loaders of boost() and plugin.prepare_dataloader() do),"
         )
         agree(what, facts, self._replica_group)
+
+    @not_compiled
+    def require_same_loss(self, loss: torch.Tensor) -> None:
+        """Raises if ranks that got the same batch have different losses of it; asked of the first backwards only.
+
+        All of what is outside of layers that are shared is computed alike by all ranks. Losses differ where one was
+        computed of something that a rank has a part of, as of tokens: gradients would be wrong, and nothing else tells.
+
+        Args:
+            loss: This rank's, with one element.
+
+        Raises:
+            ConfigError: They do.
+
+        Collective over the ranks that get the same batch.
+        """
+        if not self._ranks or self._carved is not None or self._num_losses >= _COMPARED_BATCHES:
+            return
+        self._num_losses += 1
+        value = float(loss.detach())
+        extremes = [value, -value, 0.0] if math.isfinite(value) else [0.0, 0.0, 1.0]  # as where fp16 overflows
+        packed = torch.tensor(extremes, dtype=torch.float64, device=collective_device(self._replica_group))
+        largest, negated, overflows = all_reduce_max(packed, self._replica_group).tolist()
+        if overflows or largest + negated <= _ROUNDING * torch.finfo(loss.dtype).eps * max(abs(largest), abs(negated)):
+            return
+        raise ConfigError(
+            f"ranks that share layers or sequences have losses of the same batch from {-negated:.9g} to {largest:.9g},"
+            " so that one was computed of what a rank has a part of, as of a layer's tokens or features in the middle"
+            " of the model: compute it of what the model returns (transformers' router_logits and hidden_states are"
+            " whole there), or leave such layers whole"
+        )
 
     @property
     def _shares_batches(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_max, all_reduce_sum, collective_device, gather_distinct
 from booster.interface import TensorSlice
+from booster.interface.loss import require_scalar_loss
 from booster.interface.mixed_precision import LossScaler
+from booster.phases import in_phase
 from booster.plugins.hybrid_parallel.model import HybridModel
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
@@ -43,6 +45,8 @@ class HybridOptimizer(ZeroOptimizer):
         loss_scaler: Of half precision; None: losses are not scaled.
         is_primary: True on the rank that writes what all ranks hold alike.
     """
+
+    model: HybridModel
 
     def __init__(
         self,
@@ -101,6 +105,19 @@ class HybridOptimizer(ZeroOptimizer):
         return self.holders(name).index(self._stage)
 
     # Backward.
+
+    @in_phase("backward")
+    def backward(
+        self,
+        loss: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None = None,
+        retain_graph: bool = False,
+        *,
+        num_items: float | None = None,
+    ) -> None:
+        require_scalar_loss(loss)
+        self.model.require_same_loss(loss)
+        super().backward(loss, inputs, retain_graph, num_items=num_items)
 
     @contextmanager
     def collecting_micro_batches(self, num_items: float | None) -> Iterator[None]:

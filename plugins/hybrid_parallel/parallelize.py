@@ -12,6 +12,7 @@ from booster.interface import ParameterLayout
 from booster.plugins.hybrid_parallel.argument_splits import split_argument
 from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import join_kept_outputs
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import TensorAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
@@ -70,6 +71,7 @@ def parallelize(
     _sum_gradients(model, plan, ranks, layouts)
     if ranks.splits_sequence:
         _split_sequences(modules, plan, ranks)
+        join_kept_outputs(model)
 
 
 class _Exchange:

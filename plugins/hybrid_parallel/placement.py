@@ -33,6 +33,7 @@ from booster.plugins.hybrid_parallel.plans.explain import explain
 from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import join_kept_outputs
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
 from booster.plugins.hybrid_parallel.sequence_parallel.token_mixing import check_attention_alone_mixes_tokens
@@ -252,6 +253,7 @@ class ModelSplit:
         modules = dict(model.named_modules())
         for stack in plan.stacks:
             attach_stack([modules[name] for name in stack], SequenceAxisSplitter(ranks))
+        join_kept_outputs(model)
 
     def layouts(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ParameterLayout]]:
         """Returns by parameter name what every tensor parallel rank holds of it. No communication."""

@@ -395,7 +395,7 @@ def test_what_would_be_wrong_is_refused(mode):
     ranks = SequenceParallelRanks(None, mode)
     x = torch.randn(3, 8, 8)
     for layer, message in [
-        (_Mixer(), "ran without F.scaled_dot_product_attention"),
+        (_Mixer(), "computes without F.scaled_dot_product_attention"),
         (_LocalMask(), "make it outside of the layers"),
         (_WithWeights(), "need_weights=False"),
         (_BatchSecond(), "hidden states"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,9 @@ __all__ = ["AttentionMode", "attend", "intercept_parts"]
 
 _STACK = "_sequence_stack"
 _dense_attention = F.scaled_dot_product_attention
+# What experts with a capacity count the tokens with that came before: each depends on all of them.
+_NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+_RUNNING = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
 
 
 def attend(
@@ -111,7 +116,28 @@ class AttentionMode(TorchFunctionMode):
             return _attend_or_compute(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return _multi_head_attention(func, args, kwargs)
+        if func in _RUNNING:
+            _refuse_along_tokens(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _refuse_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
+    """Raises if a function that runs along a dimension runs along this rank's tokens.
+
+    Raises:
+        ConfigError: It does.
+    """
+    layer = running_layer()
+    if layer is None or layer.is_attending or layer.local_sizes is None or x.dim() < 2:
+        return
+    dim %= x.dim()
+    is_along_sequences = dim == 1 and x.shape[:2] == layer.local_sizes
+    if is_along_sequences or (dim == 0 and x.shape[0] == math.prod(layer.local_sizes)):
+        raise ConfigError(
+            f"{func.__name__} along the tokens of {tuple(x.shape)} within a layer of a stack, as experts with a"
+            " capacity use it, would see this rank's tokens only, and sequence parallelism exchanges them in attention"
+            " alone: turn it off, or leave the sequence whole (tp_size instead of sp_size)"
+        )
 
 
 def intercept_parts(layer: nn.Module, stack: Stack) -> None:
@@ -124,8 +150,13 @@ def intercept_parts(layer: nn.Module, stack: Stack) -> None:
         if part is not layer and next(part.children(), None) is not None and not isinstance(part, nn.ModuleList):
             part.__dict__[_STACK] = stack
             part.__class__ = subclass_of(type(part), "part", _part_members)
-            if hasattr(part, "compute_bias"):
+            if {"query_length", "key_length"} <= set(_bias_arguments(part)):
                 part.__class__ = subclass_of(type(part), "bias", _bias_members)
+
+
+def _bias_arguments(part: nn.Module) -> Sequence[str]:
+    compute_bias = getattr(part, "compute_bias", None)
+    return () if compute_bias is None else tuple(inspect.signature(compute_bias).parameters)
 
 
 def _part_members(base: type[nn.Module]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
+from booster.plugins.sharding.compiling import not_compiled
 
 if TYPE_CHECKING:
     from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
@@ -25,6 +26,7 @@ __all__ = [
     "is_in_backward",
     "join_running_layers",
     "made_current",
+    "no_attention",
     "running_layer",
     "subclass_of",
 ]
@@ -56,12 +58,20 @@ class RunningLayer:
         stack: The stack it is of.
         num_attentions: How often attention has run in it.
         is_attending: Whether attention runs now, so that what it calls is not intercepted again.
+        local_sizes: Sequences, and how many tokens of each this rank has; None: not known.
     """
 
-    def __init__(self, stack: Stack, length: int | None, wholes: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        length: int | None,
+        wholes: tuple[torch.Tensor, ...],
+        local_sizes: tuple[int, ...] | None = None,
+    ) -> None:
         self.stack = stack
         self.num_attentions = 0
         self.is_attending = False
+        self.local_sizes = local_sizes
         self._length = length
         self._wholes = wholes
         self._at_hand = wholes
@@ -167,7 +177,10 @@ def join_running_layers(
     """
     layer.__dict__[_STACK] = stack
     layer.__dict__[_INTERCEPTION] = interception
-    layer.__class__ = subclass_of(type(layer), "running", _running_members)
+    if interception is None:
+        layer.__class__ = subclass_of(type(layer), "running", _running_members)
+    else:
+        layer.__class__ = subclass_of(type(layer), "attending", _attending_members)
 
 
 def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
@@ -187,31 +200,39 @@ def _running_members(base: type[nn.Module]) -> dict[str, Any]:
             stack.splitter.begin_layer(span.length)
         if interception is None or (span is None and not is_in_backward()):
             return base.forward(self, *args, **kwargs)
-        running = RunningLayer(stack, span.length if span else None, _wholes(span, args, kwargs))
+        running = _running(stack, span, args, kwargs)
         with made_current(running), interception():
             try:
                 output = base.forward(self, *args, **kwargs)
-            except RuntimeError as error:  # as of shapes that don't fit, of matrix products in attention's place
-                if running.num_attentions == 0:
-                    raise _no_attention(base.__name__) from error
+            except (RuntimeError, ValueError) as error:  # of shapes that don't fit, of products in attention's place
+                if running.num_attentions == 0 and not isinstance(error, ConfigError):
+                    raise no_attention(base.__name__) from error
                 raise
         if running.num_attentions == 0:
-            raise _no_attention(base.__name__)
+            raise no_attention(base.__name__)
         return output
 
     return {"forward": forward}
 
 
-def _no_attention(layer: str) -> ConfigError:
+def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
+    """Attention is found by a mode and by what runs in this thread, of which a graph would know nothing."""
+    return {"forward": not_compiled(_running_members(base)["forward"])}
+
+
+def no_attention(layer: str) -> ConfigError:
     """Returns what to say of a layer none of whose attention was intercepted, so that tokens saw this rank's only."""
     return ConfigError(
-        f"{layer} ran without F.scaled_dot_product_attention or transformers' attention interface, so that"
+        f"{layer} computes without F.scaled_dot_product_attention or transformers' attention interface, so that"
         " sequence parallelism can't know how it mixes tokens: use one of them"
         " (nn.MultiheadAttention does with need_weights=False), or split the sequence over the tensor-parallel"
         ' ranks (sequence_parallelism_mode="split_gather")'
     )
 
 
-def _wholes(span: Span | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    keys = span.wholes if span is not None else ()
-    return tuple(args[key] if isinstance(key, int) else kwargs[key] for key in keys)
+def _running(stack: Stack, span: Span | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningLayer:
+    if span is None:
+        return RunningLayer(stack, None, ())
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    wholes = tuple(given[key] for key in span.wholes)
+    return RunningLayer(stack, span.length, wholes, tuple(given[span.hidden].shape[:2]))

@@ -12,9 +12,11 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.arguments import argument_name, map_tensors, parameter_names
 from booster.plugins.hybrid_parallel.sequence_parallel.interception import AttentionMode, intercept_parts
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import Notes, keep_joinable
 from booster.plugins.hybrid_parallel.sequence_parallel.running import SPAN, Span, is_in_backward, join_running_layers
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.transformers_attention import use_sequence_attention
+from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["Stack", "attach_stack"]
 
@@ -31,9 +33,16 @@ _TOKENS = 1  # the dimension of hidden states that is the sequence
 
 @dataclass(slots=True)
 class _Run:
-    """A forward that is within the stack; `shared` has what stays whole, by the identity of what was given."""
+    """A forward that is within the stack.
+
+    Attributes:
+        length: Tokens of the whole sequence.
+        notes: What transformers notes of the layers.
+        shared: What stays whole, by the identity of what was given.
+    """
 
     length: int
+    notes: Notes
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -42,10 +51,12 @@ class Stack:
 
     Attributes:
         splitter: Who splits and joins.
+        splits_attention: Whether attention sees this rank's tokens only.
     """
 
     def __init__(self, splitter: SequenceSplitter) -> None:
         self.splitter = splitter
+        self.splits_attention = splitter.attention_ranks is not None
         self._run: _Run | None = None
         self._lengths_seen: set[int] = set()
 
@@ -73,19 +84,30 @@ class Stack:
         length = x.shape[_TOKENS]
         if len(self._lengths_seen) < 2:  # whether there are several is all that matters
             self._lengths_seen.add(length)
-        self._run = None if is_in_backward() else _Run(length)
+        self._run = None if is_in_backward() else _Run(length, Notes(sees_all_tokens=not self.splits_attention))
         if is_training:
             self.splitter.streams.enter(anew=True)
         return self.splitter.split(x, _TOKENS), length
 
     def end(self, output: Any, length: int, *, is_training: bool) -> Any:
         """Returns a layer's output with hidden states of the whole sequence."""
-        joined = _with_hidden(output, lambda x: self.splitter.join(x, _TOKENS, length))
+
+        def join(x: torch.Tensor) -> torch.Tensor:
+            if self._run is not None:
+                self._run.notes.join(x.shape, lambda noted, dim: self.splitter.join(noted, dim, length))
+            return self.splitter.join(x, _TOKENS, length)
+
+        joined = _with_hidden(output, join)
         if is_training:
             self.splitter.streams.leave()
         self.splitter.end()
         self._run = None
         return joined
+
+    def keep(self, output: Any, length: int) -> None:
+        """Notes on the output of a layer that is not the last how its hidden states become whole. No communication."""
+        if not is_in_backward():
+            keep_joinable(output, lambda x: self.splitter.join(x, _TOKENS, length))
 
     def continued(self, x: torch.Tensor, index: int) -> int:
         """Returns how long the sequence is of which a layer behind the first one got hidden states."""
@@ -121,12 +143,21 @@ class _LayerHooks:
         self._stack = stack
         self._index = index
         self._names = names
+        self._end: int | None = None
 
+    def attach(self, layer: nn.Module, *, is_last: bool) -> None:
+        layer.register_forward_pre_hook(self.before, with_kwargs=True)
+        handle = layer.register_forward_hook(self.after if is_last else self.between, with_kwargs=True)
+        self._end = handle.id if is_last else None
+
+    @not_compiled
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         key = _hidden_key(args, kwargs)
         if self._index == 0:
             hidden, length = self._stack.begin(named[key], is_training=module.training)
+            if self._end is not None:  # transformers' hooks, made at the first call, note this layer's input as well
+                module._forward_hooks.move_to_end(self._end)
         else:
             hidden, length = named[key], self._stack.continued(named[key], self._index)
         wholes: list[int | str] = []
@@ -137,8 +168,13 @@ class _LayerHooks:
         named[SPAN] = Span(length=length, hidden=key, wholes=tuple(wholes))
         return tuple(named.pop(position) for position in range(len(args))), named
 
+    @not_compiled
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return self._stack.end(output, kwargs[SPAN].length, is_training=module.training)
+
+    @not_compiled
+    def between(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._stack.keep(output, kwargs[SPAN].length)
 
     def _argument(self, key: int | str, value: Any, length: int, wholes: list[int | str]) -> Any:
         name = argument_name(self._names, key) if isinstance(key, int) else key
@@ -175,13 +211,11 @@ def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Sta
     stack = Stack(splitter)
     for index, layer in enumerate(layers):
         hooks = _LayerHooks(stack, index, parameter_names(layer))
-        layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        if index == len(layers) - 1:
-            layer.register_forward_hook(hooks.after, with_kwargs=True)
-        if splitter.attention_ranks is not None:
+        hooks.attach(layer, is_last=index == len(layers) - 1)
+        if stack.splits_attention:
             use_sequence_attention(layer)
             intercept_parts(layer, stack)
-        join_running_layers(layer, stack, AttentionMode if splitter.attention_ranks is not None else None)
+        join_running_layers(layer, stack, AttentionMode if stack.splits_attention else None)
     return stack
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -15,6 +16,9 @@ from booster.plugins.hybrid_parallel.sequence_parallel.running import RunningLay
 __all__ = ["IMPLEMENTATION", "use_sequence_attention"]
 
 IMPLEMENTATION = "booster_sequence_parallel"
+# In place of "eager", whose masks say all that limits attention; sdpa's is causal without one, unless a module denies
+# it.
+_EAGER = "booster_sequence_parallel_eager"
 # What other implementations compute beside attention, and this one can't.
 _UNKNOWN = {"softcap": "caps scores", "s_aux": "has sinks"}
 
@@ -23,7 +27,8 @@ def use_sequence_attention(model: nn.Module) -> None:
     """Has a transformers model or layer call attention that knows of split sequences; does nothing to any other one.
 
     The name is set in the model's configurations, in place, so it also replaces transformers' eager attention, whose
-    matrix products could not be intercepted. Outside of stacks it is transformers' sdpa attention. Configurations don't
+    matrix products could not be intercepted. Outside of stacks it is transformers' sdpa attention, with the masks of
+    what it replaces. Configurations don't
     save the name. No communication.
 
     Raises:
@@ -36,14 +41,14 @@ def use_sequence_attention(model: nn.Module) -> None:
         return
     _register()
     for config in configs.values():
-        if config._attn_implementation not in (None, "eager", "sdpa", IMPLEMENTATION):
+        if config._attn_implementation not in (None, "eager", "sdpa", IMPLEMENTATION, _EAGER):
             raise ConfigError(
                 f"{type(config).__name__} asks for attn_implementation={config._attn_implementation!r}, which does not"
                 ' know of sequences split over ranks: load the model with "sdpa" or "eager", in whose place sequence'
                 " parallelism puts its own"
             )
     for config in configs.values():
-        config._attn_implementation = IMPLEMENTATION
+        config._attn_implementation = _EAGER if config._attn_implementation in ("eager", _EAGER) else IMPLEMENTATION
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -62,10 +67,12 @@ def _configs(model: nn.Module) -> list[Any]:
 
 def _register() -> None:
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
     AttentionInterface.register(IMPLEMENTATION, _attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    AttentionInterface.register(_EAGER, functools.partial(_attention_forward, is_eager=True))
+    AttentionMaskInterface.register(_EAGER, eager_mask)
 
 
 def _attention_forward(
@@ -78,10 +85,13 @@ def _attention_forward(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
+    *,
+    is_eager: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: (batch, heads, tokens, features) in, (batch, tokens, heads, features) out."""
     layer = running_layer()
+    is_causal = False if is_eager else is_causal
     _refuse_unknown(module, kwargs)
     if layer is None:
         return _dense_forward(

@@ -1,0 +1,269 @@
+"""Losses and outputs of what layers compute on the way are those of all tokens, not of one rank's; or an error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import distributed
+from hybrid_cases import on_own_axis, on_tensor_axis
+from oracles.joined_slices import copied_slices, join_slices
+from torch import nn
+
+from booster import Booster
+from booster.errors import ConfigError
+from booster.plugins import HybridParallelPlugin
+
+VOCABULARY = 61
+DECODER = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0},
+    "use_cache": False,
+}
+ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 2}
+MOE = {**DECODER, **ROUTER, "num_experts": 4, "moe_intermediate_size": 16}
+SEQ2SEQ = {
+    **{"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 32, "pad_token_id": 0, "dropout": 0.0},
+    **{"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40, "encoder_layerdrop": 0.0},
+    **{"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 40, "decoder_layerdrop": 0.0},
+    **{"attention_dropout": 0.0, "activation_dropout": 0.0, "decoder_start_token_id": 0, "use_cache": False},
+}
+SWITCH = {
+    **{"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4},
+    **{"num_experts": 4, "dropout_rate": 0.0, "router_jitter_noise": 0.0, "decoder_start_token_id": 0},
+}
+# By name: configuration, model, its arguments.
+MODELS = {
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**DECODER, **ROUTER, "num_local_experts": 4}),
+    "one_layer": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**DECODER, **ROUTER, "num_local_experts": 4, "num_hidden_layers": 1},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MOE, "head_dim": 8}),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", MOE),
+    "jetmoe": (
+        "JetMoeConfig",
+        "JetMoeForCausalLM",
+        {**DECODER, "num_local_experts": 4, "output_router_logits": True, "aux_loss_coef": 0.5, "kv_channels": 8},
+    ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", DECODER),
+    "falcon": (  # keeps hidden states itself
+        "FalconConfig",
+        "FalconForCausalLM",
+        {
+            **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cache": False},
+        },
+    ),
+    "nllb_moe": (  # its attention without a mask is not causal
+        "NllbMoeConfig",
+        "NllbMoeForConditionalGeneration",
+        {**SEQ2SEQ, "encoder_sparse_step": 0, "decoder_sparse_step": 0},
+    ),
+    "mvp": ("MvpConfig", "MvpForConditionalGeneration", {**SEQ2SEQ, "classifier_dropout": 0.0}),
+    "switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", SWITCH),
+}
+LAYOUTS = {
+    "all_to_all 2": on_own_axis("all_to_all", 2),
+    "ring_attn 2": on_own_axis("ring_attn", 2),
+    "all_to_all 4": on_own_axis("all_to_all", 4),
+    "ring_attn 4": on_own_axis("ring_attn", 4),
+    "tp 2 all_to_all 2": on_own_axis("all_to_all", 2, tp_size=2),
+    "tp 2 ring_attn 2": on_own_axis("ring_attn", 2, tp_size=2),
+    "dp 2 all_to_all 2": on_own_axis("all_to_all", 2, dp_size=2),
+    "split_gather 2": on_tensor_axis("split_gather", 2),
+    "ring 2": on_tensor_axis("ring", 2),
+}
+
+
+def build(name, **arguments):
+    transformers = pytest.importorskip("transformers")
+    config, model, own = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**{**own, **arguments}))
+
+
+def batch_of(step, length=11, *, is_padded=True):
+    """Returns a batch that is the same on all ranks; its second sequence ends in padding."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(1, VOCABULARY, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if is_padded:
+        mask[1, -3:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def boosted(model, arguments):
+    booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", **arguments}))
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))[:2]
+
+
+def train_both(name, arguments, *, steps=3, outputs=("router_logits",), **extra):
+    """Trains under the plugin and in one process on the same batches, and compares losses, outputs and weights."""
+    serial = build(name)
+    model = copy.deepcopy(serial)
+    optimizer = torch.optim.SGD(serial.parameters(), lr=0.1, momentum=0.9)
+    booster, model, boosted_optimizer = boosted(model, arguments)
+    before = {key: value.clone() for key, value in serial.state_dict().items()}
+    for step in range(steps):
+        batch = {**batch_of(step), **extra}
+        expected, found = serial(**batch), model(**batch)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+        for output in outputs:
+            assert len(found[output]) == len(expected[output]) > 0
+            torch.testing.assert_close(tuple(found[output]), tuple(expected[output]), rtol=1e-4, atol=1e-5)
+        optimizer.zero_grad()
+        expected.loss.backward()
+        optimizer.step()
+        booster.backward(found.loss, boosted_optimizer)
+        boosted_optimizer.step()
+        boosted_optimizer.zero_grad()
+    compare_weights(model, serial, before)
+
+
+def compare_weights(model, serial, before):
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, copied_slices(model))
+    found = join_slices(parts, model.tied_names(), what="the weights")
+    moves = {name: float((value - before[name]).norm()) for name, value in serial.state_dict().items()}
+    for name, expected in serial.state_dict().items():
+        away = float((found[name] - expected).norm())
+        assert away <= 2e-4 * max(moves[name], 0.02 * max(moves.values())), (name, away, moves[name])
+
+
+CASES = [("mixtral", "all_to_all 2"), ("qwen3_moe", "ring_attn 2"), ("one_layer", "all_to_all 2")]
+SLOW_CASES = [
+    (name, layout)
+    for name in ("mixtral", "qwen3_moe", "olmoe", "jetmoe")
+    for layout in LAYOUTS
+    if not layout.startswith(("split_gather", "ring ", "dp"))
+    and (name, layout) not in CASES
+    and not ("tp" in layout and name in ("olmoe", "jetmoe"))  # no plan for them
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
+@pytest.mark.parametrize("checkpoints", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_auxiliary_losses_of_experts_are_those_of_all_tokens(name, layout, checkpoints):
+    _check_auxiliary_losses(LAYOUTS[layout], name, checkpoints)
+
+
+def _check_auxiliary_losses(layout, name, checkpoints):
+    from harness import run_ranks
+
+    world_size, arguments = layout
+    run_ranks(_train_experts, world_size, name, {**arguments, "gradient_checkpoint_config": checkpoints}, timeout=120)
+
+
+def _train_experts(name, arguments):
+    train_both(name, arguments, outputs=("router_logits", "hidden_states"), output_hidden_states=True)
+
+
+@distributed(world_size=2)
+def test_experts_layers_are_computed_again_with_their_losses():
+    train_both("mixtral", {**LAYOUTS["all_to_all 2"][1], "gradient_checkpoint_config": True}, steps=2)
+
+
+@pytest.mark.parametrize("layout", ["all_to_all 2", "split_gather 2", pytest.param("ring 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "falcon"])
+@distributed(world_size=2)
+def test_hidden_states_are_returned_whole(name, layout):
+    train_both(name, LAYOUTS[layout][1], steps=1, outputs=("hidden_states",), output_hidden_states=True)
+
+
+class Attending(nn.Module):
+    """A layer that also notes a loss of its router, as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.router = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [projection(x).unflatten(-1, (2, 8)).transpose(1, 2) for projection in self.projections]
+        self.balance = self.router(x).softmax(-1).mean((0, 1)).square().sum()
+        return x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+class Balanced(nn.Module):
+    """Sums its layers' own losses, or keeps their hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        kept = []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x)
+        return x, sum(layer.balance for layer in self.layers), kept
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@distributed(world_size=2)
+def test_a_loss_of_one_ranks_tokens_is_refused_on_all_ranks(mode):
+    torch.manual_seed(0)
+    serial = Balanced()
+    booster, model, optimizer = boosted(copy.deepcopy(serial), LAYOUTS[f"{mode} 2"][1])
+    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1))
+    output, balance, kept = model(x)
+    with pytest.raises(ConfigError, match="compute it of what the model returns"):
+        booster.backward(output.square().mean() + balance, optimizer)
+    losses = []
+    for one in (serial, model):
+        output, _, kept = one(x)
+        losses.append(output.square().mean() + sum(states.mean((0, 1)).square().sum() for states in kept))
+    torch.testing.assert_close(losses[1], losses[0])
+    losses[0].backward()
+    booster.backward(losses[1], optimizer)
+    norm = torch.cat([one.grad.flatten() for one in serial.parameters() if one.grad is not None]).norm()
+    assert booster.clip_grad_norm_(optimizer, 1.0) == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@distributed(world_size=2)
+def test_transformers_attention_by_hand_is_refused_by_boost(mode):
+    model = build("mvp")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"model.encoder.layers.0 computes without F.scaled_dot_product_attention"):
+        boosted(model, LAYOUTS[f"{mode} 2"][1])
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    boosted(build("nllb_moe"), LAYOUTS[f"{mode} 2"][1])  # whose encoder's attention is looked up
+
+
+@distributed(world_size=2)
+def test_experts_with_a_capacity_are_refused():
+    _, model, _ = boosted(build("switch", expert_capacity=3), LAYOUTS["all_to_all 2"][1])
+    batch = {"input_ids": batch_of(0)["input_ids"], "labels": batch_of(1)["input_ids"]}
+    with pytest.raises(ConfigError, match="cumsum along the tokens"):
+        model(**batch)
+
+
+@distributed(world_size=2)
+def test_weights_of_attention_are_refused():
+    for arguments, asked in [({}, {"output_attentions": True}), ({"output_attentions": True}, {})]:
+        _, model, _ = boosted(build("llama", **arguments), LAYOUTS["all_to_all 2"][1])
+        with pytest.raises(ConfigError, match="never has in one place"):
+            model(**batch_of(0), **asked)
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@distributed(world_size=2)
+def test_eager_attention_without_a_mask_is_not_causal(mode):
+    serial = build("nllb_moe")
+    assert serial.config._attn_implementation == "eager"
+    booster, model, optimizer = boosted(copy.deepcopy(serial), LAYOUTS[f"{mode} 2"][1])
+    batch = {"input_ids": batch_of(0)["input_ids"], "labels": batch_of(1, 8)["input_ids"]}
+    expected, found = serial(**batch).loss, model(**batch).loss
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    expected.backward()
+    booster.backward(found, optimizer)
+    norm = torch.cat([one.grad.flatten() for one in serial.parameters() if one.grad is not None]).norm()
+    assert booster.clip_grad_norm_(optimizer, 1.0) == pytest.approx(float(norm), rel=1e-4)
