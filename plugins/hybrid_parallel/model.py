@@ -21,7 +21,7 @@ from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequencePara
 from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffers import broadcast_joined
-from booster.plugins.sharding.compiling import not_compiled
+from booster.plugins.sharding.compiling import calls_compiled, not_compiled
 from booster.random_state import capture_random_state, restore_random_state
 from booster.tensor_tree import map_tensors
 
@@ -85,7 +85,7 @@ class HybridModel(ZeroModel):
         self._may_draw_differently = self._shares_batches
         self.register_load_hook(self._expect_other_random_states)
 
-    @torch.compiler.disable(recursive=False)
+    @calls_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's forward; arguments and result are those of the user's model. Collective.
 

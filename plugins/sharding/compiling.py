@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["not_compiled"]
+__all__ = ["calls_compiled", "not_compiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -18,3 +18,8 @@ def not_compiled(function: _Function) -> _Function:
     For what communicates, or keeps what it is given from call to call: a graph would be replayed without either.
     """
     return cast(_Function, torch.compiler.disable(function))
+
+
+def calls_compiled(function: _Function) -> _Function:
+    """Has torch.compile not look into a function itself, but into what it calls."""
+    return cast(_Function, torch.compiler.disable(function, recursive=False))

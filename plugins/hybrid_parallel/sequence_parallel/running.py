@@ -233,6 +233,6 @@ def no_attention(layer: str) -> ConfigError:
 def _running(stack: Stack, span: Span | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningLayer:
     if span is None:
         return RunningLayer(stack, None, ())
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     wholes = tuple(given[key] for key in span.wholes)
     return RunningLayer(stack, span.length, wholes, tuple(given[span.hidden].shape[:2]))

@@ -157,7 +157,7 @@ class _LayerHooks:
         if self._index == 0:
             hidden, length = self._stack.begin(named[key], is_training=module.training)
             if self._end is not None:  # transformers' hooks, made at the first call, note this layer's input as well
-                module._forward_hooks.move_to_end(self._end)
+                module._forward_hooks[self._end] = module._forward_hooks.pop(self._end)
         else:
             hidden, length = named[key], self._stack.continued(named[key], self._index)
         wholes: list[int | str] = []
