@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
 from booster.plugins.low_level_zero.slots import GradientBucket
+from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["WaitingForWeights", "WeightGathering"]
 
@@ -44,6 +45,7 @@ class WeightGathering:
             for slot in one.slots:
                 self._needed.setdefault(id(slot.parameter), []).append(index)
 
+    @not_compiled
     def wait(self) -> None:
         """Waits until all weights are here."""
         for index in list(self._flights):

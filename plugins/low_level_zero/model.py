@@ -69,7 +69,7 @@ class ZeroModel(ModelWrapper):
     def _waiting(self) -> AbstractContextManager[Any]:
         if self._gathering is None or not self._gathering.is_pending:
             return nullcontext()
-        if any(hasattr(module, "_orig_mod") for module in self.module.modules()):
+        if torch.compiler.is_compiling() or any(map(_is_compiled, self.module.modules())):
             self._gathering.wait()  # a compiled module reads its weights where no operator of torch is seen
             return nullcontext()
         return WaitingForWeights(self._gathering)
@@ -119,3 +119,7 @@ class ZeroModel(ModelWrapper):
     def tensor_slices(self) -> list[TensorSlice]:
         self.wait_for_weights()
         return super().tensor_slices()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from booster.comm import broadcast
+from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["broadcast_joined"]
 
 
+@not_compiled
 @torch.no_grad()
 def broadcast_joined(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Gives all ranks the first rank's tensors, with one message per number format. Collective."""
