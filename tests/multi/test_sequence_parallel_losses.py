@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import distributed
+from harness import distributed, run_ranks
 from hybrid_cases import on_own_axis, on_tensor_axis
 from oracles.joined_slices import copied_slices, join_slices
 from torch import nn
@@ -74,7 +74,6 @@ LAYOUTS = {
     "ring_attn 4": on_own_axis("ring_attn", 4),
     "tp 2 all_to_all 2": on_own_axis("all_to_all", 2, tp_size=2),
     "tp 2 ring_attn 2": on_own_axis("ring_attn", 2, tp_size=2),
-    "dp 2 all_to_all 2": on_own_axis("all_to_all", 2, dp_size=2),
     "split_gather 2": on_tensor_axis("split_gather", 2),
     "ring 2": on_tensor_axis("ring", 2),
 }
@@ -140,7 +139,7 @@ SLOW_CASES = [
     (name, layout)
     for name in ("mixtral", "qwen3_moe", "olmoe", "jetmoe")
     for layout in LAYOUTS
-    if not layout.startswith(("split_gather", "ring ", "dp"))
+    if not layout.startswith(("split_gather", "ring "))
     and (name, layout) not in CASES
     and not ("tp" in layout and name in ("olmoe", "jetmoe"))  # no plan for them
 ]
@@ -151,13 +150,7 @@ SLOW_CASES = [
 )
 @pytest.mark.parametrize("checkpoints", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_auxiliary_losses_of_experts_are_those_of_all_tokens(name, layout, checkpoints):
-    _check_auxiliary_losses(LAYOUTS[layout], name, checkpoints)
-
-
-def _check_auxiliary_losses(layout, name, checkpoints):
-    from harness import run_ranks
-
-    world_size, arguments = layout
+    world_size, arguments = LAYOUTS[layout]
     run_ranks(_train_experts, world_size, name, {**arguments, "gradient_checkpoint_config": checkpoints}, timeout=120)
 
 
@@ -206,7 +199,7 @@ class Balanced(nn.Module):
         return x, sum(layer.balance for layer in self.layers), kept
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@pytest.mark.parametrize("mode", ["all_to_all", pytest.param("ring_attn", marks=pytest.mark.slow)])
 @distributed(world_size=2)
 def test_a_loss_of_one_ranks_tokens_is_refused_on_all_ranks(mode):
     torch.manual_seed(0)
@@ -227,15 +220,14 @@ def test_a_loss_of_one_ranks_tokens_is_refused_on_all_ranks(mode):
     assert booster.clip_grad_norm_(optimizer, 1.0) == pytest.approx(float(norm), rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @distributed(world_size=2)
-def test_transformers_attention_by_hand_is_refused_by_boost(mode):
+def test_transformers_attention_by_hand_is_refused_by_boost():
     model = build("mvp")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ConfigError, match=r"model.encoder.layers.0 computes without F.scaled_dot_product_attention"):
-        boosted(model, LAYOUTS[f"{mode} 2"][1])
+        boosted(model, LAYOUTS["all_to_all 2"][1])
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    boosted(build("nllb_moe"), LAYOUTS[f"{mode} 2"][1])  # whose encoder's attention is looked up
+    boosted(build("nllb_moe"), LAYOUTS["all_to_all 2"][1])  # whose encoder's attention is looked up
 
 
 @distributed(world_size=2)
@@ -254,7 +246,7 @@ def test_weights_of_attention_are_refused():
             model(**batch_of(0), **asked)
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@pytest.mark.parametrize("mode", ["all_to_all", pytest.param("ring_attn", marks=pytest.mark.slow)])
 @distributed(world_size=2)
 def test_eager_attention_without_a_mask_is_not_causal(mode):
     serial = build("nllb_moe")
