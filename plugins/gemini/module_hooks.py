@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from booster.errors import ConfigError
 from booster.plugins.gemini.chunk import Chunk, Slot
@@ -99,6 +100,7 @@ class ModuleHooks:
         self._times_saved: Counter[int] = Counter()
         self._saved = SavedTensors(self)
         self._handles: list[Any] = []
+        self._gradient_handles: dict[int, RemovableHandle] = {}
         self._watched: list[nn.Module] = []
         self._is_in_backward = False
         for module in model.modules():
@@ -119,7 +121,9 @@ class ModuleHooks:
         """Has the chunks take gradients of parameters that train and were not watched yet."""
         for slot in self._slots.values():
             if slot.parameter.requires_grad and slot.chunk.layout.trains and not slot.is_watched:
-                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(_GradientArrived(self)))
+                self._gradient_handles[id(slot.parameter)] = slot.parameter.register_post_accumulate_grad_hook(
+                    _GradientArrived(self)
+                )
                 slot.is_watched = True
 
     def gradient_arrived_at(self, parameter: torch.Tensor) -> None:
@@ -130,8 +134,9 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Leaves the model as it was."""
-        for handle in self._handles:
+        for handle in [*self._handles, *self._gradient_handles.values()]:
             handle.remove()
+        self._gradient_handles.clear()  # graphs from before still come here
         for module in self._watched:
             module._parameters = dict(module._parameters)
         for slot in self._slots.values():
@@ -239,6 +244,9 @@ class ModuleHooks:
     def _begin_backward(self) -> None:
         self._is_in_backward = True
         self._manager.phase = Phase.BACKWARD
+        for key, handle in self._gradient_handles.items():
+            hooks = self._slots[key].parameter._post_accumulate_grad_hooks
+            hooks[handle.id] = hooks.pop(handle.id)  # behind the user's of later: it takes the gradient
 
     def _end_backward(self) -> None:
         self._is_in_backward = False

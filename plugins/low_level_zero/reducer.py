@@ -112,8 +112,10 @@ class GradientReducer:
 
     def _begin(self, reduces: bool) -> None:
         self._drain()
-        for slot in self.slots:
+        for slot, hook in zip(self.slots, self._hooks, strict=True):
             slot.has_arrived = False
+            hooks = slot.parameter._post_accumulate_grad_hooks
+            hooks[hook.id] = hooks.pop(hook.id)  # behind the user's of later: it takes the gradient
         for bucket in self._buckets:
             bucket.num_missing, bucket.is_issued = len(bucket.slots), False
             self._store_of(bucket).make_room(bucket)
