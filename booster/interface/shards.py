@@ -64,6 +64,10 @@ class Shard:
     has_master: bool
     is_primary: bool
 
+    def __post_init__(self) -> None:
+        # An optimizer may ask for what the user has marked parameters with, before boost() or later.
+        self.parameter.__dict__ = self.working.__dict__
+
     @property
     def layout(self) -> ParameterLayout:
         """Which blocks of the parameter as the user made it `working` consists of."""

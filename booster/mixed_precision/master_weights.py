@@ -87,6 +87,7 @@ class Fp32MasterWeights:
         values = originals.get(id(parameter), parameter.detach())
         values = values.to(device=parameter.device, dtype=torch.float32)
         master = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        master.__dict__ = parameter.__dict__  # the optimizer may ask for what the user has marked parameters with
         self._pairs.append(_Pair(working=parameter, master=master))
         self._working_of[id(master)] = parameter
         return master
