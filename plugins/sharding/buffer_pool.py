@@ -81,7 +81,8 @@ class BufferPool:
             self._free.remove(buffer)
         else:
             self._free.clear()  # too small: kept beside a larger one they would only be held
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            with torch.inference_mode(False):  # else nothing else could write to it
+                memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             buffer = Buffer(memory, _references(memory))
         self._num_bytes_out += buffer.num_bytes
         return buffer

@@ -85,9 +85,9 @@ class Assembly:
             materializer.fill(modules)
             self._shard(model, plan, _named(model, whole))
         after = dict(model.named_parameters(remove_duplicate=False))
-        shown = {id(before[name]): after[name] for name in before}
+        originals = {id(after[name]): before[name] for name in before}
         self._cast_buffers(model)
-        return self._boosted(model, _named(model, whole), shown, device)
+        return self._boosted(model, _named(model, whole), originals, device)
 
     def _keep_own_formats(self, model: nn.Module) -> None:
         outside = None if self.formats is None else self.formats.param_dtype
@@ -159,7 +159,11 @@ class Assembly:
                     buffer.data = buffer.data.to(dtype)
 
     def _boosted(
-        self, model: nn.Module, whole: Collection[nn.Parameter], shown: dict[int, nn.Parameter], device: torch.device
+        self,
+        model: nn.Module,
+        whole: Collection[nn.Parameter],
+        originals: dict[int, nn.Parameter],
+        device: torch.device,
     ) -> FSDPModel:
         names = _names_by_parameter(model)
         shard_group = self.mesh.get_group("shard")
@@ -167,7 +171,7 @@ class Assembly:
             model._get_fsdp_state()._lazy_init()  # else the first unit that runs would take itself for the root
         coordinator = Coordinator(self.coordination_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        units = list(units_of(modules, names, coordinator, BufferPool(device)))
+        units = list(units_of(modules, names, originals, coordinator, BufferPool(device)))
         divided = [Divided(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in whole]
         owners = choose_owners(divided, group_size(shard_group))
         members = [
@@ -179,7 +183,6 @@ class Assembly:
             units,
             WholeParameters(members, None, shard_group),
             coordinator,
-            shown,
             is_primary=self.is_primary,
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.broadcasts_buffers,

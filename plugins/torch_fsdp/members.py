@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-__all__ = ["Member"]
+__all__ = ["Member", "without_reduced_gradient_hooks"]
+
+# Note [Tensors of one parameter]
+# One parameter is several tensors: the user's from before boost(), the sharded one that the model shows between
+# forwards, and the gathered one that forwards use and autograd gives this rank's gradient of the whole parameter to.
+# The user sees one parameter, so all of them share the dictionaries of its attributes and of its hooks: whichever of
+# them is marked, given a hook, or has one removed. Whether it trains is what was said last of any of them. FSDP2 calls
+# hooks of the sharded tensor as well, when it has reduced a gradient (here a sum that is still in flight); those are
+# kept from it.
+
+
+def _share(original: torch.Tensor, other: torch.Tensor) -> None:
+    """Has two tensors share attributes and hooks, and gives the other the user's class of parameters."""
+    if other.__dict__ is original.__dict__:
+        return
+    original.__dict__.update(other.__dict__)
+    other.__dict__ = original.__dict__
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(original, name) is None:
+                setattr(original, name, OrderedDict())
+            setattr(other, name, getattr(original, name))
+    if type(other) is nn.Parameter:
+        other.__class__ = type(original)  # type: ignore[assignment]
+
+
+@contextmanager
+def without_reduced_gradient_hooks(members: Iterable[Member]) -> Iterator[None]:
+    """Keeps hooks from FSDP2, which would call them with reduced gradients; see Note [Tensors of one parameter]."""
+    kept = [(one.parameter, hooks) for one in members if (hooks := one.parameter._post_accumulate_grad_hooks)]
+    for parameter, _ in kept:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameter, hooks in kept:
+            parameter._post_accumulate_grad_hooks = hooks
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +58,7 @@ class Member:
     Attributes:
         name: Its first name in the model.
         names: All of them.
+        original: The user's tensor from before boost(), without elements by now.
         parameter: What the model shows of it between forwards, a DTensor.
         state: FSDP2's.
         rank: This rank's place among those that share it.
@@ -28,14 +68,25 @@ class Member:
 
     name: str
     names: tuple[str, ...]
+    original: nn.Parameter = field(repr=False)
     parameter: nn.Parameter
     state: FSDPParam = field(repr=False)
     rank: int
     is_used: bool = False
     address: int = field(init=False, repr=False)
+    _trained: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.address = self.state._sharded_param_data.data_ptr()
+        self._trained = self.parameter.requires_grad
+        _share(self.original, self.parameter)
+        self.state._setattr_on_modules = self._show  # type: ignore[assignment, method-assign]
+
+    def _show(self, parameter: nn.Parameter) -> None:
+        """Takes the place of FSDP2's function that sets what the modules show."""
+        _share(self.original, parameter)
+        parameter.requires_grad_(self.trains)
+        FSDPParam._setattr_on_modules(self.state, parameter)
 
     @property
     def has_moved(self) -> bool:
@@ -75,7 +126,17 @@ class Member:
     @property
     def trains(self) -> bool:
         """Whether gradients are wanted."""
-        return self.parameter.requires_grad
+        return self.settle_training()
+
+    def settle_training(self) -> bool:
+        """Returns whether gradients are wanted: what was said last of any of its tensors, and holds for all now."""
+        info = self.state._module_info
+        tensors = [self.original, self.parameter, getattr(info.module, info.param_name)]
+        if any(one.requires_grad != self._trained for one in tensors):
+            self._trained = not self._trained
+            for one in tensors:
+                one.requires_grad_(self._trained)
+        return self._trained
 
     @property
     def was_gathered(self) -> bool:

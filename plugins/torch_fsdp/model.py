@@ -37,7 +37,6 @@ class FSDPModel(ModelWrapper):
         units: Its units, which hold the parameters.
         whole: The parameters that no unit holds.
         coordinator: Of the units.
-        shown: By the `id` of a parameter from before boost() what the model shows in its place.
         is_primary: True on the rank that writes what all ranks hold alike.
         writes_shards: True where this rank writes what replicas of the shards hold alike.
         broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
@@ -49,7 +48,6 @@ class FSDPModel(ModelWrapper):
         units: Sequence[Unit],
         whole: WholeParameters,
         coordinator: Coordinator,
-        shown: Mapping[int, nn.Parameter],
         *,
         is_primary: bool,
         writes_shards: bool,
@@ -59,7 +57,6 @@ class FSDPModel(ModelWrapper):
         self.units = tuple(units)
         self.whole = whole
         self.coordinator = coordinator
-        self._shown = dict(shown)
         self._writes_shards = writes_shards
         self._broadcasts_buffers = broadcasts_buffers
         self._clear_gradients: Callable[[bool], None] | None = None
@@ -68,6 +65,7 @@ class FSDPModel(ModelWrapper):
         for unit in self.units:
             self._places |= {id(member.parameter): (unit, member) for member in unit.members}
         self._places |= {id(member.parameter): member for member in whole.members}
+        self._shown = {id(member.original): member.parameter for member in self.members}
         coordinator.serve_with([unit.served for unit in self.units])
 
     @property

@@ -171,6 +171,11 @@ class FSDPOptimizer(ShardedOptimizer):
         shapes = {one.member.name: one.member.shape for one in self._updates}
         self._use_shards(Shards(parts, list(shapes), self._settings.shard_group, shapes=shapes))
 
+    def _shard_unfrozen(self) -> None:
+        for member in self.model.members:  # also of units that this rank did not use
+            member.settle_training()
+        super()._shard_unfrozen()
+
     def _reshard(self, indices: Sequence[int]) -> None:
         self._shard_groups(indices)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
@@ -17,7 +19,7 @@ from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.torch_fsdp.collectives import UnitAllGather, UnitReduceScatter, room
 from booster.plugins.torch_fsdp.coordination import Coordinator, Served, Task, TaskKind
-from booster.plugins.torch_fsdp.members import Member
+from booster.plugins.torch_fsdp.members import Member, without_reduced_gradient_hooks
 from booster.plugins.torch_fsdp.watching import InputWatch
 
 __all__ = ["Unit", "groups_of", "units_of"]
@@ -78,6 +80,8 @@ class Unit:
         if self.device.type == "cpu" and hasattr(module, "_set_unshard_async_op"):
             module._set_unshard_async_op(True)  # gloo has no streams: who waits at once lets nothing overlap
         self.group.post_backward = self._post_backward  # type: ignore[method-assign]
+        self.group.unshard = partial(_in_normal_memory, self.group.unshard)  # type: ignore[method-assign]
+        self.group.wait_for_unshard = partial(_in_normal_memory, self.group.wait_for_unshard)  # type: ignore[method-assign]
         self.inputs = InputWatch(module, self._post_backward)  # type: ignore[arg-type]
         self.group._register_post_backward_hook = self.inputs.watch  # type: ignore[method-assign]
 
@@ -261,7 +265,8 @@ class Unit:
             return  # loaded gradients may wait here, for which FSDP2 has no place yet
         if self.group.reduce_grads and self._note_use():
             self._complete_gradients()
-        FSDPParamGroup.post_backward(self.group)
+        with without_reduced_gradient_hooks(self.members):
+            FSDPParamGroup.post_backward(self.group)
         self._collect_gradients()
 
     def _note_use(self) -> bool:
@@ -340,6 +345,12 @@ class Unit:
             torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
 
 
+def _in_normal_memory(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Calls what makes tensors that stay, and that must train also if an evaluation in inference mode comes first."""
+    with torch.inference_mode(False), torch.no_grad():
+        function(*args, **kwargs)
+
+
 def _shard_group(group: FSDPParamGroup) -> dist.ProcessGroup:
     assert isinstance(group.mesh_info, FSDPMeshInfo)
     return group.mesh_info.shard_process_group
@@ -365,6 +376,7 @@ def groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
 def units_of(
     modules: Iterable[tuple[str, FSDPModule]],
     names_of: dict[int, tuple[str, ...]],
+    originals: dict[int, nn.Parameter],
     coordinator: Coordinator,
     pool: BufferPool,
 ) -> Iterator[Unit]:
@@ -373,6 +385,7 @@ def units_of(
     Args:
         modules: What `fully_shard` was applied to, with names, in the order of the model.
         names_of: By the `id` of a sharded parameter all of its names.
+        originals: By the same `id` the user's parameter from before boost().
         coordinator: Of all units of the model.
         pool: Memory for collectives.
     """
@@ -380,12 +393,15 @@ def units_of(
     for name, module in modules:
         for group in groups_of(module):
             rank = group_rank(_shard_group(group))
-            members = [_member(state, names_of, rank) for state in group.fsdp_params]
+            members = [_member(state, names_of, originals, rank) for state in group.fsdp_params]
             yield Unit(index, name, module, group, members, coordinator, pool)
             index += 1
 
 
-def _member(state: FSDPParam, names_of: dict[int, tuple[str, ...]], rank: int) -> Member:
+def _member(
+    state: FSDPParam, names_of: dict[int, tuple[str, ...]], originals: dict[int, nn.Parameter], rank: int
+) -> Member:
     assert state.sharded_state is ShardedState.SHARDED
-    names = names_of[id(state.sharded_param)]
-    return Member(name=names[0], names=names, parameter=state.sharded_param, state=state, rank=rank)
+    shown = state.sharded_param
+    names = names_of[id(shown)]
+    return Member(name=names[0], names=names, original=originals[id(shown)], parameter=shown, state=state, rank=rank)
