@@ -276,7 +276,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _step_some(self, members: Sequence[ChunkUpdate]) -> None:
         if self._window.factors is None:
-            self.optim.step()
+            self._step_parts()
         else:
             fused = [update for update in members if update.rounds_in_place]
             self._step_fused({shard: copy for one in fused for shard, copy in one.working_copies().items()}, {})

@@ -188,7 +188,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def _step_shards(self) -> None:
         if self._window.factors is None:
-            self.optim.step()
+            self._step_parts()
             return
         flats = [flat for flat in self._flat_groups if flat.rounds_in_place]
         self._step_fused({part.shard.parameter: flat.weights_of(part) for flat in flats for part in flat.owned}, {})

@@ -10,7 +10,7 @@ from booster.optim import CPUAdam, FusedAdam, HybridAdam
 from booster.plugins.sharding.probe import find_obstacle
 from booster.plugins.sharding.shard_states import shard_state
 
-__all__ = ["obstacle_to_parts", "require_elementwise", "shard_state"]
+__all__ = ["obstacle_to_parts", "require_elementwise", "shard_state", "takes_empty_groups"]
 
 _OUR_OWN = frozenset({CPUAdam, FusedAdam, HybridAdam})
 # torch's own, whose formulas were read and that tests compare on parts and on wholes.
@@ -79,3 +79,8 @@ def obstacle_to_parts(optimizer: optim.Optimizer) -> str | None:
         return None
     obstacle = next((why for cls, why in _REFUSED.items() if isinstance(optimizer, cls)), None)
     return find_obstacle(optimizer) if obstacle is None else obstacle
+
+
+def takes_empty_groups(optimizer: optim.Optimizer) -> bool:
+    """Returns whether an optimizer is known to step where a rank holds nothing of a group."""
+    return isinstance(optimizer, ShardAware) or type(optimizer) in _ELEMENTWISE | _OUR_OWN

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_numbers, group_size, raise_on_all_ranks
+from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.interface.gradient_norm import any_nonfinite
@@ -23,6 +24,7 @@ from booster.interface.mixed_precision import LossScaler
 from booster.interface.parameter_layout import is_cut
 from booster.interface.shards import SeesWholeSteps
 from booster.phases import in_phase
+from booster.plugins.sharding.elementwise import takes_empty_groups
 from booster.plugins.sharding.masters import follow_weights
 from booster.plugins.sharding.norms import norm_over_ranks
 from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendingGradients
@@ -294,6 +296,27 @@ class ShardedOptimizer(OptimizerWrapper):
         super().step()
         return result
 
+    def _step_parts(self) -> None:
+        """Calls the user's step, which updates every element by itself.
+
+        In one process no group that trains is without parameters, so a foreign class need not be ready for that: where
+        this rank holds nothing of a group, one element that is nobody's stands in. What the class counts in its groups
+        stays the same on all ranks.
+        """
+        held = {shard.group_index for shard in self.shards.parts}
+        lacking = [index for index, group in enumerate(self.logical_groups) if index not in held and _trains(group)]
+        home = next((shard.parameter.device for shard in self.shards.parts), current_device())
+        stand_ins = {} if takes_empty_groups(self.optim) else {index: _stand_in(home) for index in lacking}
+        try:
+            for index, stand_in in stand_ins.items():
+                self.param_groups[index]["params"].append(stand_in)
+            self.optim.step()
+        finally:
+            for index, stand_in in stand_ins.items():
+                members = self.param_groups[index]["params"]
+                members[:] = [one for one in members if one is not stand_in]
+                self.optim.state.pop(stand_in, None)
+
     def _run_together(self, update: Callable[[], Any]) -> None:
         whole_step = self.optim.whole_step() if isinstance(self.optim, SeesWholeSteps) else nullcontext()
         with whole_step:
@@ -327,6 +350,16 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def pending_gradients(self) -> ShardedPendingGradients:
         return ShardedPendingGradients(self)
+
+
+def _trains(group: Sequence[tuple[str, nn.Parameter]]) -> bool:
+    return any(parameter.requires_grad for _, parameter in group)
+
+
+def _stand_in(device: torch.device) -> nn.Parameter:
+    stand_in = nn.Parameter(torch.zeros(1, device=device))
+    stand_in.grad = torch.zeros_like(stand_in, requires_grad=False)
+    return stand_in
 
 
 def _refuse_step_of_its_own(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:

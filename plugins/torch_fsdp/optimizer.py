@@ -355,7 +355,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _step_shards(self) -> None:
         if self._window.factors is None:
-            self.optim.step()
+            self._step_by_kind()
             return
         copies = {
             update.shard.parameter: update.weights.view(update.shard.parameter.shape)
@@ -363,6 +363,15 @@ class FSDPOptimizer(ShardedOptimizer):
             if update.shard is not None and update.rounds_in_place
         }
         self._step_fused(copies, {})
+
+    def _step_by_kind(self) -> None:
+        if self._settings.kind is OptimizerKind.PIECES:
+            self._step_parts()
+        elif self._settings.kind is OptimizerKind.WHOLES or self.shards.parts or not self._updates:
+            self.optim.step()  # one of whole parameters was tried with none of them
+        else:  # another rank has all parameters; here the step's hooks alone are called
+            Optimizer.profile_hook_step(_step_nothing)(self.optim)
+            self.optim._opt_called = True  # type: ignore[attr-defined]  # an LR scheduler asks for it
 
     def _write_weights(self) -> None:
         for update in self._updates:
@@ -439,6 +448,10 @@ class FSDPOptimizer(ShardedOptimizer):
         unit = next(unit for unit in self.model.units if member in unit.members)
         room = torch.empty(member.shape, dtype=unit.reduce_dtype, device=unit.device)
         member.state.unsharded_accumulated_grad = room.copy_(gradient)
+
+
+def _step_nothing(optimizer: Optimizer) -> None:
+    """Takes the place of a step."""
 
 
 def _divided(member: Member) -> Divided:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from gemini_models import WIDTH, Twins
 from harness import distributed, run_ranks
 from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
 from torch import nn
+from torch.optim import Optimizer
 from zoo import WholeBatches, get_model, split_batch
 
 from booster import Booster
@@ -436,3 +438,84 @@ def test_any_layout_goes_on_from_what_another_saved(source, target, tmp_path):
                 vocabulary, width = weights["embedding.weight"].shape
                 assert states["embedding.weight.exp_avg_sq_row"].shape == (vocabulary, 1)
                 assert states["embedding.weight.exp_avg_sq_col"].shape == (1, width)
+
+
+# Ranks that hold nothing of a group, or nothing at all.
+
+
+class NeverEmpty(Optimizer):
+    """Updates every element by itself, and is not made for groups without parameters or gradients."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            rate = group["lr"] / torch.full((), group["num_steps"], device=group["params"][0].device)
+            torch._foreach_sub_(group["params"], torch._foreach_mul([one.grad for one in group["params"]], rate))
+
+
+class SharesOneAverage(Optimizer):
+    """All parameters of a group move by one number."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            average = sum(one.grad.mean() for one in group["params"]) / len(group["params"])
+            for one in group["params"]:
+                one.sub_(group["lr"] * average)
+
+
+def tiny():
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, 1)  # of which FSDP gives all to the first rank
+
+
+def with_a_tiny_group():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+
+
+def in_groups(kind):
+    def make(model):
+        small = [one for one in model.parameters() if one.numel() <= 1]
+        large = [one for one in model.parameters() if one.numel() > 1]
+        return kind([{"params": large}, {"params": small, "lr": 0.2}])
+
+    return make
+
+
+class ShardedTwins(Twins):
+    def make_plugin(self, plugin):
+        return {
+            "zero": lambda: LowLevelZeroPlugin(precision="fp32"),
+            "gemini": lambda: GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 64}),
+            "torch_fsdp": TorchFSDPPlugin,
+        }[plugin]()
+
+
+@pytest.mark.parametrize("build", [tiny, with_a_tiny_group])
+@pytest.mark.parametrize(
+    ("plugin", "kind"),
+    [("zero", NeverEmpty), ("gemini", NeverEmpty), ("torch_fsdp", NeverEmpty), ("torch_fsdp", SharesOneAverage)],
+)
+@distributed(world_size=2)
+def test_ranks_that_hold_nothing_of_a_group_step_as_one_process(plugin, kind, build):
+    twins = ShardedTwins(build, optimizer=in_groups(kind), plugin=plugin)
+    num_calls = []
+    twins.optimizer.optim.register_step_post_hook(lambda *_: num_calls.append(1))
+    scheduler = torch.optim.lr_scheduler.ConstantLR(twins.optimizer.optim, factor=1.0)
+    for step in range(3):
+        twins.backward(step)
+        twins.step()
+        scheduler.step()  # which warns where no step came before
+    twins.assert_equal()
+    assert len(num_calls) == 3
+    assert [group.get("num_steps") for group in twins.optimizer.param_groups] == [
+        group.get("num_steps") for group in twins.plain_optimizer.param_groups
+    ]
