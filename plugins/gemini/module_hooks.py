@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from booster.plugins.gemini.chunk_manager import ChunkManager
 from booster.plugins.gemini.meeting import Phase
 from booster.plugins.gemini.saved_weights import SavedTensors
 from booster.plugins.sharding.compiling import not_compiled
+from booster.plugins.sharding.deep_copies import error_of_divided_copy
 
 __all__ = ["ModuleHooks"]
 
@@ -61,11 +62,12 @@ class _Running:
 class WatchedParameters(dict[str, Any]):
     """A module's parameters by name, that says when one is read."""
 
-    __slots__ = ("_hooks",)
+    __slots__ = ("_hooks", "_module_class")
 
-    def __init__(self, parameters: dict[str, Any], hooks: ModuleHooks) -> None:
+    def __init__(self, parameters: dict[str, Any], hooks: ModuleHooks, module_class: type[nn.Module]) -> None:
         super().__init__(parameters)
         self._hooks: ModuleHooks | None = hooks
+        self._module_class = module_class
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
@@ -74,12 +76,19 @@ class WatchedParameters(dict[str, Any]):
         return parameter
 
     def __reduce__(self) -> Any:  # type: ignore[override]
+        self._require_shown()
         return dict, (dict(self),)  # a copy of the module is an ordinary one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         import copy
 
+        self._require_shown()
         return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+    def _require_shown(self) -> None:
+        """Raises if what is to be copied or pickled is nan."""
+        if self._hooks is not None and self._hooks.hides(self.values()):
+            raise error_of_divided_copy(self._module_class)
 
 
 class ModuleHooks:
@@ -114,8 +123,13 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True))
         self._handles.append(module.register_forward_hook(_AfterForward(self, own), always_call=True))
         if own:
-            module._parameters = WatchedParameters(module._parameters, self)
+            module._parameters = WatchedParameters(module._parameters, self, type(module))
             self._watched.append(module)
+
+    def hides(self, parameters: Iterable[nn.Parameter | None]) -> bool:
+        """Returns whether the weights of some of these parameters are not here now."""
+        slots = [self._slots.get(id(one)) for one in parameters]
+        return any(slot is not None and slot.chunk.payload is None for slot in slots)
 
     def watch_gradients(self) -> None:
         """Has the chunks take gradients of parameters that train and were not watched yet."""

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["copy_with_tensors"]
+from booster.errors import ConfigError
+
+__all__ = ["copy_with_tensors", "error_of_divided_copy"]
 
 
 def copy_with_tensors(
@@ -38,3 +41,12 @@ class _TensorCopies(TorchFunctionMode):
         if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
             return self._function(args[0])  # the mode is off in here
         return func(*args, **(kwargs or {}))
+
+
+def error_of_divided_copy(module_class: type[nn.Module]) -> ConfigError:
+    """Returns what to tell who copies a module while its weights are divided among the ranks."""
+    return ConfigError(
+        f"the weights of the {module_class.__name__} that was to be copied are divided among the ranks: copy the model"
+        " that boost() returned, or copy inside of `with model.gathered():`. An average of weights, as AveragedModel"
+        " keeps, is also updated inside of that, where all ranks must be"
+    )

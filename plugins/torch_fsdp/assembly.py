@@ -195,6 +195,12 @@ def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None
     Raises:
         ConfigError: It can't.
     """
+    if isinstance(model, (nn.ModuleDict, nn.ModuleList)) and type(model).forward is nn.Module.forward:
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, which has no forward, and FSDP gathers weights when forward is"
+            " called: make one module of its parts whose forward calls them, as forward(self, part, *args) with"
+            " return self.parts[part](*args), or boost each part with an optimizer of its own"
+        )
     own = set(model.modules())
     foreign = [module for module in ignored_modules if module not in own]
     if foreign:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from booster.comm import all_gather_equal, collective_device, raise_on_all_ranks
@@ -17,9 +20,10 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffers import broadcast_joined
+from booster.plugins.sharding.deep_copies import error_of_divided_copy
 from booster.plugins.torch_fsdp.coordination import Coordinator
 from booster.plugins.torch_fsdp.members import Member
-from booster.plugins.torch_fsdp.shown_weights import shown_whole, without_fsdp
+from booster.plugins.torch_fsdp.shown_weights import COPYING, shown_whole, without_fsdp
 from booster.plugins.torch_fsdp.units import Unit
 from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
 
@@ -67,6 +71,9 @@ class FSDPModel(ModelWrapper):
         self._places |= {id(member.parameter): member for member in whole.members}
         self._shown = {id(member.original): member.parameter for member in self.members}
         coordinator.serve_with([unit.served for unit in self.units])
+        for one in module.modules():
+            if isinstance(one, FSDPModule):
+                vars(one)[COPYING] = partial(_copy_sharded, weakref.ref(self), weakref.ref(one))
 
     @property
     def members(self) -> list[Member]:
@@ -348,7 +355,7 @@ class FSDPModel(ModelWrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Returns a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
-        with self._showing(), without_fsdp(self.module):
+        with nullcontext() if self._is_gathered else self._showing():
             copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
         copied.precision = self.precision
         return copied.train(self.training)
@@ -403,3 +410,13 @@ class FSDPModel(ModelWrapper):
                 )
         found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
         return [found[name] for name in state if name in found]
+
+
+def _copy_sharded(model: weakref.ref[FSDPModel], sharded: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """Takes the place of FSDP2's `__deepcopy__` of what `fully_shard` was applied to, which only raises."""
+    boosted, module = model(), sharded()
+    assert module is not None
+    if boosted is None or not boosted._is_gathered:
+        raise error_of_divided_copy(type(module).__mro__[2])
+    with without_fsdp(boosted.module):
+        return copy.deepcopy(module, memo)

@@ -18,7 +18,9 @@ from booster.plugins.torch_fsdp.own_format import OwnFormat
 from booster.plugins.torch_fsdp.units import Unit
 from booster.plugins.torch_fsdp.watching import InputWatch
 
-__all__ = ["shown_whole", "without_fsdp"]
+__all__ = ["COPYING", "shown_whole", "without_fsdp"]
+
+COPYING = "__deepcopy__"  # in a module's own attributes, which `copy` asks before the class
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -122,7 +124,7 @@ def _take_off(module: nn.Module, undo: list[Callable[[], None]]) -> None:
         sharded = type(module)
         module.__class__ = sharded.__mro__[2]
         undo.append(lambda: setattr(module, "__class__", sharded))
-    for key in (STATE_KEY, REGISTRY_KEY):
+    for key in (STATE_KEY, REGISTRY_KEY, COPYING):
         if key in module.__dict__:
             value = module.__dict__.pop(key)
             undo.append(lambda key=key, value=value: module.__dict__.__setitem__(key, value))  # type: ignore[misc]
