@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from booster.comm import all_gather_equal, collective_device, global_rank_of, group_size
 from booster.errors import DesyncError
+from booster.plugins.sharding.checks import UNEVEN_CALLS
 
 __all__ = ["Meeting", "Phase", "Post"]
 
@@ -89,8 +90,7 @@ class Meeting:
             return
         backward = [global_rank_of(rank, self.group) for rank, post in enumerate(posts) if post.phase]
         raise DesyncError(
-            f"ranks {backward} have ended a backward while the others have ended a forward: every rank must call the"
-            " model and backward() equally often and in the same order, whatever parts of the model each uses"
+            f"ranks {backward} have ended a backward while the others have ended a forward: {UNEVEN_CALLS}"
         )
 
 

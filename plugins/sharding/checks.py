@@ -12,6 +12,7 @@ from booster.argument_checks import check_flag
 from booster.errors import ConfigError
 
 __all__ = [
+    "UNEVEN_CALLS",
     "check_clipping",
     "check_flag",
     "check_memory_is_apart",
@@ -19,6 +20,13 @@ __all__ = [
     "error_of",
     "is_number",
 ]
+
+# What to tell where ranks wait for each other in different forwards and backwards.
+UNEVEN_CALLS = (
+    "every rank must call the model and backward() equally often and in the same order, whatever parts of the model"
+    " each uses. Where one rank evaluates alone, as under `if rank == 0`, evaluate on every rank, or inside of"
+    " `with model.gathered():`"
+)
 
 
 def error_of(check: Callable[[], object]) -> Exception | None:

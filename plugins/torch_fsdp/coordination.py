@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_reduce_max, collective_device, group_size
+from booster.comm import (
+    all_gather_equal,
+    all_reduce_max,
+    collective_device,
+    global_rank_of,
+    group_rank,
+    group_size,
+)
+from booster.errors import DesyncError
+from booster.plugins.sharding.checks import UNEVEN_CALLS
 
 __all__ = ["Coordinator", "Served", "Task", "TaskKind"]
 
@@ -20,7 +30,8 @@ __all__ = ["Coordinator", "Served", "Task", "TaskKind"]
 # come to, a single number each, and the smallest is performed by all: numbers grow in the order in which a forward and
 # its backward come by the units. Who has come to that one performs it; who has not *serves* it, with its shard of the
 # weights or with zeros, and asks again. So a rank that skips a unit costs one more round, and ranks are in step again
-# behind it. Who has come to the end of a forward or backward serves until all have. A round moves 8 bytes per rank.
+# behind it. Who has come to the end of a forward or backward serves until all have; where these are ends of different
+# things, as where one rank has evaluated alone, all ranks raise. A round moves 16 bytes per rank.
 
 
 class TaskKind(IntEnum):
@@ -29,12 +40,21 @@ class TaskKind(IntEnum):
     FORWARD_GATHER = 0
     BACKWARD_GATHER = 1
     REDUCE = 2
-    END = 3
+    FORWARD_END = 3
+    BACKWARD_END = 4
+    COLLECTION = 5  # gradients are asked for, by a step, clipping or a save
+
+
+_ENDS = {
+    TaskKind.FORWARD_END: "the end of a forward",
+    TaskKind.BACKWARD_END: "the end of a backward",
+    TaskKind.COLLECTION: "a step",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A collective of a unit, or the end of a forward or backward.
+    """A collective of a unit, or an end that all ranks come to.
 
     Attributes:
         kind: Which collective.
@@ -49,15 +69,15 @@ class Task:
         from_behind = num_units - 1 - self.unit
         if self.kind is TaskKind.FORWARD_GATHER:
             return self.unit
-        if self.kind is TaskKind.END:
-            return 3 * num_units
+        if self.kind in _ENDS:
+            return 3 * num_units + self.kind - TaskKind.FORWARD_END
         return num_units + 2 * from_behind + (self.kind is TaskKind.REDUCE)
 
     @classmethod
     def of_number(cls, number: int, num_units: int) -> Task:
         """Returns the task whose place it is."""
         if number >= 3 * num_units:
-            return cls(TaskKind.END)
+            return cls(TaskKind(TaskKind.FORWARD_END + number - 3 * num_units))
         if number < num_units:
             return cls(TaskKind.FORWARD_GATHER, number)
         from_behind, reduces = divmod(number - num_units, 2)
@@ -95,16 +115,26 @@ class Coordinator:
         self._units = units
 
     def arrive(self, task: Task) -> None:
-        """Returns when it is this task's turn. Collective over the group."""
-        while not self.is_off:
-            chosen = self._choose(task)
-            if chosen == task:
-                return
-            self._serve(chosen)
+        """Returns when it is this task's turn. Collective over the group.
 
-    def close(self) -> None:
-        """Returns when all ranks have come to an end. Collective over the group."""
-        self.arrive(Task(TaskKind.END))
+        Raises:
+            DesyncError: The ranks have come to the ends of different things.
+        """
+        while not self.is_off:
+            first, last = self._choose(task)
+            if first.kind in _ENDS and first != last:
+                self._raise_desync(task)
+            if first == task:
+                return
+            self._serve(first)
+
+    def close(self, kind: TaskKind) -> None:
+        """Returns when all ranks have come to this end. Collective over the group.
+
+        Raises:
+            DesyncError: They have come to the ends of different things.
+        """
+        self.arrive(Task(kind))
         self.finish_flight()
 
     def fly(self, finish: Callable[[], None]) -> None:
@@ -118,11 +148,21 @@ class Coordinator:
         if finish is not None:
             finish()
 
-    def _choose(self, task: Task) -> Task:
+    def _choose(self, task: Task) -> tuple[Task, Task]:
+        """Returns the first and the last of the ranks' tasks."""
         num_units = len(self._units)
+        number = task.number(num_units)
         # The largest of the negative numbers is the smallest number.
-        mine = torch.tensor([-task.number(num_units)], dtype=torch.int64, device=collective_device(self._group))
-        return Task.of_number(-int(all_reduce_max(mine, self._group)), num_units)
+        mine = torch.tensor([-number, number], dtype=torch.int64, device=collective_device(self._group))
+        first, last = all_reduce_max(mine, self._group).tolist()
+        return Task.of_number(-first, num_units), Task.of_number(last, num_units)
+
+    def _raise_desync(self, task: Task) -> NoReturn:
+        """Raises what says where each rank is. Collective over the group: all ranks have found it."""
+        mine = torch.tensor([[task.kind, global_rank_of(group_rank(self._group), self._group)]])
+        kinds = all_gather_equal(mine.to(collective_device(self._group)), self._group).tolist()
+        places = ", ".join(f"rank {rank} is at {_ENDS[TaskKind(kind)]}" for kind, rank in kinds)
+        raise DesyncError(f"{places}: {UNEVEN_CALLS}")
 
     def _serve(self, task: Task) -> None:
         unit = self._units[task.unit]

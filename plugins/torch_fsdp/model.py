@@ -21,7 +21,7 @@ from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffers import broadcast_joined
 from booster.plugins.sharding.deep_copies import error_of_divided_copy
-from booster.plugins.torch_fsdp.coordination import Coordinator
+from booster.plugins.torch_fsdp.coordination import Coordinator, TaskKind
 from booster.plugins.torch_fsdp.members import Member
 from booster.plugins.torch_fsdp.shown_weights import COPYING, shown_whole, without_fsdp
 from booster.plugins.torch_fsdp.units import Unit
@@ -121,7 +121,7 @@ class FSDPModel(ModelWrapper):
             broadcast_joined(list(self.module.buffers()), None)
         with self._recovering():
             outputs = super().forward(*args, **kwargs)
-        self.coordinator.close()
+        self.coordinator.close(TaskKind.FORWARD_END)
         return outputs
 
     def require_unmoved(self) -> None:
@@ -154,7 +154,7 @@ class FSDPModel(ModelWrapper):
                 unit.module.set_requires_gradient_sync(synchronizes, recurse=False)
         with self._recovering():
             yield
-        self.coordinator.close()
+        self.coordinator.close(TaskKind.BACKWARD_END)
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from booster.phases import in_phase
 from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.torch_fsdp.closures import drive
+from booster.plugins.torch_fsdp.coordination import TaskKind
 from booster.plugins.torch_fsdp.members import Member
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind
@@ -239,7 +240,7 @@ class FSDPOptimizer(ShardedOptimizer):
     def _bring_together(self) -> None:
         """Reduces what ranks have for themselves, and sums over replicas. Collective."""
         model, whole = self.model, self.model.whole
-        model.coordinator.close()
+        model.coordinator.close(TaskKind.COLLECTION)
         whole.note_use()
         *has_local, reduces_whole = self._any_rank([*(unit.has_local for unit in model.units), whole.has_gradients])
         for unit, reduces in zip(model.units, has_local, strict=True):
@@ -413,7 +414,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
         if allocate is None:
-            self.model.coordinator.close()
+            self.model.coordinator.close(TaskKind.COLLECTION)
             self._agree_on_use()
         else:
             self._make_sums(allocate)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
+from gemini_models import WIDTH, Stack, adamw
 from harness import distributed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -12,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster import Booster
 from booster.errors import ConfigError, DesyncError
-from booster.plugins import TorchFSDPPlugin
+from booster.plugins import GeminiPlugin, TorchFSDPPlugin
 
 
 def net(depth=2, seed=0):
@@ -129,3 +132,56 @@ def test_an_error_in_one_forward_leaves_a_model_that_can_go_on():
     twin(torch.ones(1, 5)).sum().backward()
     for name, parameter in twin.named_parameters():
         torch.testing.assert_close(model.state_dict()[name], (parameter - 0.1 * parameter.grad).detach())
+
+
+def _run_alone(plugin, when):
+    """Trains two steps, and has the first rank evaluate alone in between; returns the error."""
+    booster = Booster(plugin=plugin())
+    model, optimizer, *_ = booster.boost(model := Stack(num_blocks=2), adamw(model))
+    x = torch.ones(2, WIDTH)
+
+    def evaluate():
+        if dist.get_rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+
+    def train():
+        for step in range(3):
+            loss = model(x).square().mean()
+            if step == 1 and when == "before the backward":
+                evaluate()
+            booster.backward(loss, optimizer)
+            if step == 1 and when == "before the step":
+                evaluate()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and when == "after the step":
+                evaluate()
+
+    with pytest.raises(DesyncError) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("when", "ends"),
+    [
+        ("before the backward", ("the end of a forward", "the end of a backward")),
+        ("before the step", ("the end of a forward", "a step")),
+        ("after the step", ("the end of a forward", "the end of a backward")),
+    ],
+)
+@distributed(world_size=2)
+def test_a_rank_that_evaluates_alone_is_told_apart_from_the_others(when, ends):
+    error = _run_alone(TorchFSDPPlugin, when)
+    assert error.startswith(f"rank 0 is at {ends[0]}, rank 1 is at {ends[1]}: every rank must call the model")
+    assert "evaluates alone" in error
+    assert "`with model.gathered():`" in error
+
+
+@distributed(world_size=2)
+def test_a_rank_that_evaluates_alone_under_gemini_is_told_of_the_usual_cause():
+    plugin = functools.partial(GeminiPlugin, precision="fp32", chunk_config_dict={"chunk_size": 256})
+    assert "Where one rank evaluates alone" in _run_alone(plugin, "after the step")
