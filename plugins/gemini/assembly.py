@@ -33,12 +33,14 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
 
     Collective: the ranks' models have the same buffers.
     """
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old ones, whose ids are nobody else's then
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                real = materialize_tensor(buffer) if is_lazy(buffer) else buffer
-                if real is not buffer or real.device != device:
-                    module._buffers[name] = real.to(device)
+                if id(buffer) not in placed:
+                    real = materialize_tensor(buffer) if is_lazy(buffer) else buffer
+                    placed[id(buffer)] = buffer, real.to(device)
+                module._buffers[name] = placed[id(buffer)][1]  # tied ones stay tied
     broadcast([buffer for _, buffer in model.named_buffers()])
 
 

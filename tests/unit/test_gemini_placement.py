@@ -7,8 +7,11 @@ import re
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import nn
 
 from booster.errors import ConfigError
+from booster.plugins.gemini.assembly import place_buffers
 from booster.plugins.gemini.placement import (
     AutoPlacement,
     ChunkBytes,
@@ -428,3 +431,12 @@ def test_arguments_reach_the_policy():
     assert make_placement("const", max_prefetch=1, budget=2) == ConstPlacement(budget=2, max_prefetch=1)
     for policy_name in ("static", "cpu", "cuda", "const", "auto"):
         assert make_placement(policy_name).name == policy_name
+
+
+def test_tied_buffers_stay_tied_where_they_are_moved():
+    model = nn.Sequential(nn.Tanh(), nn.Tanh())
+    model[0].register_buffer("shift", torch.ones(2))
+    model[1].register_buffer("shift", model[0].shift)
+    place_buffers(model, torch.device("meta"))
+    assert model[0].shift is model[1].shift
+    assert model[0].shift.is_meta
