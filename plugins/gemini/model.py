@@ -91,6 +91,7 @@ class GeminiModel(ModelWrapper):
             flight.wait()
 
     def _outdate_graphs(self) -> None:
+        self.manager.release_all()  # a forward without a backward leaves weights gathered, which don't follow
         for chunk in self.manager.chunks:
             chunk.version += 1
         torch.autograd.graph.increment_version(list(self.module.parameters()))
