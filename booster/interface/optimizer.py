@@ -20,7 +20,7 @@ from booster.interface.gradient_window import GradientWindow
 from booster.interface.loss import require_scalar_loss
 from booster.interface.mixed_precision import LossScaler, MasterWeights
 from booster.interface.model import ModelWrapper
-from booster.interface.optimizer_parameters import OptimizerParameters
+from booster.interface.optimizer_methods import OptimizerMethods
 from booster.interface.optimizer_state import OptimizerState
 from booster.interface.pending_gradients import PendingGradients
 from booster.interface.state_allocation import AllocatesStates
@@ -29,12 +29,14 @@ from booster.phases import end_step, in_phase, observers
 __all__ = ["OptimizerWrapper"]
 
 
-class OptimizerWrapper(OptimizerParameters):
+class OptimizerWrapper(OptimizerMethods):
     """The boosted optimizer.
 
     It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are
     those of the user's optimizer. Gradients between `backward` and the first `clip_*`, `get_grad_norm` or `step` are
     raw; see Note [Gradient window].
+
+    Methods that only the user's optimizer has are called on this one; see Note [Methods that write weights].
 
     A plugin that shards gradients or states subclasses this and overrides the methods under "What a plugin overrides".
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +41,19 @@ class OptimizerPassThrough(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not there yet: __init__ did not run
             raise AttributeError(name)
-        return getattr(self.optim, name)
+        value = getattr(self.optim, name)
+        if not (inspect.isroutine(value) or isinstance(value, functools.partial)):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call_own(functools.partial(value, *args, **kwargs))
+
+        functools.update_wrapper(call, value)
+        return call
+
+    def _call_own(self, method: Callable[[], Any]) -> Any:
+        """Calls a method that only the user's optimizer has."""
+        return method()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"

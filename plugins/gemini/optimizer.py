@@ -282,9 +282,20 @@ class GeminiOptimizer(ShardedOptimizer):
             self._step_fused({shard: copy for one in fused for shard, copy in one.working_copies().items()}, {})
         if self._window.num_backwards == 0:
             return
+        self._restore_memory()
         for update in members:
             if self._window.factors is None or not update.rounds_in_place:
                 update.write_weights()
+
+    def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        for update in self._updates.values():
+            main = update.chunk.main.as_tensor()
+            yield from ((one.shard.parameter, main[one.part.in_piece]) for one in update.owned)
+
+    def _publish_weights(self) -> None:
+        for update in self._updates.values():
+            update.write_weights()
+        self.model.weights_changed()
 
     def _check_weights(self) -> None:
         if self._manager.is_whole:

@@ -164,11 +164,14 @@ class ZeroOptimizer(ShardedOptimizer):
 
     # Step.
 
-    def _update_parameters(self) -> None:
+    def _fetch_weights(self) -> None:
         self.gathering.wait()  # no forward came since the last step: own pieces may still be on their way
         for flat in self._flat_groups:
             if flat.changed_outside():  # by unwrap_model(model).apply(...) or the like
                 flat.refresh_masters()
+
+    def _update_parameters(self) -> None:
+        self._fetch_weights()
         self._is_stepping = True
         try:
             self._run_together(self._step_shards)
@@ -176,8 +179,20 @@ class ZeroOptimizer(ShardedOptimizer):
             self._is_stepping = False
         if self._window.num_backwards == 0:
             return
+        self._restore_memory()
+        self._publish(are_rounded=self._window.factors is not None)
+
+    def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for flat in self._flat_groups:
-            if self._window.factors is None or not flat.rounds_in_place:
+            yield from ((one.shard.parameter, flat.memory_of(one.part)) for one in flat.owned)
+
+    def _publish_weights(self) -> None:
+        self._publish(are_rounded=False)
+
+    def _publish(self, *, are_rounded: bool) -> None:
+        """Spreads the weights, of which the optimizer may have rounded those beside their masters itself."""
+        for flat in self._flat_groups:
+            if not (are_rounded and flat.rounds_in_place):
                 flat.write_weights()
             # Autograd sees no write through the flat buffer, and would go on with a graph from before the step.
             torch.autograd.graph.increment_version(flat.parameters)

@@ -90,6 +90,13 @@ class FlatGroup:
         """Returns the weights that a shard is the master of."""
         return self.weights[owned.part.in_buffer]
 
+    def memory_of(self, part: Part) -> torch.Tensor:
+        """Returns the memory of a shard of this rank: of its master, or of the weights themselves."""
+        if self.masters is None:
+            return self.weights[part.in_buffer]
+        start = self.layout.buckets[part.bucket].shard_start
+        return self.masters[start + part.in_piece.start : start + part.in_piece.stop]
+
     @torch.no_grad()
     def write_weights(self) -> None:
         """Rounds the masters into this rank's pieces of the weights, after a step."""
@@ -149,11 +156,8 @@ class FlatGroup:
         return [owned[part.place, part.bucket] for part in parts]
 
     def _shard(self, index: int, part: Part, exact: torch.Tensor) -> Shard:
-        if self.masters is None:
-            memory = self.weights[part.in_buffer]
-        else:
-            start = self.layout.buckets[part.bucket].shard_start
-            memory = self.masters[start + part.in_piece.start : start + part.in_piece.stop]
+        memory = self.memory_of(part)
+        if self.masters is not None:
             memory.copy_(exact[slice(*part.span)])
         return Shard(
             name=self.names[index],

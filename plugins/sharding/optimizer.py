@@ -95,6 +95,14 @@ class ShardedOptimizer(OptimizerWrapper):
         follow_weights(shard)
 
     @abstractmethod
+    def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yields shards with the memory that they must be views of, so that the model follows them."""
+
+    @abstractmethod
+    def _publish_weights(self) -> None:
+        """Brings this rank's shards into the model, on all ranks. Collective."""
+
+    @abstractmethod
     def _reshard(self, indices: Sequence[int]) -> None:
         """Shards the parameters of these param groups that train and are still whole. Collective."""
 
@@ -204,7 +212,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self._window.was_multiplied = True  # the local gradients are gone
 
     def _any_rank_has_gradients(self) -> bool:
-        return all_reduce_numbers([float(self._has_gradients())], self.data_parallel_group)[0] > 0
+        return self._any_rank([self._has_gradients()])[0]
 
     def _check_nothing_bypassed(self) -> None:
         error = None
@@ -300,22 +308,44 @@ class ShardedOptimizer(OptimizerWrapper):
         """Calls the user's step, which updates every element by itself.
 
         In one process no group that trains is without parameters, so a foreign class need not be ready for that: where
-        this rank holds nothing of a group, one element that is nobody's stands in. What the class counts in its groups
+        this rank holds nothing of a group, a placeholder of one element takes part. What the class counts in its groups
         stays the same on all ranks.
         """
         held = {shard.group_index for shard in self.shards.parts}
         lacking = [index for index, group in enumerate(self.logical_groups) if index not in held and _trains(group)]
         home = next((shard.parameter.device for shard in self.shards.parts), current_device())
-        stand_ins = {} if takes_empty_groups(self.optim) else {index: _stand_in(home) for index in lacking}
+        placeholders = {} if takes_empty_groups(self.optim) else {index: _placeholder(home) for index in lacking}
         try:
-            for index, stand_in in stand_ins.items():
-                self.param_groups[index]["params"].append(stand_in)
+            for index, placeholder in placeholders.items():
+                self.param_groups[index]["params"].append(placeholder)
             self.optim.step()
         finally:
-            for index, stand_in in stand_ins.items():
+            for index, placeholder in placeholders.items():
                 members = self.param_groups[index]["params"]
-                members[:] = [one for one in members if one is not stand_in]
-                self.optim.state.pop(stand_in, None)
+                members[:] = [one for one in members if one is not placeholder]
+                self.optim.state.pop(placeholder, None)
+
+    def _call_own(self, method: Callable[[], Any]) -> Any:
+        if self._is_stepping:  # by a hook of the user's in a step, which publishes what it writes
+            return method()
+        self._is_stepping = True
+        try:
+            return super()._call_own(method)
+        finally:
+            self._is_stepping = False
+
+    def _has_copies(self) -> bool:
+        return True
+
+    def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
+        return [number > 0 for number in all_reduce_numbers([float(one) for one in facts], self.data_parallel_group)]
+
+    @torch.no_grad()
+    def _restore_memory(self) -> None:
+        for parameter, memory in self._shard_memory():
+            if parameter.numel() > 0 and parameter.data_ptr() != memory.data_ptr():
+                memory.copy_(parameter.detach().view(memory.shape))
+                parameter.data = memory.view(parameter.shape)
 
     def _run_together(self, update: Callable[[], Any]) -> None:
         whole_step = self.optim.whole_step() if isinstance(self.optim, SeesWholeSteps) else nullcontext()
@@ -356,10 +386,10 @@ def _trains(group: Sequence[tuple[str, nn.Parameter]]) -> bool:
     return any(parameter.requires_grad for _, parameter in group)
 
 
-def _stand_in(device: torch.device) -> nn.Parameter:
-    stand_in = nn.Parameter(torch.zeros(1, device=device))
-    stand_in.grad = torch.zeros_like(stand_in, requires_grad=False)
-    return stand_in
+def _placeholder(device: torch.device) -> nn.Parameter:
+    placeholder = nn.Parameter(torch.zeros(1, device=device))
+    placeholder.grad = torch.zeros_like(placeholder, requires_grad=False)
+    return placeholder
 
 
 def _refuse_step_of_its_own(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:

@@ -296,17 +296,32 @@ class FSDPOptimizer(ShardedOptimizer):
                     " or the like, so that the optimizer's updates would not reach the model: do it before boost()"
                 )
 
-    def _update_parameters(self) -> None:
+    def _fetch_weights(self) -> None:
         self.model.reshard()
         if self._owned.updates:
             self._owned.bring_weights()
+
+    def _update_parameters(self) -> None:
+        self._fetch_weights()
         self._is_stepping = True
         try:
             self._run_together(self._step_shards)
         finally:
             self._is_stepping = False
         if self._window.num_backwards > 0:
+            self._restore_memory()
             self._write_weights()
+
+    def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        for update in self._updates:
+            memory = update.memory
+            if update.shard is not None and memory is not None:
+                yield update.shard.parameter, memory
+
+    def _publish_weights(self) -> None:
+        for update in self._updates:
+            update.write_weights()
+        self._spread_everything()
 
     @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -348,9 +363,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _spread_everything(self) -> None:
         self.model.reshard()
-        for member in self.model.whole.trained:
-            member.is_used = True
-        self.model.whole.spread()
+        self.model.whole.spread(everything=True)
         self._owned.spread(everything=True)
         self.model.outdate_graphs()
 

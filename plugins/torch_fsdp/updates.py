@@ -44,6 +44,11 @@ class Update(ABC):
     def weights(self) -> torch.Tensor:
         """This rank's part of the model's weights, flat."""
 
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """What the shard must be a view of; None where it has memory of its own."""
+        return None if self.shard is None or self.shard.has_master else self.weights
+
     @abstractmethod
     def sums(self) -> torch.Tensor | None:
         """Returns this rank's part of the sums over the ranks, flat; None where there are none."""
@@ -183,6 +188,10 @@ class OwnedUpdate(Update):
 
     def sums(self) -> torch.Tensor | None:
         return self.unit.gradient_of(self._member)
+
+    @property
+    def memory(self) -> None:
+        return None
 
     def gradient_or_zeros(self) -> torch.Tensor:
         """Returns this rank's part of the sums, flat."""

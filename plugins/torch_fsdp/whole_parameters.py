@@ -119,11 +119,15 @@ class WholeParameters:
             one.is_used = one.is_used and keeps_use
 
     @torch.no_grad()
-    def spread(self) -> None:
-        """Gives all ranks what the owners have updated. Collective."""
+    def spread(self, *, everything: bool = False) -> None:
+        """Gives all ranks what the owners have updated. Collective.
+
+        Args:
+            everything: Also of parameters that nobody used.
+        """
         if group_size(self._shard_group) == 1:
             return
-        used = [one for one in self.trained if one.is_used]
+        used = [one for one in self.trained if one.is_used or everything]
         for owner in sorted({one.owner for one in used}):
             _broadcast_from(owner, [one.parameter.detach() for one in used if one.owner == owner], self._shard_group)
 

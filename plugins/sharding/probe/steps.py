@@ -70,12 +70,16 @@ class SmallSteps:
         _raise_learning_rates(copied)
         held = wholes if exchange is None else exchange(copied, wholes)
         rows = {place: [parameter.detach().reshape(-1).clone()] for place, parameter in held.items()}
+        _call_own(copied, "train", what)
         for step, scale in enumerate(_GRADIENT_SCALES):
             for place, parameter in held.items():
                 gradient = self._gradient(place, step) * scale
                 gradient = gradient if spans is None else gradient[slice(*spans[place])]
                 parameter.grad = gradient.to(parameter).view(parameter.shape)
-            _step(copied, what)
+            _call(copied, "step", what)
+            for place, parameter in held.items():
+                rows[place].append(parameter.detach().reshape(-1).clone())
+        if _call_own(copied, "eval", what):
             for place, parameter in held.items():
                 rows[place].append(parameter.detach().reshape(-1).clone())
         outcome = Outcome({place: torch.stack(some) for place, some in rows.items()})
@@ -112,11 +116,19 @@ def _of_group(parameters: Mapping[Place, nn.Parameter], index: int) -> Sequence[
     return [parameter for place, parameter in parameters.items() if place[0] == index]
 
 
-def _step(copied: Optimizer, what: str) -> None:
+def _call_own(copied: Optimizer, name: str, what: str) -> bool:
+    """Calls the `train` or `eval` of an optimizer that swaps its weights; returns whether there is one."""
+    if not callable(getattr(type(copied), name, None)):
+        return False
+    _call(copied, name, what)
+    return True
+
+
+def _call(copied: Optimizer, name: str, what: str) -> None:
     try:
-        type(copied).step(copied)  # type: ignore[call-arg]  # an instance's own `step` is a scheduler's, which counts
+        getattr(type(copied), name)(copied)  # an instance's own `step` is a scheduler's, which counts
     except Exception as error:
-        raise ObstacleFound(f"on {what} its step() raised {type(error).__name__}: {error}") from error
+        raise ObstacleFound(f"on {what} its {name}() raised {type(error).__name__}: {error}") from error
 
 
 def _raise_learning_rates(copied: Optimizer) -> None:

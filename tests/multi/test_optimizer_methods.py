@@ -1,0 +1,188 @@
+"""Methods that only the user's optimizer has: what they write reaches the model on all ranks, as in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import distributed
+from oracles.weight_swapping_optimizers import ReplacingSGD, ScheduleFreeSGD, SignSAM, SwapSWA
+from strategies import FP32, HALF, Pair, assert_masters_are_shown, batch
+
+from booster.errors import BoosterError, ConfigError
+from booster.optim import HybridAdam
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_a_schedule_free_optimizer_swaps_the_weights_of_the_model(strategy):
+    pair = Pair(FP32[strategy](), ScheduleFreeSGD)
+    for epoch in range(2):
+        pair.on_both("train")
+        pair.train(3 * epoch, 3 * epoch + 1, 3 * epoch + 2)
+        trained = copy.deepcopy(pair.plain.state_dict())
+        pair.on_both("eval")
+        pair.assert_equal()
+        assert any(not torch.equal(one, trained[name]) for name, one in pair.plain.state_dict().items())
+    pair.on_both("train")
+    pair.assert_equal()
+
+
+class _HalvingAdam(HybridAdam):
+    """Rounds weights within its own pass over them."""
+
+    def train(self):
+        pass
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.5)
+
+
+@pytest.mark.parametrize("make_optimizer", [ScheduleFreeSGD, _HalvingAdam])
+@pytest.mark.parametrize("strategy", HALF)
+@distributed(2)
+def test_the_model_follows_masters_that_a_method_has_written(strategy, make_optimizer):
+    pair = Pair(HALF[strategy](), make_optimizer)
+    pair.optimizer.train()
+    for step in range(2):
+        pair.optimizer.zero_grad()
+        pair.booster.backward(pair.losses(step)[0], pair.optimizer)
+        pair.optimizer.step()
+    assert pair.optimizer.num_skipped_steps == 0
+    trained = pair.model(batch(0)).detach()
+    pair.optimizer.eval()
+    assert_masters_are_shown(pair.model)
+    assert not torch.equal(pair.model(batch(0)).detach(), trained)
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_steps_of_sharpness_aware_minimization(strategy):
+    pair = Pair(FP32[strategy](), lambda parameters: SignSAM(parameters, lr=0.1, momentum=0.9))
+    for step in range(3):
+        for method in ("first_step", "second_step"):
+            pair.backward(step)
+            pair.on_both(method)
+            pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_weights_that_are_exchanged_through_data(strategy):
+    pair = Pair(FP32[strategy](), lambda parameters: SwapSWA(parameters, lr=0.1))
+    for step in range(3):
+        pair.train(step)
+        pair.on_both("update_average")
+    pair.on_both("swap")
+    pair.assert_equal()
+    pair.on_both("swap")
+    pair.train(3)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_a_step_that_replaces_the_memory_of_parameters(strategy):
+    pair = Pair(FP32[strategy](), ReplacingSGD)
+    pair.train(0, 1, 2)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_a_learning_rate_finder_puts_everything_back(strategy):
+    pair = Pair(FP32[strategy](), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    pair.train(0, 1)
+    before = [
+        (copy.deepcopy(one.state_dict()), copy.deepcopy(made.state_dict()))
+        for one, made in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer))
+    ]
+    for step in range(2, 5):
+        for group in (*pair.optimizer.param_groups, *pair.plain_optimizer.param_groups):
+            group["lr"] *= 2
+        pair.train(step)
+    for (weights, state), one, made in zip(
+        before, (pair.model, pair.plain), (pair.optimizer, pair.plain_optimizer), strict=True
+    ):
+        one.load_state_dict(weights)
+        made.load_state_dict(state)
+    pair.assert_equal()
+    pair.train(5, 6)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "gemini", "fsdp", "hybrid_tp"])
+@distributed(2)
+def test_a_checkpoint_in_either_mode_goes_on(strategy, mode, tmp_path):
+    pair = Pair(FP32[strategy](), ScheduleFreeSGD)
+    pair.on_both("train")
+    pair.train(0, 1)
+    pair.on_both(mode)
+    pair.booster.save(tmp_path / mode, pair.model, pair.optimizer)
+    plain = pair.plain, pair.plain_optimizer
+    pair = Pair(FP32[strategy](), ScheduleFreeSGD)
+    pair.plain, pair.plain_optimizer = plain
+    pair.booster.load(tmp_path / mode, pair.model, pair.optimizer)
+    pair.assert_equal()
+    pair.on_both("train")
+    pair.train(2, 3)
+    pair.on_both("eval")
+    pair.assert_equal()
+
+
+class _FailsOnOneRank(torch.optim.SGD):
+    def swap(self):
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("no average yet")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "gemini", "fsdp", "hybrid_dp"])
+@distributed(2)
+def test_a_method_that_fails_on_one_rank_fails_on_all(strategy):
+    pair = Pair(FP32[strategy](), lambda parameters: _FailsOnOneRank(parameters, lr=0.1))
+    with pytest.raises((ValueError, BoosterError), match="no average yet"):
+        pair.optimizer.swap()
+    pair.train(0)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@distributed(2)
+def test_a_method_that_updates_from_scaled_gradients_is_refused(strategy):
+    pair = Pair(HALF[strategy](), lambda parameters: SignSAM(parameters, lr=0.1))
+    pair.booster.backward(pair.losses(0)[0], pair.optimizer)
+    with pytest.raises(ConfigError, match="loss scale outside of step"):
+        pair.optimizer.first_step()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "gemini", "fsdp"])
+@distributed(2)
+def test_a_method_that_only_reads_leaves_graphs_and_gradients_alone(strategy):
+    pair = Pair(FP32[strategy](), _Counting)
+    loss, plain_loss = pair.losses(0)
+    assert pair.optimizer.num_groups() == pair.plain_optimizer.num_groups() == 1
+    pair.booster.backward(loss, pair.optimizer)
+    plain_loss.backward()
+    pair.on_both("step")
+    pair.assert_equal()
+
+
+class _Counting(torch.optim.SGD):
+    def num_groups(self):
+        return len(self.param_groups)
+
+
+@pytest.mark.parametrize("strategy", ["gemini", "gemini_whole", "zero1", "fsdp"])
+@distributed(2)
+def test_weights_follow_a_step_after_a_forward_without_a_backward(strategy):
+    pair = Pair(FP32[strategy](), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for step in range(3):
+        pair.backward(step)
+        pair.model(pair.part(step))  # for a metric, without torch.no_grad()
+        pair.on_both("step")
+        pair.on_both("zero_grad")
+        pair.assert_equal()
