@@ -21,6 +21,8 @@ __all__ = ["GradientWindow"]
 # divided by the number of items nor by the number of averaged micro-steps, because neither is known before the last
 # backward(). The first reader (clip, norm, step) *finalises* them: one multiplication makes them the gradients that one
 # process would have had. A later backward() would then mix raw with final gradients, and is refused.
+# In the last micro-step of `Booster.accumulate`, where `p.grad` is what the optimizer will use, it is *shown*: it is
+# multiplied right after backward(), for code that reads it. A further backward() in that micro-step divides it again.
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class GradientWindow:
         found_nonfinite: A loss-scaled gradient overflowed on some rank.
         norm: The norm before clipping, once it was asked for.
         was_updated_here: This rank's optimizer has done the step, and another rank's has not yet.
+        shown_factor: What the gradients were multiplied with already, for those who read `p.grad`; 1.0: nothing.
         factors: What the gradients still have to be multiplied with, where the step does it; None: nothing.
     """
 
@@ -49,6 +52,7 @@ class GradientWindow:
     found_nonfinite: bool = False
     norm: torch.Tensor | None = None
     was_updated_here: bool = False
+    shown_factor: float = 1.0
     factors: GradientFactors | None = None
 
     @property

@@ -23,6 +23,7 @@ from booster.interface.model import ModelWrapper
 from booster.interface.optimizer_methods import OptimizerMethods
 from booster.interface.optimizer_state import OptimizerState
 from booster.interface.pending_gradients import PendingGradients
+from booster.interface.plain_torch import boosted_backward, clip_by_norm, clip_by_value, watch_clipping
 from booster.interface.state_allocation import AllocatesStates
 from booster.phases import end_step, in_phase, observers
 
@@ -72,6 +73,7 @@ class OptimizerWrapper(OptimizerMethods):
         self._last_norm: torch.Tensor | None = None
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._fused_update = optim if isinstance(optim, FusedUpdate) else None
+        watch_clipping(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the user's optimizer.
@@ -118,8 +120,9 @@ class OptimizerWrapper(OptimizerMethods):
             observer.loss_given(self, loss, num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
-        with self._collecting_gradients():
+        with boosted_backward(), self._collecting_gradients():
             loss.backward(inputs=inputs, retain_graph=retain_graph)
+        self._show_mean()
 
     @in_phase("backward")
     def backward_by_grad(
@@ -138,8 +141,9 @@ class OptimizerWrapper(OptimizerMethods):
             retain_graph: Keep the graph for another backward.
         """
         self._open_window(None)
-        with self._collecting_gradients():
+        with boosted_backward(), self._collecting_gradients():
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+        self._show_mean()
 
     def _open_window(self, num_items: float | None) -> None:
         if self._window.is_final and not self._has_gradients():
@@ -150,6 +154,7 @@ class OptimizerWrapper(OptimizerMethods):
                 " new ones would not add up with them. Call optimizer.zero_grad() after step(), and clip after the last"
                 " backward()"
             )
+        self._hide_mean()
         self._window.is_final = False
         self._window.has_stepped = False
         self._window.norm = None
@@ -169,11 +174,12 @@ class OptimizerWrapper(OptimizerMethods):
         """
         self._num_micro_steps += 1
         self._defers_step = not is_last
+        self._ends_micro_steps = is_last
         self._counts_next_backward = True
         try:
             yield
         finally:
-            self._defers_step = self._counts_next_backward = False
+            self._defers_step = self._ends_micro_steps = self._counts_next_backward = False
             if is_last:
                 self._num_micro_steps = 0
 
@@ -220,7 +226,7 @@ class OptimizerWrapper(OptimizerMethods):
         if self._window.factors is not None:
             self._window.factors.clip(max_norm, norm)
         elif not self._window.found_nonfinite:
-            nn.utils.clip_grads_with_norm_(self._optimized_parameters(), max_norm, norm)
+            clip_by_norm(self._optimized_parameters(), max_norm, norm)
         return norm
 
     @in_phase("clip")
@@ -233,7 +239,7 @@ class OptimizerWrapper(OptimizerMethods):
             return
         self._finalize_gradients()
         self._apply_factors()
-        nn.utils.clip_grad_value_(self._optimized_parameters(), clip_value)
+        clip_by_value(self._optimized_parameters(), clip_value)
 
     @in_phase("clip")
     def get_grad_norm(self) -> float | None:
@@ -268,7 +274,7 @@ class OptimizerWrapper(OptimizerMethods):
             self._tell_of_gradients()
             return
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        multiplier = self._window.multiplier(scale, self.data_parallel_group) * self._reduce_gradients()
+        multiplier = self._multiplier(scale) * self._reduce_gradients()
         if self._defers_factors():
             self._window.factors = GradientFactors(multiplier)
         elif self.master_weights is not None:
@@ -278,7 +284,8 @@ class OptimizerWrapper(OptimizerMethods):
             self._multiply(gradients, multiplier)
         if self.loss_scaler is not None:
             self._window.found_nonfinite = self._any_nonfinite(gradients)
-        self._window.was_multiplied = multiplier != 1.0 or self.master_weights is not None
+        has_changed = multiplier != 1.0 or self._window.shown_factor != 1.0
+        self._window.was_multiplied = has_changed or self.master_weights is not None
         self._window.is_final = True
         for hook in self._gradient_hooks:
             hook(gradients)
@@ -287,15 +294,6 @@ class OptimizerWrapper(OptimizerMethods):
     def _tell_of_gradients(self) -> None:
         for observer in observers():
             observer.gradients_known(self, self._named_gradients)
-
-    def _apply_factors(self) -> None:
-        """Makes the gradients the true ones where that was left to the step; see Note [Gradient factors]."""
-        factors, self._window.factors = self._window.factors, None
-        if factors is None:
-            return
-        if self.master_weights is not None:
-            self.master_weights.take_gradients()
-        factors.apply_to(self._gradients())
 
     def _gradients_are_true(self) -> bool:
         """True where finalising would look at every gradient and change none: the step of a plain fp32 loop."""
@@ -490,7 +488,3 @@ class OptimizerWrapper(OptimizerMethods):
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Returns whether any rank of the world holds an inf or nan; see Note [One decision]. Collective."""
         return all_reduce_numbers([float(any_nonfinite(gradients))])[0] > 0
-
-    def _multiply(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        if gradients:
-            torch._foreach_mul_(list(gradients), factor)

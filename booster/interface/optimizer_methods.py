@@ -31,14 +31,85 @@ class OptimizerMethods(OptimizerParameters):
     data_parallel_group: dist.ProcessGroup | None
     loss_scaler: LossScaler | None
     _defers_step: bool
+    _ends_micro_steps = False
+    _is_stepping = False
 
     @abstractmethod
     def _finalize_gradients(self) -> None:
         """Makes raw gradients the true ones, or says what they are still to be multiplied with. Collective."""
 
     @abstractmethod
+    def _gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients that this rank holds."""
+
+    # Gradients.
+
     def _apply_factors(self) -> None:
-        """Makes the gradients the true ones where that was left to the step."""
+        """Makes the gradients the true ones where that was left to the step; see Note [Gradient factors]."""
+        factors, self._window.factors = self._window.factors, None
+        if factors is None:
+            return
+        if self.master_weights is not None:
+            self.master_weights.take_gradients()
+        factors.apply_to(self._gradients())
+
+    def _multiply(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
+        if gradients:
+            torch._foreach_mul_(list(gradients), factor)
+
+    def _multiplier(self, loss_scale: float) -> float:
+        """Returns what makes of the gradients, as they are now, the true ones. Collective if num_items was given."""
+        window = self._window
+        return 1.0 if window.shown_factor != 1.0 else window.multiplier(loss_scale, self.data_parallel_group)
+
+    def _show_mean(self) -> None:
+        """Makes `p.grad` the true gradient after the last micro-step's backward(). Collective if num_items was given.
+
+        A further backward() in the same micro-step takes it back.
+        """
+        if self._ends_micro_steps and self._leaves_gradients():
+            self._window.shown_factor = self._multiplier(1.0)
+            if self._window.shown_factor != 1.0:
+                self._multiply(self._gradients(), self._window.shown_factor)
+
+    def _hide_mean(self) -> None:
+        if self._window.shown_factor != 1.0:
+            self._multiply(self._gradients(), 1.0 / self._window.shown_factor)
+            self._window.shown_factor = 1.0
+
+    def _leaves_gradients(self) -> bool:
+        """Whether the gradients that the optimizer uses are those that backward() leaves in `p.grad`."""
+        return self.loss_scaler is None and self.master_weights is None
+
+    # What torch's own clipping asks; see Note [Plain torch].
+
+    def _holds_any(self, parameters: frozenset[int]) -> bool:
+        """Returns whether any of these is one of the optimizer's, or stands for one; by their `id`."""
+        own = (*self._optimized_parameters(), *self._working_parameters())
+        return any(id(one) in parameters for one in own)
+
+    def _show_gradients(self, parameters: frozenset[int]) -> None:
+        """Makes `p.grad` of these the true gradients. Collective if backward() was given num_items.
+
+        Raises:
+            ConfigError: They are elsewhere, or a part of a sum.
+        """
+        if self._defers_step:
+            raise ConfigError(
+                "torch's clipping was called inside of accumulate() before the last micro-batch, where gradients are a"
+                " part of a sum: write booster.clip_grad_norm_(optimizer, max_norm), which waits for the last one, or"
+                " clip where accumulate() yields True"
+            )
+        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        if any(id(working) in parameters for one, working in pairs if working is not one):
+            raise ConfigError(
+                "torch's clipping was given parameters that have fp32 master weights, which other gradients update: it"
+                " would change nothing. Write booster.clip_grad_norm_(optimizer, max_norm)"
+            )
+        self._finalize_gradients()
+        self._apply_factors()
+
+    # Methods.
 
     def _call_own(self, method: Callable[[], Any]) -> Any:
         """Calls the method with true gradients, and brings weights that it wrote into the model.

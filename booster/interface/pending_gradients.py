@@ -192,12 +192,13 @@ class PendingGradients:
     def counts(self) -> WindowCounts:
         """Returns the numbers that belong to the gradients."""
         window = self.optimizer.window
+        is_shown = window.shown_factor != 1.0  # then they are the mean already
         return WindowCounts(
             num_backwards=window.num_backwards,
-            num_averaged=window.num_averaged,
+            num_averaged=1 if is_shown else window.num_averaged,
             num_micro_steps=self.optimizer.num_micro_steps,
             loss_scale=self._loss_scale(),
-            num_items=window.num_items,
+            num_items=None if is_shown else window.num_items,
             data_rank=self.data_rank,
         )
 

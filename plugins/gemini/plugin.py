@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from booster.comm import group_size, new_cpu_group, new_mesh, patience
 from booster.data import shard_dataloader
 from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface.plain_torch import refuse_plain_training
 from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 from booster.placement import require_values
 from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
@@ -235,6 +236,8 @@ class GeminiPlugin(DistributedPlugin):
             precision = WeightPrecision(arguments.dtype, cast_inputs=True, outputs_fp32=arguments.force_outputs_fp32)
             precision.cast(model)  # what is left: buffers
             boosted.precision = precision
+        if self.dp_size > 1:
+            refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

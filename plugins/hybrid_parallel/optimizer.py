@@ -15,6 +15,7 @@ from booster.comm import all_reduce_max, all_reduce_sum, collective_device, gath
 from booster.interface import TensorSlice
 from booster.interface.loss import require_scalar_loss
 from booster.interface.mixed_precision import LossScaler
+from booster.interface.plain_torch import boosted_backward
 from booster.phases import in_phase
 from booster.plugins.hybrid_parallel.model import HybridModel
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
@@ -129,7 +130,7 @@ class HybridOptimizer(ZeroOptimizer):
         self._open_window(num_items)
         before, self._synchronizes = self._synchronizes, False
         try:
-            with self._collecting_gradients():
+            with boosted_backward(), self._collecting_gradients():
                 yield
         finally:
             self._synchronizes = before

@@ -19,6 +19,7 @@ from booster.comm import agree, group_size, patience
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface.plain_torch import refuse_plain_training
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
@@ -334,6 +335,8 @@ class HybridParallelPlugin(DistributedPlugin):
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
             precision.cast(model)  # what is left: frozen parameters and buffers
             boosted.precision = precision
+        if mesh.size("dp", "sp") > 1:
+            refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

@@ -17,6 +17,7 @@ from booster.comm import group_size, new_cpu_group, new_mesh, patience
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface.plain_torch import refuse_plain_training
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
 from booster.placement import make_replicas_equal, move_to_device, require_values
@@ -184,6 +185,8 @@ class LowLevelZeroPlugin(DistributedPlugin):
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
             precision.cast(model)  # what is left: frozen parameters and buffers
             boosted.precision = precision
+        if self.dp_size > 1:
+            refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

@@ -337,6 +337,21 @@ class ShardedOptimizer(OptimizerWrapper):
     def _has_copies(self) -> bool:
         return True
 
+    def _leaves_gradients(self) -> bool:
+        return False
+
+    def _holds_any(self, parameters: frozenset[int]) -> bool:
+        whole = (one for group in self.logical_groups for _, one in group)
+        shards = (shard.parameter for shard in self.shards.parts)
+        return any(id(one) in parameters and one.requires_grad for one in (*whole, *shards))
+
+    def _show_gradients(self, parameters: frozenset[int]) -> None:
+        raise ConfigError(
+            "torch's clipping was given parameters whose gradients the boosted optimizer keeps, so that it finds none,"
+            " or this rank's alone: write booster.clip_grad_norm_(optimizer, max_norm), or for values"
+            " optimizer.clip_grad_by_value(clip_value)"
+        )
+
     def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
         return [number > 0 for number in all_reduce_numbers([float(one) for one in facts], self.data_parallel_group)]
 

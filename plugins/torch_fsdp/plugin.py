@@ -21,6 +21,7 @@ from booster.comm import all_reduce_max, collective_device, group_size, new_cpu_
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
@@ -192,6 +193,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
+        originals = list(model.parameters())
         boosted = self._assembly().assemble(model, self._materializer(model), self._device)
         wrapped = None
         formats = self._arguments.formats
@@ -204,6 +206,10 @@ class TorchFSDPPlugin(DistributedPlugin):
                 loss_scaler=self._new_loss_scaler() if scales else None,
                 is_primary=self.dp_rank == 0,
             )
+        for unit in boosted.units if optimizer is None else ():
+            unit.on_gradients = refuse_plain_gradient
+        untrained = [member.parameter for member in boosted.whole.members] if optimizer is None else []
+        refuse_plain_training(boosted, untrained=untrained, originals=originals)
         if formats is not None:
             boosted.precision = UnitPrecision(formats)
         if self._arguments.verbose:

@@ -46,6 +46,7 @@ class Unit:
 
     Attributes:
         device: What its weights are gathered on.
+        on_gradients: Called in a backward that gives it gradients; None: nothing is.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Unit:
         self._sums: torch.Tensor | None = None
         self._summed: tuple[Member, ...] = ()
         self.has_sums = False
+        self.on_gradients: Callable[[], None] | None = None
         self._take_over(module)
 
     def _take_over(self, module: FSDPModule) -> None:
@@ -263,6 +265,8 @@ class Unit:
         """Does what FSDP2 does when a unit's gradients are there; see Note [Sums of a unit]."""
         if not self.members[0].was_gathered:
             return  # loaded gradients may wait here, for which FSDP2 has no place yet
+        if self.on_gradients is not None and self.has_local:
+            self.on_gradients()
         if self.group.reduce_grads and self._note_use():
             self._complete_gradients()
         with without_reduced_gradient_hooks(self.members):

@@ -1,0 +1,160 @@
+"""torch's own clipping and plain optimizers, where the gradients of a boosted model are not what `p.grad` shows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from booster.errors import ConfigError
+from booster.interface.model import ModelWrapper
+
+__all__ = [
+    "boosted_backward",
+    "clip_by_norm",
+    "clip_by_value",
+    "refuse_plain_gradient",
+    "refuse_plain_training",
+    "watch_clipping",
+]
+
+# Note [Plain torch]
+# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing where gradients live in the boosted optimizer,
+# and a part of a sum inside of `Booster.accumulate`; a plain optimizer steps each rank's model by that rank's gradient
+# alone where gradients are only averaged for the optimizer that was boosted. Neither fails by itself. torch has a hook
+# for steps of any optimizer. It has none for its clipping functions, so a check is put around what they call: in the
+# closure of the functions themselves, since scripts import them by name before anything is boosted.
+
+clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))  # torch's own, without the check
+clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
+
+
+class _Optimizer(Protocol):
+    def _holds_any(self, parameters: frozenset[int]) -> bool: ...
+
+    def _show_gradients(self, parameters: frozenset[int]) -> None: ...
+
+    _is_stepping: bool
+
+
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
+_num_boosted_backwards = 0
+
+
+# Clipping.
+
+
+def watch_clipping(optimizer: _Optimizer) -> None:
+    """Has torch's clipping functions ask a boosted optimizer for its true gradients first."""
+    _intercept_clipping()
+    _optimizers.add(optimizer)
+
+
+@functools.cache
+def _intercept_clipping() -> None:
+    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
+        _intercept(function)
+
+
+def _intercept(function: Callable[..., Any]) -> None:
+    own = inspect.unwrap(function)
+
+    @functools.wraps(own)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(parameters, *args, **kwargs)
+        members = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        _show_gradients(members)
+        # An empty generator goes on as one: torch warns of it.
+        return own(members or parameters, *args, **kwargs)
+
+    for cell in getattr(function, "__closure__", None) or ():
+        if cell.cell_contents is own:
+            cell.cell_contents = checked
+            return
+    for module in (nn.utils, nn.utils.clip_grad):  # not wrapped: who imported it before is not reached
+        for name, value in list(vars(module).items()):
+            if value is function:
+                setattr(module, name, checked)
+
+
+def _show_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    given = frozenset(id(one) for one in parameters)
+    for optimizer in list(_optimizers):
+        if optimizer._holds_any(given):
+            optimizer._show_gradients(given)
+
+
+# Steps and backwards.
+
+
+@contextmanager
+def boosted_backward() -> Iterator[None]:
+    """Surrounds autograd in the backward of a boosted optimizer."""
+    global _num_boosted_backwards
+    _num_boosted_backwards += 1
+    try:
+        yield
+    finally:
+        _num_boosted_backwards -= 1
+
+
+def refuse_plain_training(
+    model: ModelWrapper, *, untrained: Iterable[nn.Parameter], originals: Iterable[nn.Parameter] = ()
+) -> None:
+    """Has training by a plain optimizer raise, where gradients reach only the optimizer that was boosted.
+
+    Args:
+        model: The boosted model.
+        untrained: Its parameters, if it was boosted without an optimizer.
+        originals: Parameters from before boost() that it does not show any more.
+    """
+    _watch_steps()
+    _refused[model] = [weakref.ref(one) for one in originals]
+    for one in untrained:
+        if one.requires_grad:
+            one.register_post_accumulate_grad_hook(refuse_plain_gradient)
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_plain_step)
+
+
+def refuse_plain_gradient(*_: Any) -> None:
+    """Raises where a gradient arrives in a model that was boosted without an optimizer, in a plain backward.
+
+    In the backward of another model's optimizer it is one that nobody needs, as of a teacher's weights.
+
+    Raises:
+        ConfigError: No boosted optimizer's backward runs.
+    """
+    if _num_boosted_backwards == 0:
+        raise ConfigError(
+            "loss.backward() gives gradients to a model that was boosted without an optimizer, and the ranks' gradients"
+            " are brought together only for an optimizer that boost() got: give the optimizer to boost() as well, as in"
+            " model, optimizer, *_ = booster.boost(model, optimizer), and write booster.backward(loss, optimizer). If"
+            " the model is not to be trained, write model.requires_grad_(False)"
+        )
+
+
+def _refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
+    if not _refused or any(one._is_stepping for one in list(_optimizers)):
+        return
+    known = {id(one) for model in list(_refused) for one in model.module.parameters()}
+    known |= {id(one) for refs in list(_refused.values()) for ref in refs if (one := ref()) is not None}
+    if any(id(one) in known and one.requires_grad for group in optimizer.param_groups for one in group["params"]):
+        raise ConfigError(
+            f"step() of a {type(optimizer).__name__} that was not boosted, over parameters of a model that was: the"
+            " ranks' gradients are brought together only for the optimizer that boost() got. Give it the optimizer, as"
+            " in model, optimizer, *_ = booster.boost(model, optimizer), and call step() of the one that it returns"
+        )

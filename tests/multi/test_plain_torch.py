@@ -1,0 +1,183 @@
+"""torch's own clipping, reads of `p.grad` and plain optimizers on boosted models: right, or an error that says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import distributed
+from strategies import FP32, HALF, Pair, batch, perceptron
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+
+from booster import Booster
+from booster.errors import ConfigError
+from booster.plugins import TorchDDPPlugin
+
+AVERAGED = ("ddp", "hybrid_tp")  # whose backward leaves the true gradients in `p.grad` of any model
+SHARDED = [name for name in FP32 if name not in AVERAGED]
+CLIPPING = {
+    "norm": lambda parameters: clip_grad_norm_(parameters, 0.1),
+    "value": lambda parameters: clip_grad_value_(parameters, 0.1),
+    "given norm": lambda parameters: clip_grads_with_norm_(parameters, 0.1, torch.tensor(1.0)),
+}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_a_model_boosted_alone_with_a_plain_optimizer(strategy):
+    pair = Pair(FP32[strategy]())
+    optimizers = [sgd(model.parameters()) for model in (pair.model, pair.plain)]
+    if strategy not in AVERAGED:
+        with pytest.raises(ConfigError, match=r"boosted without an optimizer.*give the optimizer to boost"):
+            pair.losses(0)[0].backward()
+        return
+    for step in range(3):
+        for loss, optimizer in zip(pair.losses(step), optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_a_model_boosted_alone_may_be_a_part_of_another_ones_loss(strategy):
+    pair = Pair(FP32[strategy](), sgd)
+    torch.manual_seed(5)
+    teacher = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    plain_teacher = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    plain_teacher.load_state_dict(teacher.state_dict())
+    boosted_teacher, *_ = pair.booster.boost(teacher)  # its weights require gradients, which nobody uses
+    for step in range(2):
+        outputs = pair.model(pair.part(step))
+        pair.booster.backward(boosted_teacher(outputs).square().mean(), pair.optimizer)
+        plain_teacher(pair.plain(batch(step))).square().mean().backward()
+        pair.on_both("step")
+        pair.on_both("zero_grad")
+    pair.assert_equal()
+    if strategy in SHARDED:
+        with pytest.raises(ConfigError, match="SGD that was not boosted, over parameters of a model that was"):
+            sgd(boosted_teacher.parameters()).step()
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@distributed(2)
+def test_a_plain_optimizer_from_before_boost_that_was_kept_from_it(strategy):
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    FP32[strategy]().boost(model, sgd(model.parameters()))
+    with pytest.raises(ConfigError, match="that was not boosted"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("strategy", [*SHARDED, "hybrid_tp"])
+@distributed(2)
+def test_clipping_by_torch_where_gradients_are_elsewhere_is_an_error(strategy, clipping):
+    pair = Pair(FP32[strategy](), sgd)
+    pair.backward(0)
+    shards = [one for group in pair.optimizer.param_groups for one in group["params"]]
+    for parameters in (pair.model.parameters(), list(pair.booster.unwrap_model(pair.model).parameters()), shards):
+        with pytest.raises(ConfigError, match=r"booster\.clip_grad_norm_"):
+            CLIPPING[clipping](parameters)
+    found = pair.booster.clip_grad_norm_(pair.optimizer, 0.1)
+    torch.testing.assert_close(found, clip_grad_norm_(pair.plain.parameters(), 0.1))
+    pair.on_both("step")
+    pair.on_both("zero_grad")
+    pair.assert_equal()
+
+
+@distributed(2)
+def test_clipping_by_torch_of_weights_with_masters_is_an_error():
+    pair = Pair(HALF["ddp"](), sgd)
+    pair.booster.backward(pair.losses(0)[0], pair.optimizer)
+    with pytest.raises(ConfigError, match=r"booster\.clip_grad_norm_"):
+        clip_grad_norm_(pair.model.parameters(), 0.1)
+    masters = [one for group in pair.optimizer.param_groups for one in group["params"]]
+    assert clip_grad_norm_(masters, 0.1) < 10  # true gradients, without the loss scale
+
+
+def _micro_batches(pair, step):
+    """Yields this rank's three micro-batches of a step, and those of one process."""
+    for number in range(3):
+        yield pair.part(3 * step + number), batch(3 * step + number)
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@distributed(2)
+def test_gradients_in_the_last_micro_batch_are_the_mean_for_torch_too(clipping):
+    pair = Pair(FP32["ddp"](), sgd)
+    for step in range(2):
+        for mine, whole in _micro_batches(pair, step):
+            ((pair.plain(whole) - 1).square().mean() / 3).backward()
+            with pair.booster.accumulate(pair.model, pair.optimizer, steps=3) as is_last:
+                pair.booster.backward((pair.model(mine) - 1).square().mean(), pair.optimizer)
+                if is_last:
+                    for found, expected in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+                        torch.testing.assert_close(found.grad, expected.grad)
+                    CLIPPING[clipping](pair.model.parameters())
+                    CLIPPING[clipping](pair.plain.parameters())
+                else:
+                    with pytest.raises(ConfigError, match="before the last micro-batch"):
+                        CLIPPING[clipping](pair.model.parameters())
+                pair.optimizer.step()
+                pair.optimizer.zero_grad()
+        pair.plain_optimizer.step()
+        pair.plain_optimizer.zero_grad()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("counts_items", [False, True])
+@distributed(2)
+def test_several_backwards_in_the_last_micro_batch(counts_items):
+    pair = Pair(FP32["ddp"](), sgd)
+    num_items = {"num_items": 4.0} if counts_items else {}
+    for step in range(2):
+        for mine, whole in _micro_batches(pair, step):
+            # With items 3 micro-batches, 2 losses and 2 ranks have 48 of them.
+            reduce = torch.sum if counts_items else torch.mean
+            for target in (1, 2):
+                (reduce((pair.plain(whole) - target).square()) / (48 if counts_items else 3)).backward()
+            with pair.booster.accumulate(pair.model, pair.optimizer, steps=3):
+                for target in (1, 2):
+                    loss = reduce((pair.model(mine) - target).square())
+                    pair.booster.backward(loss, pair.optimizer, **num_items)
+                if pair.optimizer.num_micro_steps == 3:
+                    for found, expected in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+                        torch.testing.assert_close(found.grad, expected.grad)
+                pair.optimizer.step()
+                pair.optimizer.zero_grad()
+        pair.plain_optimizer.step()
+        pair.plain_optimizer.zero_grad()
+    pair.assert_equal(atol=1e-5)
+
+
+@distributed(2)
+def test_a_save_in_the_last_micro_batch_goes_on(tmp_path):
+    pair = Pair(FP32["ddp"](), sgd)
+    for mine, whole in _micro_batches(pair, 0):
+        ((pair.plain(whole) - 1).square().mean() / 3).backward()
+        with pair.booster.accumulate(pair.model, pair.optimizer, steps=3) as is_last:
+            pair.booster.backward((pair.model(mine) - 1).square().mean(), pair.optimizer)
+            if is_last:
+                pair.booster.save(tmp_path / "middle", pair.model, pair.optimizer)
+    pair.plain_optimizer.step()
+    resumed = Pair(FP32["ddp"](), sgd)
+    resumed.booster.load(tmp_path / "middle", resumed.model, resumed.optimizer)
+    resumed.optimizer.step()
+    resumed.plain = pair.plain
+    resumed.assert_equal()
+
+
+@distributed(2)
+def test_clipping_by_torch_sees_gradients_without_the_loss_scale():
+    pair = Pair(Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16"), sgd)
+    pair.booster.backward(pair.losses(0)[0], pair.optimizer)
+    norm = clip_grad_norm_(pair.model.parameters(), 0.1)
+    pair.losses(0)[1].backward()
+    torch.testing.assert_close(norm, clip_grad_norm_(pair.plain.parameters(), 0.1), rtol=1e-2, atol=1e-3)
+    pair.on_both("step")
+    pair.assert_equal(rtol=1e-2, atol=1e-3)
