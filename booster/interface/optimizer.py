@@ -471,7 +471,12 @@ class OptimizerWrapper(OptimizerMethods):
 
     def _defers_factors(self) -> bool:
         """True where the step itself may multiply the gradients; see Note [Gradient factors]."""
-        return self._fused_update is not None and self.master_weights is not None and not self._gradient_hooks
+        return self._fused_update is not None and self.master_weights is not None and not self._has_hooks()
+
+    def _has_hooks(self) -> bool:
+        """Whether hooks of the user's look at true gradients, or may write weights after the update."""
+        steps = (*self.optim._optimizer_step_pre_hooks.values(), *self.optim._optimizer_step_post_hooks.values())
+        return bool(self._gradient_hooks) or len(steps) > self._num_own_step_hooks
 
     def _gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that this rank holds, as the optimizer will use them."""

@@ -33,6 +33,7 @@ class OptimizerMethods(OptimizerParameters):
     _defers_step: bool
     _ends_micro_steps = False
     _is_stepping = False
+    _num_own_step_hooks = 0
 
     @abstractmethod
     def _finalize_gradients(self) -> None:

@@ -273,6 +273,9 @@ class GeminiOptimizer(ShardedOptimizer):
             if tier is not None and members and members[0].chunk.index in on_disk:
                 members[0].offload_states(self.optim, tier)
         _show_gradients(self._updates.values(), list(self._updates.values()), kept)
+        if len(calls) > 1 and self._has_hooks() and self._window.num_backwards > 0:
+            for update in self._updates.values():  # a hook of the last call may have written any of them
+                update.write_weights()
 
     def _step_some(self, members: Sequence[ChunkUpdate]) -> None:
         if self._window.factors is None:

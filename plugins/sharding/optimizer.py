@@ -77,6 +77,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._known_norm: torch.Tensor | None = None
         self._is_stepping = False
         optim.register_step_pre_hook(partial(_refuse_step_of_its_own, weakref.ref(self)))
+        self._num_own_step_hooks = 1
         self._working_of: dict[int, nn.Parameter] = {}
         named = reversed(list(model.unwrap().named_parameters()))
         self._names = {id(parameter): model.logical_name(name) for name, parameter in named}
@@ -225,7 +226,7 @@ class ShardedOptimizer(OptimizerWrapper):
         raise_on_all_ranks(error, self.data_parallel_group)
 
     def _defers_factors(self) -> bool:
-        return self._fused_update is not None and not self._gradient_hooks
+        return self._fused_update is not None and not self._has_hooks()
 
     def _gradients(self) -> list[torch.Tensor]:
         # The shards' own, raw or not: their sums are in fp32 already.

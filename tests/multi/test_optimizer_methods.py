@@ -186,3 +186,21 @@ def test_weights_follow_a_step_after_a_forward_without_a_backward(strategy):
         pair.on_both("step")
         pair.on_both("zero_grad")
         pair.assert_equal()
+
+
+@pytest.mark.parametrize("make_optimizer", [HybridAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("strategy", HALF)
+@distributed(2)
+def test_the_model_follows_masters_that_a_step_hook_has_written(strategy, make_optimizer):
+    pair = Pair(HALF[strategy](), make_optimizer)
+
+    @torch.no_grad()
+    def clamp(optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.05, 0.05)
+
+    pair.optimizer.register_step_post_hook(clamp)
+    pair.booster.backward(pair.losses(0)[0], pair.optimizer)
+    pair.optimizer.step()
+    assert_masters_are_shown(pair.model)
