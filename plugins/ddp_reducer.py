@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,12 +16,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from booster.comm import AllReduce, all_reduce_max, all_reduce_sparse, collective_device, group_size, start_all_reduce
+from booster.comm.waiting import Place, failures_named
 from booster.errors import ConfigError
+from booster.plugins.ddp_buckets import (
+    MAX_IN_FLIGHT,
+    Bucket,
+    GradBucket,
+    ParamGrad,
+    form_buckets,
+    move_into_view,
+    views_of,
+)
 from booster.plugins.sharding.buffers import broadcast_joined
 
-__all__ = ["CommHook", "GradBucket", "Reducer", "bucket_buffer_bytes"]
-
-_MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
+__all__ = ["CommHook", "Reducer"]
 
 # Note [Gradient reduction]
 # Every parameter has a hook that autograd calls once `.grad` holds the gradient. A bucket is issued (copied into its
@@ -39,93 +45,6 @@ _MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
 # on that bucket waits for the end of backward.
 # The first rank's buffers follow the gradients rather than precede a forward: then they are equal on all ranks
 # between steps, a forward never communicates, and a loss may come from any method of the model.
-
-
-@dataclass(slots=True, eq=False)
-class _ParamGrad:
-    """The gradient of one parameter.
-
-    Attributes:
-        parameter: The model's parameter.
-        produces_sparse: An embedding with sparse=True looks it up.
-        bucket: The bucket that it is reduced in; None: it is frozen, or sparse.
-        view: Its part of the bucket's buffer.
-        has_arrived: In the current backward.
-        is_local: It changed on this rank since its bucket was issued.
-        source: `.grad` while the bucket is in flight.
-        unclaimed: The mean of a gradient that this rank does not have, until it is known whether any rank has it.
-        handle: The reducer's hook on the parameter.
-    """
-
-    parameter: nn.Parameter
-    produces_sparse: bool
-    bucket: _Bucket | None = None
-    view: torch.Tensor | None = None
-    has_arrived: bool = False
-    is_local: bool = False
-    source: torch.Tensor | None = None
-    unclaimed: torch.Tensor | None = None
-    handle: RemovableHandle | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Bucket:
-    """Gradients of one dtype that are all-reduced together.
-
-    Attributes:
-        index: Place in the order in which buckets are issued.
-        grads: The gradients, in the order in which they lie in the buffer.
-        flat: The buffer.
-        views: The gradients' parts of it.
-        num_missing: Gradients that have not arrived in the current backward.
-        is_issued: In the current backward.
-        waits_for_end: It is issued at the end of backward only.
-        is_discarded: Backward failed while it was in flight.
-        in_flight: Waits for the all-reduce and returns the means; None: nothing is in flight.
-    """
-
-    index: int
-    grads: list[_ParamGrad]
-    flat: torch.Tensor
-    views: list[torch.Tensor]
-    num_missing: int = 0
-    is_issued: bool = False
-    waits_for_end: bool = False
-    is_discarded: bool = False
-    in_flight: Callable[[], list[torch.Tensor]] | None = field(default=None, repr=False)
-
-
-class GradBucket:
-    """A bucket as a communication hook gets it: the interface of `torch.distributed.GradBucket`."""
-
-    def __init__(self, bucket: _Bucket, *, is_last: bool) -> None:
-        self._bucket = bucket
-        self._buffer = bucket.flat
-        self._is_last = is_last
-
-    def index(self) -> int:
-        """Returns the bucket's place in the order of reduction."""
-        return self._bucket.index
-
-    def buffer(self) -> torch.Tensor:
-        """Returns this rank's gradients as one flat tensor, not divided by the number of ranks."""
-        return self._buffer
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the flat tensor."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients, as views of the flat tensor."""
-        return _views(self._buffer, [grad.parameter for grad in self._bucket.grads])
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters, in the order of `gradients`."""
-        return [grad.parameter for grad in self._bucket.grads]
-
-    def is_last(self) -> bool:
-        """Returns whether it is the last bucket of a backward."""
-        return self._is_last
 
 
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
@@ -184,13 +103,13 @@ class Reducer:
         self._reduced_at = 0
         self._queued_in: int | None = None
         self._next = 0
-        self._in_flight: deque[_Bucket] = deque()
+        self._in_flight: deque[Bucket] = deque()
         self._comm_hook: Callable[[GradBucket], torch.futures.Future[Any]] | None = None
         self._static_use: list[bool] | None = None
         self._trained: list[bool] = []
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         sparse = _sparse_parameters(module)
-        self._grads = [_ParamGrad(one, id(one) in sparse) for one in module.parameters()]
+        self._grads = [ParamGrad(one, id(one) in sparse) for one in module.parameters()]
         for index, grad in enumerate(self._grads):
             grad.handle = _hook(grad.parameter, partial(_grad_ready, weakref.ref(self), index))
 
@@ -265,7 +184,7 @@ class Reducer:
         bucket = grad.bucket
         if bucket is not None and not bucket.is_issued:
             if self._uses_views:
-                _move_into_view(grad)
+                move_into_view(grad)
             if self._reduces_now and not grad.has_arrived:
                 grad.has_arrived = True
                 bucket.num_missing -= 1
@@ -305,8 +224,8 @@ class Reducer:
             self._next += 1
 
     @torch.no_grad()
-    def _issue(self, bucket: _Bucket) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+    def _issue(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._collect_oldest()
         scale = 1.0 if self._comm_hook is not None else 1.0 / group_size(self._group)
         for grad, view in zip(bucket.grads, bucket.views, strict=True):
@@ -321,13 +240,24 @@ class Reducer:
         bucket.in_flight = self._start(bucket)
         self._in_flight.append(bucket)
 
-    def _start(self, bucket: _Bucket) -> Callable[[], list[torch.Tensor]]:
+    def _start(self, bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
         if self._comm_hook is not None:
             given = GradBucket(bucket, is_last=bucket is self._buckets[-1])
-            return partial(_wait_for_hook, self._comm_hook(given), bucket)
+            with self._hook_errors(bucket):
+                future = self._comm_hook(given)
+            return partial(self._wait_for_hook, future, bucket)
         flat = bucket.flat
         real = flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
         return partial(_wait_for_sum, start_all_reduce(real, self._group), bucket)
+
+    def _hook_errors(self, bucket: Bucket) -> AbstractContextManager[None]:
+        return failures_named(Place("communication hook", bucket.index + 1), self._group)
+
+    def _wait_for_hook(self, future: torch.futures.Future[Any], bucket: Bucket) -> list[torch.Tensor]:
+        with self._hook_errors(bucket):
+            result = future.wait()
+        flat = result[0] if isinstance(result, (list, tuple)) else result
+        return views_of(flat, [grad.parameter for grad in bucket.grads])
 
     @torch.no_grad()
     def _collect_oldest(self) -> None:
@@ -349,7 +279,7 @@ class Reducer:
             grad.parameter.grad, grad.unclaimed = (result, None) if has_any else (None, result)
             grad.source = None
 
-    def _result(self, grad: _ParamGrad, view: torch.Tensor) -> torch.Tensor:
+    def _result(self, grad: ParamGrad, view: torch.Tensor) -> torch.Tensor:
         """Returns the memory that a mean goes into."""
         if self._uses_views:
             return view
@@ -433,102 +363,12 @@ class Reducer:
         for grad in self._grads:
             grad.bucket = grad.view = None
         dense = [grad for grad in self._grads if grad.parameter.requires_grad and not grad.produces_sparse]
-        buckets = _assign_buckets([grad.parameter for grad in dense], self._bucket_bytes)
-        members = [[dense[index] for index in indices] for indices in buckets]
-        buffers = _allocate_buffers([[grad.parameter for grad in grads] for grads in members], self._uses_views)
-        self._buckets = []
-        for index, (grads, flat) in enumerate(zip(members, buffers, strict=True)):
-            bucket = _Bucket(index, grads, flat, _views(flat, [grad.parameter for grad in grads]))
-            self._buckets.append(bucket)
-            for grad, view in zip(grads, bucket.views, strict=True):
-                grad.bucket, grad.view = bucket, view
-                if self._uses_views:
-                    _move_into_view(grad)
+        self._buckets = form_buckets(dense, self._bucket_bytes, uses_views=self._uses_views)
 
 
-def bucket_buffer_bytes(parameters: Sequence[torch.Tensor], bucket_bytes: int, *, uses_views: bool) -> int:
-    """Returns the bytes of a reducer's buffers for parameters that train."""
-    buckets = [[parameters[index] for index in indices] for indices in _assign_buckets(parameters, bucket_bytes)]
-    with torch.device("meta"):
-        buffers = _allocate_buffers(buckets, uses_views, device=torch.device("meta"))
-    storages = {buffer.untyped_storage()._cdata: buffer.untyped_storage().nbytes() for buffer in buffers}
-    return sum(storages.values())
-
-
-def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Returns the indices of the parameters of every bucket, the last parameter first.
-
-    That is the order in which backward reaches the layers of most models. It is not measured in a first step, as by
-    torch's DistributedDataParallel: the place of an element in its bucket decides in which order three or more ranks
-    sum it, and a run that is resumed must sum as the one that was not.
-    """
-    buckets: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for index in reversed(range(len(parameters))):
-        parameter = parameters[index]
-        key = (parameter.dtype, parameter.device)
-        indices, num_bytes = open_buckets.pop(key, ([], 0))
-        indices, num_bytes = [*indices, index], num_bytes + parameter.nbytes
-        if num_bytes >= bucket_bytes:
-            buckets.append(indices)
-        else:
-            open_buckets[key] = indices, num_bytes
-    return buckets + [indices for indices, _ in open_buckets.values()]
-
-
-def _allocate_buffers(
-    buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool, device: torch.device | None = None
-) -> list[torch.Tensor]:
-    """Returns a flat buffer for every bucket. Without views, buckets that are not in flight together share one."""
-    sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
-    homes = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
-    if uses_views:
-        return [torch.zeros(size, dtype=dtype, device=where) for size, (dtype, where) in zip(sizes, homes, strict=True)]
-    keys = [(index % _MAX_IN_FLIGHT, *home) for index, home in enumerate(homes)]
-    largest: dict[tuple[int, torch.dtype, torch.device], int] = {}
-    for key, size in zip(keys, sizes, strict=True):
-        largest[key] = max(size, largest.get(key, 0))
-    shared = {key: torch.empty(size, dtype=key[1], device=key[2]) for key, size in largest.items()}
-    return [shared[key][:size] for key, size in zip(keys, sizes, strict=True)]
-
-
-def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns parts of a flat tensor with the shapes, and where they are dense the strides, of the parameters."""
-    starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
-    parts = [flat[start : start + one.numel()] for start, one in zip(starts, parameters, strict=False)]
-    return [
-        part.as_strided(one.shape, one.stride()) if _is_dense(one) else part.view(one.shape)
-        for part, one in zip(parts, parameters, strict=True)
-    ]
-
-
-def _is_dense(parameter: torch.Tensor) -> bool:
-    """Returns whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return math.prod(parameter.shape) > 0
-
-
-@torch.no_grad()
-def _move_into_view(grad: _ParamGrad) -> None:
-    given = grad.parameter.grad
-    if grad.view is not None and given is not None and given is not grad.view:
-        grad.view.copy_(given.to_dense() if given.is_sparse else given)
-        grad.parameter.grad = grad.view
-
-
-def _wait_for_sum(work: AllReduce, bucket: _Bucket) -> list[torch.Tensor]:
+def _wait_for_sum(work: AllReduce, bucket: Bucket) -> list[torch.Tensor]:
     work.wait()
     return bucket.views
-
-
-def _wait_for_hook(future: torch.futures.Future[Any], bucket: _Bucket) -> list[torch.Tensor]:
-    result = future.wait()
-    flat = result[0] if isinstance(result, (list, tuple)) else result
-    return _views(flat, [grad.parameter for grad in bucket.grads])
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:
@@ -559,7 +399,7 @@ def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Remo
     return handle
 
 
-def _move_hook_last(grad: _ParamGrad) -> None:
+def _move_hook_last(grad: ParamGrad) -> None:
     """Has hooks that the user registered later called first: the reducer takes the gradient as they leave it."""
     hooks = grad.parameter._post_accumulate_grad_hooks
     if grad.handle is not None and hooks is not None and len(hooks) > 1:

@@ -21,7 +21,8 @@ from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWr
 from booster.interface.gradient_window import GradientWindow
 from booster.mixed_precision import mixed_precision_names
 from booster.placement import make_replicas_equal, move_to_device, require_values
-from booster.plugins.ddp_reducer import CommHook, Reducer, bucket_buffer_bytes
+from booster.plugins.ddp_buckets import bucket_buffer_bytes
+from booster.plugins.ddp_reducer import CommHook, Reducer
 from booster.plugins.distributed_plugin import DistributedPlugin
 from booster.plugins.sharding.checks import check_flag, is_number
 from booster.plugins.sync_batch_norm import convert_batch_norm
