@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from booster.errors import CheckpointError, ConfigError
 from booster.interface.mixed_precision import MixedPrecision
@@ -16,12 +20,29 @@ from booster.phases import Phase, observers
 
 __all__ = ["ModelWrapper"]
 
+# Note [Attributes of the boosted model]
+# Attributes that the wrapper lacks are the user's module's: reading, setting and deleting them reaches that. The
+# wrapper's own are what its constructor sets and its classes declare, and win where names are the same. A method of the
+# user's module may be a forward in disguise, such as `model.loss(x)`: it runs in the precision of the forward, and
+# what all ranks have to do before a forward is done once the first module in it runs. A method that runs no module
+# communicates nothing, so one rank alone may call it.
 
-class ModelWrapper(nn.Module):
+
+class _Constructed(type):
+    """Marks the end of construction, after which new attributes are the user's module's."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__call__(*args, **kwargs)
+        vars(model)["_is_constructed"] = True
+        return model
+
+
+class ModelWrapper(nn.Module, metaclass=_Constructed):
     """The boosted model.
 
-    Calling it runs what the plugin made of the user's model, in the number format that was asked for. Parameter,
-    buffer and module names, `state_dict` and `load_state_dict` are those of the user's model.
+    Calling it runs what the plugin made of the user's model, in the dtype that was asked for. Parameter, buffer and
+    module names, `state_dict` and `load_state_dict` are those of the user's model, and so are further attributes and
+    methods; see Note [Attributes of the boosted model]. `unwrap()` reaches those whose names the wrapper has itself.
 
     Args:
         module: The user's model.
@@ -38,6 +59,7 @@ class ModelWrapper(nn.Module):
         super().__init__()
         self.module = module
         self.precision = None
+        self._running_method = False
         self._is_primary = is_primary
         self.num_ranks_of_batch = 1
         self._load_hooks: list[Callable[[], None]] = []
@@ -78,18 +100,102 @@ class ModelWrapper(nn.Module):
         self.forward_module.train(mode)
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    # What a plugin does around a forward, and around a method that runs modules.
+
+    def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Does what all ranks have to do before modules run. Collective; here nothing."""
+
+    def _end_run(self) -> None:
+        """Does what comes after modules have run. Collective; here nothing."""
+
+    def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the user's module; see Note [Attributes of the boosted model]."""
+        if self._running_method or torch.compiler.is_compiling():  # called by another one, which did what is needed
+            return method(*args, **kwargs)
+        precision = self.precision
+        if precision is not None:
+            args, kwargs = precision.convert_inputs(args, kwargs)
+        modules = frozenset(self.module.modules())
+        has_run = False
+
+        def begin(module: nn.Module, _: Any) -> None:
+            nonlocal has_run
+            if not has_run and module in modules:
+                has_run = True
+                self._begin_run(args, kwargs)
+
+        self._running_method = True
+        context = nullcontext() if precision is None else precision.forward_context(self._device_type)
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or not hasattr(module, name):
-                raise
-            # Not passed through: a method that computes a loss would go round the plugin, and its gradients with it.
-            raise AttributeError(
-                f"{name!r} belongs to your {type(module).__name__}, and the boosted model runs only its forward: "
-                f"write booster.unwrap_model(model).{name}"
-            ) from None
+            with register_module_forward_pre_hook(begin), context:
+                outputs = method(*args, **kwargs)
+        finally:
+            self._running_method = False
+        if not has_run:
+            return outputs
+        self._end_run()
+        return outputs if precision is None else precision.convert_outputs(outputs)
+
+    # Attributes.
+
+    def __getattr__(self, name: str) -> Any:
+        module = vars(self).get("_modules", {}).get("module")
+        if name == "module" and module is not None:
+            return module
+        if module is None:  # __init__ did not run
+            raise AttributeError(name)
+        value = getattr(module, name)
+        if inspect.ismethod(value) and value.__self__ is module:
+            return functools.wraps(value)(functools.partial(self._run_method, value))
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+            return
+        registered = name in self.module._parameters or name in self.module._modules
+        if registered or isinstance(value, (nn.Parameter, nn.Module)):
+            raise ConfigError(
+                f"model.{name} = {type(value).__name__}(...) after boost() gives the model a module or parameter that"
+                " neither the plugin nor the optimizer knows: set it before boost()"
+            )
+        buffer = self.module._buffers.get(name)
+        if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:
+            buffer.data.copy_(value)  # the memory that the plugin knows
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+            return
+        if name in self.module._parameters or name in self.module._modules or name in self.module._buffers:
+            raise ConfigError(
+                f"del model.{name} after boost() takes a module, parameter or buffer away that the plugin and the"
+                " optimizer hold: delete it before boost()"
+            )
+        delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def _is_own(self, name: str) -> bool:
+        if not vars(self).get("_is_constructed", False) or name in vars(self) or name == "module":
+            return True
+        classes = [one for one in type(self).__mro__ if issubclass(one, ModelWrapper)]
+        return any(name in vars(one) or name in vars(one).get("__annotations__", {}) for one in classes)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Returns the user's module of that name."""
+        return self.module.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Returns the user's parameter of that name."""
+        return self.module.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """Returns the user's buffer of that name."""
+        return self.module.get_buffer(target)
 
     # The user's own names.
 

@@ -69,10 +69,13 @@ class GeminiModel(ModelWrapper):
 
         Collective: weights are gathered.
         """
+        self._begin_run(args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_unmoved()
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_joined(list(self.module.buffers()), self._settings.data_parallel_group)
-        return super().forward(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model and of its optimizer."""

@@ -92,6 +92,12 @@ class HybridModel(ZeroModel):
         Raises:
             ConfigError: The rank is a pipeline stage, which has some of the layers only.
         """
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.reset_ranks()
+
+    def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._carved is not None:
             raise ConfigError(
                 "the boosted model was called directly, but with pp_size > 1 each rank holds some of its layers only:"
@@ -99,10 +105,10 @@ class HybridModel(ZeroModel):
                 " (evaluates without an optimizer, and returns outputs with return_outputs=True)"
             )
         self._begin_batch(args, kwargs)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.reset_ranks()
+        super()._begin_run(args, kwargs)
+
+    def _end_run(self) -> None:
+        self.reset_ranks()
 
     @not_compiled
     def _begin_batch(self, args: Any, kwargs: dict[str, Any]) -> None:

@@ -59,12 +59,19 @@ class ZeroModel(ModelWrapper):
 
         Collective in training, if the model has buffers.
         """
-        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
-            broadcast_joined(list(self.module.buffers()), self._group)
+        self._begin_run(args, kwargs)
         with self._waiting():
             outputs = super().forward(*args, **kwargs)
         self.wait_for_weights()
         return outputs
+
+    def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+            broadcast_joined(list(self.module.buffers()), self._group)
+
+    def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.wait_for_weights()
+        return super()._run_method(method, *args, **kwargs)
 
     def _waiting(self) -> AbstractContextManager[Any]:
         if self._gathering is None or not self._gathering.is_pending:

@@ -113,16 +113,35 @@ class FSDPModel(ModelWrapper):
 
         Collective: weights are gathered.
         """
-        # What activation checkpointing runs again belongs to the backward, and may stop in the middle.
-        if self._is_gathered or torch._C._current_graph_task_id() != -1:
+        if self._runs_alone:
             return super().forward(*args, **kwargs)
-        self.require_unmoved()
-        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
-            broadcast_joined(list(self.module.buffers()), None)
+        self._begin_run(args, kwargs)
         with self._recovering():
             outputs = super().forward(*args, **kwargs)
-        self.coordinator.close(TaskKind.FORWARD_END)
+        self._end_run()
         return outputs
+
+    @property
+    def _runs_alone(self) -> bool:
+        """Whether modules run without the other ranks: on whole weights, or again for activation checkpointing."""
+        # What runs again belongs to the backward, and may stop in the middle.
+        return self._is_gathered or torch._C._current_graph_task_id() != -1
+
+    def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._runs_alone:
+            self.require_unmoved()
+            if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+                broadcast_joined(list(self.module.buffers()), None)
+
+    def _end_run(self) -> None:
+        if not self._runs_alone:
+            self.coordinator.close(TaskKind.FORWARD_END)
+
+    def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._runs_alone:
+            return super()._run_method(method, *args, **kwargs)
+        with self._recovering():
+            return super()._run_method(method, *args, **kwargs)
 
     def require_unmoved(self) -> None:
         """Raises if updates would not reach the model any more.

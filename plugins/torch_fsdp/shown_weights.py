@@ -31,7 +31,7 @@ _HOOKS = (
 )
 _MARK = "_is_fsdp_managed_module"
 # Rooms whose hooks do nothing in a copy.
-_OUR_OWN = frozenset({SafeOutputs.__module__, OwnFormat.__module__, InputWatch.__module__})
+_OUR_OWN = frozenset({SafeOutputs.__module__, OwnFormat.__module__, InputWatch.__module__, Unit.__module__})
 
 
 @contextmanager

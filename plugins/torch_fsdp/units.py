@@ -72,7 +72,38 @@ class Unit:
         self._summed: tuple[Member, ...] = ()
         self.has_sums = False
         self.on_gradients: Callable[[], None] | None = None
+        self._running_part: nn.Module | None = None
         self._take_over(module)
+        self._watch_parts()
+
+    def _watch_parts(self) -> None:
+        """Has modules of the unit gather its weights where they run without it, as in a method of the user's model.
+
+        What FSDP2 does around the unit's own forward is done around theirs.
+        """
+        infos = [member.state._module_info for member in self.members]
+        owners = {owner: None for info in infos for owner in (info.module, *info.shared_modules)}
+        for owner in owners:
+            if owner is not self.module:
+                owner.register_forward_pre_hook(self._enter_part, prepend=True, with_kwargs=True)
+                owner.register_forward_hook(self._leave_part)
+
+    def _enter_part(self, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        state = self.module._get_fsdp_state()
+        is_idle = state._training_state is TrainingState.IDLE and self.group._training_state is TrainingState.IDLE
+        # What activation checkpointing runs again in backward has its weights.
+        if not is_idle or torch._C._current_graph_task_id() != -1:
+            return None
+        self._running_part = part
+        entered: tuple[Any, Any] = state._pre_forward(self.module, args, kwargs)
+        return entered
+
+    def _leave_part(self, part: nn.Module, args: Any, output: Any) -> Any:
+        if self._running_part is not part:
+            return output
+        self._running_part = None
+        self.inputs.tie(self.module, args, output)  # type: ignore[arg-type]
+        return self.module._get_fsdp_state()._post_forward(self.module, args, output)
 
     def _take_over(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(UnitAllGather(self))

@@ -34,7 +34,7 @@ class InputWatch:
     def __init__(self, module: nn.Module, arrived: Callable[..., None]) -> None:
         self._arrived = arrived
         self._handles: list[RemovableHandle] = []
-        module.register_forward_hook(self._tie)
+        module.register_forward_hook(self.tie)
 
     def watch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns what goes into the forward in the place of its arguments."""
@@ -59,7 +59,7 @@ class InputWatch:
         for handle in handles:
             handle.remove()
 
-    def _tie(self, module: nn.Module, args: Any, output: Any) -> None:
+    def tie(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ties the hooks of this forward to what it returns."""
         if not self._handles:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import math
 
@@ -86,16 +87,64 @@ def test_schedulers_work_on_either_optimizer():
     assert math.isclose(raw.param_groups[0]["lr"], 0.05)
 
 
-def test_a_method_of_the_model_does_not_go_round_the_plugin():
+def test_attributes_are_those_of_the_users_model():
     class Model(nn.Linear):
-        def training_step(self, x):
-            return self(x).sum()
+        limit = 3
 
-    model, *_ = Booster(device="cpu").boost(Model(2, 1))
-    with pytest.raises(AttributeError, match=r"write booster\.unwrap_model\(model\)\.training_step"):
-        model.training_step(torch.ones(1, 2))
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        _ = model.nothing_like_it
+        def __init__(self):
+            super().__init__(2, 1)
+            self.temperature = 1.0
+            self.register_buffer("seen", torch.zeros(2))
+            self.register_buffer("kept", torch.zeros(2))
+
+        @property
+        def half(self):
+            return self.temperature / 2
+
+        @half.setter
+        def half(self, value):
+            self.temperature = 2 * value
+
+        def training_step(self, x):
+            """Documented."""
+            return self(x).sum() * self.temperature
+
+    user = Model()
+    model, *_ = Booster(device="cpu").boost(user)
+    model.temperature = 4.0
+    assert user.temperature == 4.0
+    assert (model.temperature, model.limit, model.in_features) == (4.0, 3, 2)
+    model.half = 3.0
+    assert user.temperature == 6.0
+    assert torch.equal(model.training_step(torch.ones(1, 2)), user.training_step(torch.ones(1, 2)))
+    assert (model.training_step.__name__, model.training_step.__doc__) == ("training_step", "Documented.")
+    memory, model.seen = user.seen.data_ptr(), torch.ones(2)
+    assert torch.equal(user.seen, torch.ones(2))
+    assert user.seen.data_ptr() == memory
+    model.kept = None
+    assert user.kept is None
+    model.note = "new"
+    assert user.note == "new"
+    del model.note
+    assert not hasattr(model, "note")
+    assert not hasattr(user, "note")
+    assert {"training_step", "temperature", "unwrap"} <= set(dir(model))
+    assert model.weight is user.weight
+    assert model.get_parameter("weight") is user.weight
+    assert copy.deepcopy(model).temperature == 6.0
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'absent'"):
+        model.absent  # noqa: B018
+    for set_it in (
+        lambda: setattr(model, "head", nn.Linear(1, 1)),
+        lambda: setattr(model, "weight", nn.Parameter(torch.ones(1, 2))),
+        lambda: setattr(model, "bias", None),
+    ):
+        with pytest.raises(ConfigError, match=r"after boost\(\) gives the model a module or parameter"):
+            set_it()
+    with pytest.raises(ConfigError, match="delete it before boost"):
+        del model.bias
+    assert "module" not in vars(model)
+    assert model.unwrap() is user
 
 
 def test_accumulate_averages_and_flushes_at_the_end_of_a_loader():
