@@ -75,8 +75,8 @@ def measure(configuration: Configuration, settings: BenchmarkSettings) -> Figure
         step_seconds=step,
         whole_seconds=statistics.median(sum(one) for one in times),
         peak_bytes=memory.peak_bytes,
-        sent_bytes=sum(count.sent.values()) + trainee.uncounted_bytes,
-        received_bytes=sum(count.received.values()) + trainee.uncounted_bytes,
+        sent_bytes=sum(count.sent.values()),
+        received_bytes=sum(count.received.values()),
         communications=sum(count.calls.values()),
         losses=[all_reduce_numbers([loss])[0] for loss in losses],
     )

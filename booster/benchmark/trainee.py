@@ -46,7 +46,6 @@ class Trainee:
         backward: Leaves the step's gradients where `step` finds them.
         step: Updates the weights and forgets the gradients.
         loss_share: What this loss adds to the loss of the whole batch, a sum over all ranks.
-        uncounted_bytes: What each rank sends, and receives, in a step besides what `booster.comm` counts.
         close: Gives back what the process would keep.
     """
 
@@ -54,7 +53,6 @@ class Trainee:
     backward: Callable[[torch.Tensor], None]
     step: Callable[[], None]
     loss_share: Callable[[torch.Tensor], float]
-    uncounted_bytes: int = 0
     close: Callable[[], None] = lambda: None
 
 
@@ -96,10 +94,7 @@ def _boosted_trainee(configuration: Configuration, settings: BenchmarkSettings, 
     num_parts, part = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
     inputs, targets = (whole.chunk(num_parts)[part].clone().to(current_device()) for whole in batch)
     network = make_network(settings)
-    # torch's reducer sends the gradients in buckets past booster.comm; an all_reduce counts as it does there.
-    gradient_bytes = sum(parameter.nbytes for parameter in network.parameters())
     num_ranks = group_size()
-    uncounted = 2 * (num_ranks - 1) * gradient_bytes // num_ranks if configuration.mode == "dp" else 0
     booster = Booster(plugin=plugin)
     model, optimizer, criterion, _, _ = booster.boost(network, _optimizer(network), nn.MSELoss())
 
@@ -112,7 +107,6 @@ def _boosted_trainee(configuration: Configuration, settings: BenchmarkSettings, 
         backward=lambda loss: booster.backward(loss, optimizer),
         step=lambda: _step(optimizer),
         loss_share=lambda loss: float(loss.detach()) / num_ranks,  # equal parts, each held by as many ranks
-        uncounted_bytes=uncounted,
     )
 
 

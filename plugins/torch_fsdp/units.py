@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ class Unit:
         infos = [member.state._module_info for member in self.members]
         owners = {owner: None for info in infos for owner in (info.module, *info.shared_modules)}
         for owner in owners:
-            if owner is not self.module:
+            if owner is not cast(nn.Module, self.module):
                 owner.register_forward_pre_hook(self._enter_part, prepend=True, with_kwargs=True)
                 owner.register_forward_hook(self._leave_part)
 
@@ -95,15 +95,15 @@ class Unit:
         if not is_idle or torch._C._current_graph_task_id() != -1:
             return None
         self._running_part = part
-        entered: tuple[Any, Any] = state._pre_forward(self.module, args, kwargs)
+        entered: tuple[Any, Any] = state._pre_forward(cast(nn.Module, self.module), args, kwargs)
         return entered
 
     def _leave_part(self, part: nn.Module, args: Any, output: Any) -> Any:
         if self._running_part is not part:
             return output
         self._running_part = None
-        self.inputs.tie(self.module, args, output)  # type: ignore[arg-type]
-        return self.module._get_fsdp_state()._post_forward(self.module, args, output)
+        self.inputs.tie(part, args, output)
+        return self.module._get_fsdp_state()._post_forward(cast(nn.Module, self.module), args, output)
 
     def _take_over(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(UnitAllGather(self))
