@@ -31,6 +31,11 @@ __all__ = ["ModelWrapper"]
 class _Constructed(type):
     """Marks the end of construction, after which new attributes are the user's module's."""
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         model = super().__call__(*args, **kwargs)
         vars(model)["_is_constructed"] = True
