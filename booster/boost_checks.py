@@ -13,11 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
 
 __all__ = [
     "check_can_boost",
+    "is_closed",
     "note_boosted",
+    "note_closed",
+    "note_model",
     "require_boosted_model",
     "require_boosted_optimizer",
     "require_optimizer",
@@ -27,6 +30,9 @@ __all__ = [
 
 # The user's own objects that were boosted: doing it again would average gradients twice.
 _boosted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+_models_of: weakref.WeakKeyDictionary[Plugin, weakref.WeakSet[ModelWrapper]] = weakref.WeakKeyDictionary()
+_closed: weakref.WeakSet[Plugin] = weakref.WeakSet()
 
 
 def check_can_boost(
@@ -61,6 +67,23 @@ def note_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
     _boosted.add(model)
     if optimizer is not None:
         _boosted.add(optimizer)
+
+
+def note_model(plugin: Plugin, model: ModelWrapper) -> None:
+    """Remembers that the plugin made this boosted model: `note_closed` ends its use."""
+    _models_of.setdefault(plugin, weakref.WeakSet()).add(model)
+
+
+def note_closed(plugin: Plugin) -> None:
+    """Ends the use of a plugin, and of the models that it has boosted."""
+    _closed.add(plugin)
+    for model in _models_of.pop(plugin, ()):
+        model.mark_closed()
+
+
+def is_closed(plugin: Plugin) -> bool:
+    """Returns whether a Booster of this plugin was closed."""
+    return plugin in _closed
 
 
 def _check_model(model: Any, optimizer: Any | None) -> None:
@@ -156,6 +179,7 @@ def require_boosted_model(model: Any, caller: str) -> ModelWrapper:
             f"{caller}() was given an object of class {type(model).__name__} where the boosted model belongs: pass the"
             " model that boost() returned"
         )
+    model.require_open()
     return model
 
 
@@ -166,6 +190,7 @@ def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
             f"{caller}() was given a {type(optimizer).__name__} that is not boosted: pass the optimizer that boost()"
             " returned"
         )
+    optimizer.model.require_open()
     return optimizer
 
 

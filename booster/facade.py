@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 
 from booster.argument_checks import is_number, is_whole_number
 from booster.boost_agreement import agree_on_boost
-from booster.boost_checks import note_boosted, require_boosted_model, require_boosted_optimizer
+from booster.boost_checks import (
+    is_closed,
+    note_boosted,
+    note_closed,
+    note_model,
+    require_boosted_model,
+    require_boosted_optimizer,
+)
 from booster.checkpoint_io import CheckpointIO
 from booster.comm import barrier, group_rank, group_size, patience
 from booster.data.active import active_place
@@ -99,6 +106,7 @@ class Booster(CheckpointMethods):
             DesyncError: The ranks give different models, optimizers or other things, have different plugins or
                 versions, or make another call. Nothing was changed.
         """
+        self._require_open()
         agree_on_boost(self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler)
         note_boosted(model, optimizer)
         self.plugin.place(model, optimizer)
@@ -110,7 +118,38 @@ class Booster(CheckpointMethods):
         if self.mixed_precision is not None:
             boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion)
         boosted.num_ranks_of_batch = max(1, group_size() // self.plugin.dp_size)
+        note_model(self.plugin, boosted)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    @patience("checkpoint")
+    def close(self) -> None:
+        """Gives back what the plugin holds beside memory: groups of ranks, with their threads, connections and files.
+
+        For programs that make one plugin after another. Call it when nothing is used any more that a Booster of this
+        plugin has boosted, and let go of that: a group's threads end with the last object that refers to it. Saves in
+        the background are waited for. Closing again does nothing. Groups that no object refers to any more are given
+        back without it, when the next plugin is made; those of accelerators' own backends, such as nccl, only by it.
+
+        Collective: every rank must call it.
+
+        Raises:
+            CheckpointError: A save in the background failed on some rank; the Booster is closed all the same.
+        """
+        if is_closed(self.plugin):
+            return
+        try:
+            self._checkpoint_io.wait()
+        finally:
+            barrier()  # nobody waits for this rank in these groups any more
+            note_closed(self.plugin)
+            self.plugin.close()
+
+    def _require_open(self) -> None:
+        if is_closed(self.plugin):
+            raise ConfigError(
+                "this Booster was closed, which has given back its plugin's groups of ranks: make a new plugin and a"
+                " new Booster"
+            )
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Returns the user's model inside of a boosted one; any other module as it is."""

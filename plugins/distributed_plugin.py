@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from booster.comm import agree, group_rank, group_size, is_initialized
+from booster.comm import agree, group_rank, group_size, is_initialized, release_groups, release_unused_groups
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import Plugin
@@ -43,6 +44,7 @@ class DistributedPlugin(Plugin):
                 f"{type(self).__name__} was made before the processes know each other: call"
                 " booster.launch_from_torch() and start the script with `booster run`"
             )
+        release_unused_groups()  # of plugins that are gone
         self._device = current_device()
 
     def _agree(self, check: Callable[[], object]) -> None:
@@ -67,6 +69,13 @@ class DistributedPlugin(Plugin):
     @property
     def dp_rank(self) -> int:
         return group_rank()
+
+    def close(self) -> None:
+        release_groups(self._groups())
+
+    def _groups(self) -> Iterable[dist.ProcessGroup | None]:
+        """Returns the groups that it has made, in the same order on all ranks; maybe others, and None."""
+        return ()
 
     def control_checkpoint_io(self) -> bool:
         return False

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -85,6 +86,9 @@ class TorchDDPPlugin(DistributedPlugin):
         self._sync_batch_norm = sync_batch_norm
         self._agree(self._check_arguments)
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        return [self._control_group]
 
     def _check_arguments(self) -> None:
         bucket_cap_mb = self._arguments["bucket_cap_mb"]

@@ -20,7 +20,7 @@ from booster.comm.counter import CommunicationCount, count_communication
 from booster.comm.exchange import gather_distinct
 from booster.comm.faults import Fault, InjectedFault, inject_faults
 from booster.comm.flat_collectives import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
-from booster.comm.groups import new_group, new_group_of_rows, new_mesh, patience
+from booster.comm.groups import mesh_of_groups, new_group, new_group_of_rows, new_mesh, patience
 from booster.comm.imagined import are_others_imagined, imagine_others, imagined_world
 from booster.comm.links import IncomingLink, OutgoingLink, TensorSpec
 from booster.comm.point_to_point import (
@@ -34,6 +34,7 @@ from booster.comm.point_to_point import (
     start_receive_tensor,
     start_send_tensor,
 )
+from booster.comm.release import release_groups, release_unused_groups
 from booster.comm.shared_memory import transport, use_shared_memory
 from booster.comm.started_reductions import AllReduce, start_all_reduce
 from booster.comm.store_barrier import ErrorBarrier
@@ -73,6 +74,7 @@ __all__ = [
     "imagined_world",
     "inject_faults",
     "is_initialized",
+    "mesh_of_groups",
     "new_cpu_group",
     "new_group",
     "new_group_of_rows",
@@ -82,6 +84,8 @@ __all__ = [
     "raise_on_all_ranks",
     "receive",
     "receive_tensor",
+    "release_groups",
+    "release_unused_groups",
     "send",
     "send_tensor",
     "share_facts",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from booster.comm.bounded_store import BoundedStore, answer_within
 from booster.comm.inquiry import listed, surroundings
+from booster.comm.release import note_made
 from booster.comm.shared_memory import set_shared_memory_timeout
 from booster.errors import ConfigError, RankFailedError
 from booster.phases import current_place
@@ -28,6 +29,7 @@ from booster.time_limits import time_limits
 
 __all__ = [
     "limit_of_messages",
+    "mesh_of_groups",
     "new_group",
     "new_group_of_rows",
     "new_mesh",
@@ -152,6 +154,7 @@ def new_group(
     if not isinstance(group, dist.ProcessGroup):  # what torch gives to who is not in it
         return None
     _register(group)
+    note_made(group)
     return group
 
 
@@ -191,13 +194,31 @@ def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> De
         for group in mesh.get_all_groups():
             if group is not world:
                 _register(group)
+                note_made(group)
         return mesh
     places = torch.arange(math.prod(shape)).view(*shape)
     groups = [
         world if size == world.size() else new_group_of_rows(places.movedim(axis, -1).reshape(-1, size).tolist())
         for axis, size in enumerate(shape)
     ]
-    return DeviceMesh.from_group(groups, device_type, places, mesh_dim_names=tuple(names))
+    return mesh_of_groups(groups, device_type, places, names)
+
+
+def mesh_of_groups(
+    groups: Sequence[dist.ProcessGroup], device_type: str, ranks: torch.Tensor, names: Sequence[str]
+) -> DeviceMesh:
+    """Returns a mesh of groups that there are: those of this rank along each axis. No communication.
+
+    Args:
+        groups: One for each axis.
+        device_type: Of the devices that the ranks compute on.
+        ranks: World ranks, in the shape of the mesh.
+        names: The axes.
+    """
+    mesh = DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=tuple(names))
+    # Torch's mesh may know its groups by their names alone; who has it uses them.
+    finalize(mesh, list, groups).atexit = False
+    return mesh
 
 
 class _Sign:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from booster.comm.counter import record
 from booster.comm.faults import strike
 from booster.comm.groups import limit_of_messages
+from booster.comm.release import require_not_released
 from booster.comm.shared_memory import GroupMemory, memory_of
 from booster.comm.started import Started, perform_started
 from booster.comm.waiting import Place, failures_named
@@ -151,7 +152,11 @@ def begin(
         sent: Bytes that this rank gives.
         received: Bytes that it takes; those of a message of unknown size are recorded when it is known.
         peer: See `Operation`.
+
+    Raises:
+        ConfigError: The group was given back.
     """
+    require_not_released(group)
     strike(name)
     record(name, sent=sent, received=received)
     with _lock:

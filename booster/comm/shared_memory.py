@@ -30,6 +30,7 @@ __all__ = [
     "GroupMemory",
     "abort_shared_memory",
     "memory_of",
+    "release_shared_memory",
     "set_shared_memory_timeout",
     "transport",
     "use_shared_memory",
@@ -132,6 +133,11 @@ def abort_shared_memory(group: dist.ProcessGroup) -> None:
     decision = _decisions.get(group)
     if decision is not None:
         decision.memory.abort()
+
+
+def release_shared_memory(group: dist.ProcessGroup) -> None:
+    """Unmaps this rank's end of the group's shared memory; none of its collectives is under way. No communication."""
+    _decisions.pop(group, None)
 
 
 def set_shared_memory_timeout(group: dist.ProcessGroup, seconds: float) -> None:

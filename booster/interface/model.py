@@ -67,6 +67,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         self._running_method = False
         self._is_primary = is_primary
         self.num_ranks_of_batch = 1
+        self._is_closed = False
         self._load_hooks: list[Callable[[], None]] = []
         self._exact_copies: list[Callable[[], list[TensorSlice]]] = []
         # Kept out of the submodules: its names would appear a second time, with the plugin's prefix.
@@ -78,10 +79,27 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         """Returns the user's model."""
         return self.module
 
+    def mark_closed(self) -> None:
+        """Says that `Booster.close` has given back what it needs."""
+        self.__dict__["_is_closed"] = True
+
+    def require_open(self) -> None:
+        """Raises after `Booster.close`.
+
+        Raises:
+            ConfigError: What the model needs was given back.
+        """
+        if self._is_closed:
+            raise ConfigError(
+                "the Booster of this model was closed, which has given back the groups of ranks that it needs: close"
+                " a Booster when nothing that it has boosted is used any more, or boost again with a new plugin"
+            )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `forward` with its hooks, in a phase of its own."""
         if torch.compiler.is_compiling():  # phases are nothing that can be compiled
             return super().__call__(*args, **kwargs)
+        self.require_open()
         trains = torch.is_grad_enabled()
         if trains:
             for observer in observers():

@@ -114,6 +114,7 @@ class OptimizerWrapper(OptimizerMethods):
         Raises:
             ConfigError: The loss is no scalar or needs no gradient, or the gradients of the window are final already.
         """
+        self.model.require_open()
         require_scalar_loss(loss)
         self._open_window(num_items)
         for observer in observers():
@@ -324,6 +325,7 @@ class OptimizerWrapper(OptimizerMethods):
         Raises:
             ConfigError: A closure together with loss scaling or master weights.
         """
+        self.model.require_open()
         if self._defers_step:
             return None
         if closure is not None:

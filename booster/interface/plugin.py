@@ -189,6 +189,12 @@ class Plugin(ABC):
     def get_checkpoint_io(self) -> CheckpointIO:
         """Returns what saves and loads objects that this plugin boosted."""
 
+    def close(self) -> None:  # noqa: B027
+        """Gives back what the plugin holds beside memory, as groups of ranks; see `Booster.close`. Default: nothing.
+
+        Collective; nothing that the plugin boosted is used any more.
+        """
+
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],

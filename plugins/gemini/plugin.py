@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -185,6 +186,9 @@ class GeminiPlugin(DistributedPlugin):
         shard_group = self._mesh.get_group("shard") if num_replicas > 1 else None
         self._agreement_group = None if is_cpu else new_cpu_group()
         self._meeting_group = shard_group if is_cpu else new_cpu_group(shard_group)
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        return [*self._mesh.get_all_groups(), self._agreement_group, self._meeting_group]
 
     def supported_precisions(self) -> list[str]:
         return list(DTYPES)

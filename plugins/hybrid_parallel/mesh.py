@@ -141,8 +141,12 @@ class HybridMesh:
         return found
 
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """Returns all groups that were made of this mesh, and the world."""
-        return [None, *self._groups.values(), *self._cpu_groups.values(), *self._further_groups]
+        """Returns all groups that were made of this mesh, and the world, in the same order on all ranks."""
+        axes = self.device_mesh.get_all_groups()
+        return [
+            None,
+            *dict.fromkeys((*axes, *self._groups.values(), *self._cpu_groups.values(), *self._further_groups)),
+        ]
 
     def _key(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the axes that tell a group apart: those with ranks, or any one of the others where none has any."""

@@ -205,6 +205,9 @@ class HybridParallelPlugin(DistributedPlugin):
         check_flag("verbose", verbose)
         self._loss_scale.check()
 
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        return self._mesh.groups()
+
     def agreement_facts(self) -> list[str]:
         facts = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
         return [*facts, *self._loss_scale.facts]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -121,6 +122,9 @@ class LowLevelZeroPlugin(DistributedPlugin):
         self._agreement_group = None if self._device.type == "cpu" else new_cpu_group()
         if cpu_offload and self._device.type == "cpu":
             log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        return [*self._mesh.get_all_groups(), self._agreement_group]
 
     def _check_arguments(self, verbose: bool) -> None:
         self._arguments.check(group_size())

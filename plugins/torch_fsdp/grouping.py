@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from booster.comm import gather_distinct, group_rank, new_mesh
+from booster.comm import gather_distinct, group_rank, mesh_of_groups, new_mesh
 from booster.device import current_device
 from booster.errors import ConfigError
 
-__all__ = ["AXES", "check_process_group", "describe_process_group", "make_mesh"]
+__all__ = ["AXES", "check_process_group", "describe_process_group", "groups_of", "make_mesh"]
 
 AXES = ("replica", "shard")
 
@@ -34,10 +34,10 @@ def make_mesh(given: Any, device_type: str, shape: tuple[int, int]) -> DeviceMes
     if isinstance(given, tuple):
         shard_group, replica_group = given
         rows = _rows_of(shard_group, replica_group)
-        return DeviceMesh.from_group([replica_group, shard_group], device_type, rows, mesh_dim_names=AXES)
+        return mesh_of_groups([replica_group, shard_group], device_type, rows, AXES)
     if isinstance(given, DeviceMesh) and given.ndim == 2:
         groups = [given.get_group(0), given.get_group(1)]
-        return DeviceMesh.from_group(groups, device_type, given.mesh, mesh_dim_names=AXES)
+        return mesh_of_groups(groups, device_type, given.mesh, AXES)
     # Ranks next to each other share the shards: they are likelier to be on one machine.
     mesh = new_mesh(device_type, shape, AXES)
     if given is None or given is dist.group.WORLD:
@@ -45,7 +45,14 @@ def make_mesh(given: Any, device_type: str, shape: tuple[int, int]) -> DeviceMes
     # All ranks in one group: the other axis has one rank.
     whole = given.get_group() if isinstance(given, DeviceMesh) else given
     groups = [mesh.get_group(0), whole] if shape[0] == 1 else [whole, mesh.get_group(1)]
-    return DeviceMesh.from_group(groups, device_type, mesh.mesh, mesh_dim_names=AXES)
+    return mesh_of_groups(groups, device_type, mesh.mesh, AXES)
+
+
+def groups_of(given: Any) -> list[dist.ProcessGroup]:
+    """Returns the groups that the user gave as `process_group`."""
+    if isinstance(given, DeviceMesh):
+        return list(given.get_all_groups())
+    return list(given) if isinstance(given, tuple) else [] if given is None else [given]
 
 
 def describe_process_group(given: Any) -> str:

@@ -31,6 +31,7 @@ from booster.plugins.sharding.loss_scale import new_loss_scaler
 from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.plugins.torch_fsdp.assembly import Assembly
+from booster.plugins.torch_fsdp.grouping import groups_of
 from booster.plugins.torch_fsdp.memory import fsdp_memory
 from booster.plugins.torch_fsdp.optimizer import FSDPOptimizer, OptimizerSettings
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
@@ -145,6 +146,11 @@ class TorchFSDPPlugin(DistributedPlugin):
         self._coordination_group = shard_group if is_cpu else new_cpu_group(shard_group)
         if is_cpu and self._arguments.offloads:
             log_on_master("cpu_offload changes nothing: weights and states are in host memory already")
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        given = groups_of(self._arguments.process_group)
+        made = [group for group in self._mesh.get_all_groups() if group not in given]
+        return [*made, self._agreement_group, None if self._coordination_group in given else self._coordination_group]
 
     def supported_precisions(self) -> list[str]:
         return ["fp32", *mixed_precision_names()]
