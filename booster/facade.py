@@ -138,7 +138,7 @@ class Booster(CheckpointMethods):
         if is_closed(self.plugin):
             return
         try:
-            self._checkpoint_io.wait()
+            self.wait_for_checkpoints()
         finally:
             barrier()  # nobody waits for this rank in these groups any more
             note_closed(self.plugin)

@@ -13,6 +13,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from booster.comm.signs import how_often, place_from_json
+from booster.threads_at_exit import join_at_exit
 
 __all__ = ["where_ranks_were"]
 
@@ -40,6 +41,7 @@ def where_ranks_were(host: str, port: int, world_size: int, attempt: int, *, bef
             found.extend(_places(_connect(host, port), min(world_size, _MAX_LISTED), attempt, before))
 
     asking = threading.Thread(target=ask, name="booster-last-signs", daemon=True)
+    join_at_exit(asking)
     asking.start()
     asking.join(_ANSWER_SECONDS)
     places = list(found)

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from booster.threads_at_exit import join_at_exit
+
 __all__ = ["BoundedStore", "answer_within", "new_client"]
 
 # Note [Answers]
@@ -129,6 +131,7 @@ class _Question(threading.Thread):
 
     def answer_within(self, seconds: float) -> Any:
         """Asks, and returns the answer. Raises as the function of the same name."""
+        join_at_exit(self)  # it may be given up, or its asker interrupted
         self.start()
         self.join(seconds)
         if self.is_alive():

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from booster.comm.bounded_store import BoundedStore, new_client
 from booster.errors import RankFailedError
 from booster.phases import CurrentPlace, OperationPlace, current_place
+from booster.threads_at_exit import join_at_exit
 from booster.time_limits import time_limits
 
 __all__ = [
@@ -203,6 +204,7 @@ class _Speaker:
 
     def start(self) -> None:
         """Begins."""
+        join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
     def is_speaking_of(self, default: Store) -> bool:

@@ -19,6 +19,7 @@ from booster.comm import group_rank, group_size, is_initialized
 from booster.comm.notice_board import NoticeBoard
 from booster.monitor.whereabouts import Whereabouts, from_note, report, to_note
 from booster.phases import CurrentPlace, current_place
+from booster.threads_at_exit import join_at_exit
 
 __all__ = ["Watchdog"]
 
@@ -60,6 +61,7 @@ class Watchdog:
     def start(self) -> None:
         """Begins to watch."""
         self._last_beat = time.perf_counter()
+        join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
     def step_ended(self) -> None:
