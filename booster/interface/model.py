@@ -145,6 +145,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
             nonlocal has_run
             if not has_run and module in modules:
                 has_run = True
+                self.require_open()
                 self._begin_run(args, kwargs)
 
         self._running_method = True
