@@ -12,7 +12,7 @@ __all__ = ["join_at_exit"]
 
 # Note [Threads at exit]
 # A daemon thread that wants the interpreter's lock while the interpreter ends is ended there, by pthread_exit, which
-# unwinds its stack. Where C++ of torch has let go of the lock, as its stores and groups do, that happens inside of a
+# unwinds its stack. Where C++ of torch has released the lock, as its stores and groups do, that happens inside of a
 # destructor, through which nothing may be unwound: "terminate called without an active exception", and SIGABRT after a
 # program that has done all it should. So a thread that calls torch is told to stop, and waited for, while the
 # interpreter still works. One that waits in a store which does not answer can't be told; it is left after a time, as

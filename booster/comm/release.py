@@ -1,4 +1,4 @@
-"""Gives groups of ranks back: those that nobody refers to any more, and those of a plugin that is closed."""
+"""Destruction of process groups: those without references, and those of a plugin that is closed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["note_made", "release_groups", "release_unused_groups", "require_not_
 
 # Note [Unused groups]
 # A group has threads, connections and memory until its last reference goes, and torch's tables keep one for ever. Who
-# else uses a group refers to it: models by their hooks, optimizers, meshes, operations under way. So one that only the
-# tables refer to is used by nobody, and leaves them. References are counted, not announced, so nothing that holds a
+# else uses a group refers to it: models by their hooks, optimizers, meshes, operations in flight. So one that only the
+# tables refer to is unused, and leaves them. References are counted, not announced, so nothing that holds a
 # group has to take part; and a table that is not known here keeps a group too long, never too short.
 # That happens where a plugin is made, as the garbage collector may run inside of anything. Ranks collect garbage at
 # different times, so nothing is communicated there; and only groups of backends that need no other rank to end are
@@ -36,14 +36,14 @@ _num_to_collect = _FEWEST_TO_COLLECT
 
 
 def note_made(group: dist.ProcessGroup) -> None:
-    """Has a group given back when nobody uses it any more. No communication."""
+    """Registers a group to be destroyed once it is unused. No communication."""
     _made.add(group)
 
 
 def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Gives back those of the groups that this package has made; None and others are left out.
 
-    No operation may be under way there. What uses one of them later raises a `ConfigError`. Threads and connections end
+    No operation may be in flight there. What uses one of them later raises a `ConfigError`. Threads and connections end
     with the last reference to a group. Every rank calls it, with the same groups in the same order; no communication
     but that of the backend.
     """
@@ -55,7 +55,7 @@ def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
 
 
 def release_unused_groups() -> None:
-    """Gives back groups that nobody refers to; see Note [Unused groups]. No communication."""
+    """Destroys unused groups; see Note [Unused groups]. No communication."""
     global _num_to_collect
     if not _made:
         return
@@ -100,7 +100,7 @@ def _take_last(left: list[Any]) -> tuple[Any, int]:
     return one, sys.getrefcount(one)
 
 
-_NUM_REFERENCES_OF_ONE = _take_last([object()])[1]  # which nobody else refers to
+_NUM_REFERENCES_OF_ONE = _take_last([object()])[1]  # an object without other references
 
 
 def _num_table_entries(group: dist.ProcessGroup) -> int:

@@ -133,7 +133,7 @@ def _watch_steps() -> None:
 def refuse_plain_gradient(*_: Any) -> None:
     """Raises where a gradient arrives in a model that was boosted without an optimizer, in a plain backward.
 
-    In the backward of another model's optimizer it is one that nobody needs, as of a teacher's weights.
+    In the backward of another model's optimizer it is not needed, as the gradient of a teacher's weights.
 
     Raises:
         ConfigError: No boosted optimizer's backward runs.
