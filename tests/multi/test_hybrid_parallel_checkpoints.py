@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import distributed, preload, run_ranks
-from hybrid_cases import LAYOUTS
+from hybrid_cases import LAYOUTS, ON_OWN_AXIS, OWN_ATTENTION
 from oracles.joined_slices import gathered_over_ranks, join_slices, joined_over_ranks
 from oracles.serial_training import make_optimizer, train_serial
 from parity import EXACT, _assert_same_move
@@ -119,9 +119,19 @@ def test_a_save_opens_in_transformers(tmp_path, model):
         assert torch.equal(tensor, weights[name]), name
 
 
+# Without those that boost or the first batch refuses: experts need whole sequences, and sequences on an axis of their
+# own an attention that can be exchanged.
+GRID = [
+    (layout, model)
+    for layout in LAYOUTS
+    for model in FAMILIES
+    if not (model == "mixtral" and layout.startswith(("split_gather", "ring ")))
+    and not (model in OWN_ATTENTION and layout in ON_OWN_AXIS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), GRID)
 def test_every_familys_save_opens_in_transformers(tmp_path, model, layout):
     world_size, arguments = LAYOUTS[layout]
     weights, _ = run_ranks(train, world_size, model, arguments, str(tmp_path), timeout=120)[0]
