@@ -30,10 +30,6 @@ LAYOUTS = {
     "tp 2 pp 2": (4, {"tp_size": 2, **PP_2}),
     "pp 2 dp 2 zero 1": (4, {**PP_2, "zero_stage": 1}),
     "pp 2 dp 2 zbv": (4, {**PP_2, **ZBV}),
-    "tp 2 split_gather": (
-        2,
-        {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"},
-    ),
     "sp 2": (2, {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}),
 }
 WAYS = {
