@@ -119,8 +119,11 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
 
     def train(self, mode: bool = True) -> ModelWrapper:
         """Sets training or evaluation mode of the user's model and of what the plugin made of it."""
-        super().train(mode)
-        self.forward_module.train(mode)
+        self.module.train(mode)
+        if self.forward_module is not self.module:
+            self.forward_module.train(mode)
+        # Not by assignment, which reaches the user's module: its own `train` may have left it in another mode.
+        vars(self)["training"] = mode
         return self
 
     # What a plugin does around a forward, and around a method that runs modules.
@@ -168,7 +171,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
             return module
         if module is None:  # __init__ did not run
             raise AttributeError(name)
-        value = getattr(module, name)
+        value = getattr(self.unwrap(), name)  # a property, or what is read, may have weights that are in flight
         if inspect.ismethod(value) and value.__self__ is module:
             return functools.wraps(value)(functools.partial(self._run_method, value))
         return value
@@ -176,18 +179,18 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
             super().__setattr__(name, value)
+            if name == "training":
+                self.module.training = value
             return
         registered = name in self.module._parameters or name in self.module._modules
         if registered or isinstance(value, (nn.Parameter, nn.Module)):
-            raise ConfigError(
-                f"model.{name} = {type(value).__name__}(...) after boost() gives the model a module or parameter that"
-                " neither the plugin nor the optimizer knows: set it before boost()"
-            )
+            raise _unknown_to_the_plugin(f"model.{name} = {type(value).__name__}(...)")
         buffer = self.module._buffers.get(name)
-        if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:
-            buffer.data.copy_(value)  # the memory that the plugin knows
-        else:
-            setattr(self.module, name, value)
+        if isinstance(buffer, torch.Tensor) and isinstance(value, torch.Tensor):
+            # The plugin chose the device and the precision. The old tensor stays as it is: a graph may have saved it.
+            both_float = buffer.is_floating_point() and value.is_floating_point()
+            value = value.to(buffer.device, buffer.dtype if both_float else value.dtype)
+        setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._is_own(name):
@@ -209,17 +212,37 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         classes = [one for one in type(self).__mro__ if issubclass(one, ModelWrapper)]
         return any(name in vars(one) or name in vars(one).get("__annotations__", {}) for one in classes)
 
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Adds a buffer to the user's module."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuses.
+
+        Raises:
+            ConfigError: Always: neither the plugin nor the optimizer would know it.
+        """
+        raise _unknown_to_the_plugin(f"model.register_parameter({name!r}, ...)")
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuses.
+
+        Raises:
+            ConfigError: Always: neither the plugin nor the optimizer would know it.
+        """
+        raise _unknown_to_the_plugin(f"model.add_module({name!r}, ...)")
+
     def get_submodule(self, target: str) -> nn.Module:
         """Returns the user's module of that name."""
-        return self.module.get_submodule(target)
+        return self.unwrap().get_submodule(target)
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Returns the user's parameter of that name."""
-        return self.module.get_parameter(target)
+        return self.unwrap().get_parameter(target)
 
     def get_buffer(self, target: str) -> torch.Tensor:
         """Returns the user's buffer of that name."""
-        return self.module.get_buffer(target)
+        return self.unwrap().get_buffer(target)
 
     # The user's own names.
 
@@ -239,7 +262,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields the user's modules under the user's names."""
-        modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(memo, prefix, remove_duplicate)
+        modules: Iterator[tuple[str, nn.Module]] = self.unwrap().named_modules(memo, prefix, remove_duplicate)
         return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,3 +361,10 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if has_memory else (name,)
             groups.setdefault(key, []).append(name)
         return list(groups.values())
+
+
+def _unknown_to_the_plugin(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} after boost() gives the model a module or parameter that neither the plugin nor the optimizer knows:"
+        " set it before boost()"
+    )

@@ -40,6 +40,7 @@ class Net(nn.Module):
         self.down = nn.Linear(8, 4)
         self.temperature = 1.0
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, inputs):
         if self.training:
@@ -59,6 +60,10 @@ class Net(nn.Module):
 
     def num_features(self):
         return self.up.in_features
+
+    @property
+    def total(self):
+        return float(self.up.weight.sum() + self.down.weight.sum())
 
 
 def train(name):
@@ -103,6 +108,60 @@ def train(name):
 @pytest.mark.parametrize("name", PLUGINS)
 def test_methods_train_as_the_forward_does(name):
     run_ranks(train, 2, name)
+
+
+def scaled(model, inputs, step):
+    """Sets a buffer after a forward whose graph has saved it."""
+    loss = (model(inputs) * model.scale).square().mean()
+    model.scale = torch.tensor(3.0 + step)
+    return loss
+
+
+def by_submodules(model, inputs, step):
+    return model.down(torch.tanh(model.up(inputs))).square().mean()
+
+
+def by_names(model, inputs, step):
+    return model.get_submodule("down")(torch.tanh(model.get_submodule("up")(inputs))).square().mean()
+
+
+def by_modules(model, inputs, step):
+    modules = dict(model.named_modules())
+    return modules["down"](torch.tanh(modules["up"](inputs))).square().mean()
+
+
+def by_property(model, inputs, step):
+    return model.total * model(inputs).square().mean()
+
+
+def train_by(name, loss_of):
+    torch.manual_seed(0)
+    reference = Net()
+    booster = PLUGINS[name]()
+    model = copy.deepcopy(reference)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    serial = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for step in range(3):
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        loss_of(reference, inputs, step).backward()
+        booster.backward(loss_of(model, inputs, step), optimizer)
+        for one in (serial, optimizer):
+            one.step()
+            one.zero_grad()
+    model.eval()
+    reference.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), reference(inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero 1", "gemini", "fsdp", "tp"])
+def test_a_buffer_set_between_forward_and_backward_leaves_the_graph_valid(name):
+    run_ranks(train_by, 2, name, scaled)
+
+
+@pytest.mark.parametrize("loss_of", [by_submodules, by_names, by_modules, by_property])
+def test_what_is_read_through_the_model_waits_for_weights_in_flight(loss_of):
+    run_ranks(train_by, 2, "zero 1 later weights", loss_of)
 
 
 def generate(name):

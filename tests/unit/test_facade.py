@@ -118,9 +118,14 @@ def test_attributes_are_those_of_the_users_model():
     assert user.temperature == 6.0
     assert torch.equal(model.training_step(torch.ones(1, 2)), user.training_step(torch.ones(1, 2)))
     assert (model.training_step.__name__, model.training_step.__doc__) == ("training_step", "Documented.")
-    memory, model.seen = user.seen.data_ptr(), torch.ones(2)
+    model.seen = torch.ones(2)
     assert torch.equal(user.seen, torch.ones(2))
-    assert user.seen.data_ptr() == memory
+    model.register_buffer("later", torch.ones(1))
+    assert "later" in user.state_dict()
+    model.training = False
+    assert not user.training
+    model.train()
+    assert user.training
     model.kept = None
     assert user.kept is None
     model.note = "new"
@@ -138,6 +143,9 @@ def test_attributes_are_those_of_the_users_model():
         lambda: setattr(model, "head", nn.Linear(1, 1)),
         lambda: setattr(model, "weight", nn.Parameter(torch.ones(1, 2))),
         lambda: setattr(model, "bias", None),
+        lambda: model.add_module("head", nn.Linear(1, 1)),
+        lambda: model.register_module("head", nn.Linear(1, 1)),
+        lambda: model.register_parameter("scale", nn.Parameter(torch.ones(1))),
     ):
         with pytest.raises(ConfigError, match=r"after boost\(\) gives the model a module or parameter"):
             set_it()
