@@ -1,1 +1,1 @@
-"""The micro-benchmark of `booster benchmark`: one MLP under every way to divide it that a number of ranks allows."""
+"""Micro-benchmark of `booster benchmark`: one MLP under all parallel configurations for a number of ranks."""

@@ -1,4 +1,4 @@
-"""Every way that a number of ranks allows, and why the others are left out: numbers alone, without communication."""
+"""Parallel configurations for a number of ranks, and the reasons why others are skipped: pure, no communication."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["SERIAL", "Configuration", "LeftOut", "find_configurations"]
 SERIAL = "serial"
 
 _DATA_PARALLEL = ("dp", "zero1", "zero2", "gemini")
-_HOW_MANY = 4  # numbers of ranks that a message names
+_HOW_MANY = 4  # numbers of ranks suggested in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to divide the network over all ranks.
+    """Parallel configuration of the network.
 
     Attributes:
-        mode: One of `MODES`, or `SERIAL`: one process, nothing divided.
-        sizes: Ranks along each axis of the mode.
+        mode: One of `MODES`, or `SERIAL` for a single process.
+        sizes: Number of ranks along each mesh axis of the mode.
     """
 
     mode: str
@@ -32,24 +32,24 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """How tables call it, such as "1d tp=2 dp=2"."""
+        """Label in tables, such as "1d tp=2 dp=2"."""
         axes = [f"{axis}={size}" for axis, size in self.sizes.items()]
         return " ".join(axes if self.mode in self.sizes else [self.mode, *axes])
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What is not measured, and why."""
+    """Configuration that is not measured, and the reason."""
 
     name: str
     reason: str
 
 
 def find_configurations(settings: BenchmarkSettings) -> tuple[list[Configuration], list[LeftOut]]:
-    """Returns all configurations of the settings' modes that can be measured, and what is left out.
+    """Return the configurations of the settings' modes that can be measured, and the skipped ones.
 
     Raises:
-        ConfigError: There is nothing to measure; the message has all reasons.
+        ConfigError: No configuration can be measured; the message lists all reasons.
     """
     found: list[Configuration] = []
     left_out: list[LeftOut] = []
@@ -90,7 +90,7 @@ def _cubes(num_ranks: int) -> Iterator[dict[str, int]]:
 
 
 def _sides(num_ranks: int, power: int) -> list[int]:
-    """Returns the sides from 2 of squares or cubes that have so many ranks at the most."""
+    """Return the mesh sizes from 2 whose `power` is at most `num_ranks`."""
     return list(itertools.takewhile(lambda side: side**power <= num_ranks, itertools.count(2)))
 
 
@@ -115,11 +115,11 @@ _RULES = {
 
 def _why_none(mode: str, num_ranks: int) -> str:
     possible = _numbers_of_ranks(mode, num_ranks)
-    return f"-g {num_ranks} makes none; it takes {_RULES[mode]}, so -g {', '.join(map(str, possible))}, ..."
+    return f"not possible with -g {num_ranks}: it needs {_RULES[mode]}, so -g {', '.join(map(str, possible))}, ..."
 
 
 def _numbers_of_ranks(mode: str, num_ranks: int) -> Sequence[int]:
-    """Returns the nearest number below, if any, and the next ones above, of which the mode makes something."""
+    """Return the nearest valid number below, if any, and the next ones above."""
     below = (number for number in range(num_ranks - 1, 0, -1) if any(_SIZES[mode](number)))
     above = (number for number in itertools.count(num_ranks + 1) if any(_SIZES[mode](number)))
     return list(itertools.islice(itertools.chain(itertools.islice(below, 1), above), _HOW_MANY))
@@ -127,7 +127,7 @@ def _numbers_of_ranks(mode: str, num_ranks: int) -> Sequence[int]:
 
 def _why_not(candidate: Configuration, settings: BenchmarkSettings) -> str | None:
     if candidate.mode == "2.5d" and candidate.sizes["depth"] == 1 and "2d" in settings.modes:
-        return f"a single square is what 2d q={candidate.sizes['q']} measures"
+        return f"the same as 2d q={candidate.sizes['q']}"
     try:
         for what, size, parts in _cuts(candidate, settings):
             require_divisible(what, size, parts)
@@ -137,11 +137,11 @@ def _why_not(candidate: Configuration, settings: BenchmarkSettings) -> str | Non
 
 
 def _cuts(candidate: Configuration, settings: BenchmarkSettings) -> Iterator[tuple[str, int, int]]:
-    """Returns what has to be divided into equal parts, its size, and into how many."""
+    """Yield the name and size of each dimension to shard evenly, and its number of shards."""
     sizes, mode = candidate.sizes, candidate.mode
     rows = ("the number of tokens (-b times -s)", settings.rows)
     hidden = ("the hidden size (-d)", settings.hidden)
-    if "dp" in sizes:  # tensor parallelism in one dimension cuts layers unevenly where it must
+    if "dp" in sizes:  # 1D tensor parallelism may shard layers unevenly
         yield ("the batch (-b)", settings.batch, sizes["dp"])
     elif mode == "3d":
         yield (*rows, sizes["q"] ** 2)

@@ -1,4 +1,4 @@
-"""Ctrl-C: it reaches all processes of a terminal, and the one at the top ends the others."""
+"""Handling of Ctrl-C, which reaches all processes of a terminal: only the parent acts on it and terminates the rest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["interrupts_deferred", "interrupts_ignored"]
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Has processes that are started within the block, and all that those start, ignore Ctrl-C for good."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set how signals are handled
+    """Make processes started within the block, and their descendants, ignore SIGINT permanently."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -25,10 +25,10 @@ def interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Lets a Ctrl-C within the block count at its end: a process that is half started would complain of its pipe.
+    """Defer SIGINT to the end of the block, as a half-started process would print an error about its pipe.
 
     Raises:
-        KeyboardInterrupt: At the end, where there was one.
+        KeyboardInterrupt: SIGINT was received within the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""The most memory that tensors took at a time."""
+"""Peak memory of live tensors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from booster.device import device_type, max_memory_allocated, memory_allocated, 
 
 __all__ = ["LiveMemory"]
 
-# Note [Live memory]
-# On the CPU resident memory says little of a small network: libraries load code on their first use, and malloc keeps
-# what was freed. So torch's profiler notes every allocation and release of a tensor, on this thread and those that it
-# starts, and the sizes add up to what was live at any time: the same number in every run. Not seen are transports'
-# own buffers. An accelerator's allocator keeps its own mark.
 _MARK = "booster: the steps begin"
 _ALLOCATION = "[memory]"
 
 
 class LiveMemory:
-    """Counts the tensors that are made within its context; see Note [Live memory].
+    """Context that measures the peak memory of live tensors.
+
+    On the CPU, resident memory is meaningless for a small network: libraries load code on first use, and malloc keeps
+    freed memory. So torch's profiler records every allocation and release of a tensor, on this thread and its children,
+    and their running sum is the live memory, identical in every run. Buffers of transports are not included. On an
+    accelerator the allocator's statistics are used.
 
     Attributes:
-        peak_bytes: The most that was live at a time since `begin_steps()`; known behind the context.
+        peak_bytes: Peak since `begin_steps()`; set at the exit of the context.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class LiveMemory:
         return self
 
     def begin_steps(self) -> None:
-        """Lets `peak_bytes` be the most from now on; what was made before counts as long as it lives."""
+        """Reset the peak; tensors allocated earlier count as long as they live."""
         if self._is_on_host:
             with record_function(_MARK):
                 pass
@@ -62,7 +62,7 @@ class LiveMemory:
             self.peak_bytes = max_memory_allocated() - self._before
 
     def _peak_of_events(self) -> int:
-        # The profiler's own list: its public one gives each operator the sum of what it took and released.
+        # Raw events: the public ones hold only the net allocation of each operator.
         results = self._profile.profiler
         if results is None or results.kineto_results is None:
             raise AssertionError("torch's profiler kept no events")
@@ -83,7 +83,7 @@ class LiveMemory:
 
 @contextmanager
 def _silent_profiler() -> Iterator[None]:
-    """Keeps a line from standard error that torch 2.13 writes there whenever a profile starts or stops."""
+    """Suppress a line that torch 2.13 writes to stderr whenever a profile starts or stops."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

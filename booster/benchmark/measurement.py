@@ -1,4 +1,4 @@
-"""What is measured of one configuration on one rank."""
+"""Measurement of one configuration on one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from booster.device import synchronize
 
 __all__ = ["Figures", "largest", "measure"]
 
-# The loss of the third one depends on the gradients and updates of two: enough to show a wrong one.
+# The third loss depends on two updates, enough to reveal a wrong gradient.
 _CHECKED_STEPS = 3
 
 T = TypeVar("T")
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One rank's figures, or the largest of every figure over the ranks.
+    """Metrics of one rank, or the maximum of each over ranks.
 
     Attributes:
-        forward_seconds: Median over the timed steps, the loss included.
-        backward_seconds: The same of backward, with what it communicates.
-        step_seconds: The same of the optimizer's step, with what it communicates.
-        whole_seconds: Median of the three together, which is not quite the sum of the medians.
-        peak_bytes: The most memory that tensors took at a time in a step; see Note [Live memory].
-        sent_bytes: From this rank in a step.
-        received_bytes: To this rank in a step.
-        communications: Started in a step.
-        losses: Of the whole batch in the first steps.
+        forward_seconds: Median time of forward including the loss.
+        backward_seconds: Median time of backward including communication.
+        step_seconds: Median time of the optimizer step including communication.
+        whole_seconds: Median time of a training step; not exactly the sum of the other medians.
+        peak_bytes: Peak memory of live tensors in a step; see `LiveMemory`.
+        sent_bytes: Bytes sent by this rank in a step.
+        received_bytes: Bytes received by this rank in a step.
+        communications: Number of collectives and messages started in a step.
+        losses: Losses of the global batch in the first steps.
     """
 
     forward_seconds: float
@@ -52,7 +52,7 @@ class Figures:
 
 
 def measure(configuration: Configuration, settings: BenchmarkSettings) -> Figures:
-    """Returns this rank's figures. Collective over the world, with the same arguments."""
+    """Measure this rank's metrics. Collective over the world, with the same arguments."""
     batch = make_batch(settings)
     losses: list[float] = []
     with LiveMemory() as memory:
@@ -83,7 +83,7 @@ def measure(configuration: Configuration, settings: BenchmarkSettings) -> Figure
 
 
 def largest(figures: list[Figures]) -> Figures:
-    """Returns the largest of every figure over the ranks; the losses are the same on all."""
+    """Return the maximum of every metric over ranks; the losses are the same on all."""
     return Figures(
         forward_seconds=max(one.forward_seconds for one in figures),
         backward_seconds=max(one.backward_seconds for one in figures),
@@ -106,7 +106,7 @@ def _train_once(trainee: Trainee) -> float:
 
 def _time_once(trainee: Trainee) -> tuple[float, float, float]:
     synchronize()
-    barrier()  # a rank that is late would make the others' forward longer
+    barrier()  # else a late rank would lengthen the others' forward
     forward_seconds, loss = _timed(trainee.forward)
     backward_seconds, _ = _timed(lambda: trainee.backward(loss))
     step_seconds, _ = _timed(trainee.step)

@@ -1,4 +1,4 @@
-"""The network that is measured, and the batch it learns."""
+"""Network and batch of the benchmark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SEED = 1024
 
 
 class PerceptronLayer(nn.Module):
-    """The MLP of a transformer: out to a wider middle and back, added to what came in."""
+    """MLP block of a transformer, with residual connection."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -21,20 +21,20 @@ class PerceptronLayer(nn.Module):
         self.down: nn.Module = nn.Linear(INNER_FACTOR * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns activations of the shape of x; elementwise but for the two linear layers, so any cut does."""
+        """Return activations of the shape of x; elementwise except for the linear layers, so any sharding works."""
         inner: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
         return x + inner
 
 
 def make_network(settings: BenchmarkSettings) -> nn.Sequential:
-    """Returns the whole network with the same numbers on every rank, on the CPU."""
+    """Return the unsharded network with the same weights on every rank, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         return nn.Sequential(*(PerceptronLayer(settings.hidden) for _ in range(settings.layers)))
 
 
 def make_batch(settings: BenchmarkSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the inputs and targets of all ranks, (batch * sequence, hidden), the same on every rank, on the CPU."""
+    """Return inputs and targets of the global batch, (batch * sequence, hidden), the same on every rank, on the CPU."""
     generator = torch.Generator().manual_seed(_SEED + 1)
     inputs, targets = torch.randn(2, settings.rows, settings.hidden, generator=generator)
     return inputs, targets

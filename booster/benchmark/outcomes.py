@@ -1,4 +1,4 @@
-"""Measures all configurations one after the other, and compares their losses with those of one process."""
+"""Results of all configurations, with their losses compared to those of one process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from booster.benchmark.settings import BenchmarkSettings
 
 __all__ = ["Outcome", "measure_all"]
 
-# Of the losses in fp32, whose sums are in another order in every configuration. A wrong gradient is far above it: the
-# losses of the first steps are of the order of 1, and each step changes them by about a thousandth.
+# Relative tolerance of fp32 losses, as the order of summation differs between configurations. A wrong gradient exceeds
+# it by far: losses of the first steps are of the order of 1, and each step changes them by about 1e-3.
 _TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one configuration.
+    """Result of one configuration.
 
     Attributes:
-        configuration: Which.
-        figures: The largest over the ranks; None where it could not be measured.
-        loss_difference: The largest from the losses of one process, relative to those; None where there are none.
-        error: Why it could not be measured, or how its losses are wrong; None if all is well.
+        configuration: The measured configuration.
+        figures: Metrics, each the maximum over ranks; None if the measurement failed.
+        loss_difference: Largest relative difference from the losses of one process; None if not compared.
+        error: Error of the measurement or of the losses; None on success.
     """
 
     configuration: Configuration
@@ -37,12 +37,12 @@ class Outcome:
 def measure_all(
     configurations: list[Configuration], settings: BenchmarkSettings, tell: Callable[[str], None]
 ) -> list[Outcome]:
-    """Returns the outcome of one process and of each configuration, in this order.
+    """Measure a single process and then each configuration.
 
     Args:
-        configurations: From `find_configurations`.
-        settings: Of all of them.
-        tell: Called with the name of each before it is measured.
+        configurations: Result of `find_configurations`.
+        settings: Settings of the benchmark.
+        tell: Callback for progress, called with the name of each configuration before it is measured.
     """
     outcomes: list[Outcome] = []
     expected: list[float] | None = None
@@ -62,9 +62,9 @@ def measure_all(
 
 def _compared(configuration: Configuration, figures: Figures, expected: list[float] | None) -> Outcome:
     if expected is None:
-        alone = "its losses could not be compared, as one process alone failed"
+        alone = "its losses could not be compared, as the single process failed"
         return Outcome(configuration=configuration, figures=figures, error=alone)
-    # nan is no difference that any comparison would show
+    # Comparisons with nan are False: this key makes it the maximum, and `not <=` below an error.
     differences = [abs(loss - right) / abs(right) for loss, right in zip(figures.losses, expected, strict=True)]
     difference = max(differences, key=lambda one: (one != one, one))
     error: str | None = None

@@ -1,4 +1,4 @@
-"""The outcomes as a picture."""
+"""Bar charts of benchmark results."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ _MEBI = 2**20
 
 
 def require_can_draw(path: Path) -> None:
-    """Checks that `draw` will be able to write this file.
+    """Check that `draw` can write this file.
 
     Raises:
-        ConfigError: matplotlib is not installed, or knows no such format.
+        ConfigError: matplotlib is not installed or does not support the file format.
     """
     try:
         backend = importlib.import_module("matplotlib.backends.backend_agg")
     except ImportError:
         raise ConfigError(
-            f"--plot {path} needs matplotlib, which is not installed: pip install torch-booster[plot], or leave --plot"
-            " out"
+            f"--plot {path} needs matplotlib, which is not installed: pip install torch-booster[plot], or omit --plot"
         ) from None
     formats = sorted(backend.FigureCanvasAgg.get_supported_filetypes())
     if path.suffix[1:].lower() not in formats:
         raise ConfigError(
-            f"--plot {path} has no ending that names a format of pictures: take one of {', '.join(formats)}, such as"
+            f"--plot {path} has no suffix of an image format: use one of {', '.join(formats)}, such as"
             f" {path.with_suffix('.png')}"
         )
 
 
 def draw(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
-    """Draws times, memory and communication of what was measured, a bar for each configuration.
+    """Draw bar charts of time, memory and communication, with one bar per configuration.
 
     Args:
-        path: The file; its ending says the format.
-        title: Above all.
-        outcomes: Those without figures are left out, as the table names them.
+        path: Image file; its suffix determines the format.
+        title: Title of the figure.
+        outcomes: Results; those without figures are skipped.
     """
-    # A figure of its own: pyplot would choose a screen and keep the figure.
+    # Not by pyplot, which selects a display backend and keeps the figure alive.
     figure: Any = importlib.import_module("matplotlib.figure").Figure
     measured = [outcome for outcome in outcomes if outcome.figures is not None]
     names = [outcome.configuration.name for outcome in measured]
@@ -67,6 +66,6 @@ def _draw_times(axes: Any, names: Sequence[str], measured: Sequence[Outcome]) ->
         lengths = [1000 * float(getattr(one, f"{label}_seconds")) for one in figures]
         axes.barh(names, lengths, left=ends, label=label)
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
-    axes.invert_yaxis()  # the table's order, from above
+    axes.invert_yaxis()  # top to bottom as in the table
     axes.set_title("time of a step, ms")
     axes.legend(fontsize=8)

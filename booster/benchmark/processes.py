@@ -1,4 +1,4 @@
-"""Starts the ranks of one configuration, waits for all of them, and leaves none behind."""
+"""Rank processes of the benchmark: started per configuration, awaited with a timeout, always cleaned up."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from booster.errors import BoosterError
 
 __all__ = ["ConfigurationError", "Ranks"]
 
-# Ranks are forked from a server that has imported what all of them need: importing torch anew takes seconds a rank.
+# Ranks are forked from a server with these modules imported: importing torch takes seconds per rank.
 _PRELOADED = ["booster.benchmark.rank", "booster.plugins.torch_ddp", "booster.plugins.low_level_zero"]
 _PRELOADED += ["booster.plugins.gemini", "booster.plugins.hybrid_parallel", "torch._dynamo", "torch.distributed.tensor"]
 
-_SECONDS_FOR_OTHERS = 3.0  # after a first failure, until the ranks that only follow it have said theirs
-_SECONDS_BEYOND = 5.0  # a collective that is too late says more of what it waited for than we can
+_SECONDS_FOR_OTHERS = 3.0  # after a first failure, for other ranks to report: one of them may be the root cause
+_SECONDS_BEYOND = 5.0  # beyond the timeout of collectives, whose error is more detailed than ours
 _CONSEQUENCE = ("RankFailedError", "DistBackendError", "DistNetworkError")
 
 _Member = tuple[ForkServerProcess, Connection]
 
 
 class ConfigurationError(BoosterError):
-    """A configuration that could not be measured; the message has the rank and its traceback."""
+    """Failed measurement of a configuration; the message has the rank and its traceback."""
 
 
 class Ranks:
-    """Measures configurations, each in processes of its own, so that none sees what another one left or broke.
+    """Measures configurations, each in new processes for isolation.
 
-    To be used as a context: what is under way at its end is killed.
+    A context manager: running processes are killed at its exit.
 
     Args:
-        settings: Of all configurations.
+        settings: Settings of the benchmark.
     """
 
     def __init__(self, settings: BenchmarkSettings) -> None:
@@ -56,7 +56,7 @@ class Ranks:
         self._context.set_forkserver_preload(_PRELOADED)
         with interrupts_ignored():
             forkserver.ensure_running()
-        # Here and not in rank 0, so that no other process can take the port in between.
+        # Served here rather than in rank 0, so that no other process can take the port in between.
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=settings.timeout_seconds)
         )
@@ -72,10 +72,10 @@ class Ranks:
         self._kill()
 
     def measure(self, configuration: Configuration) -> Figures:
-        """Returns the largest figures over the ranks.
+        """Measure a configuration and return its metrics, each the maximum over ranks.
 
         Raises:
-            ConfigurationError: A rank raised, died or was too late. No process is left.
+            ConfigurationError: A rank raised, died or timed out. All processes were killed.
         """
         num_ranks = 1 if configuration.mode == SERIAL else self._settings.num_ranks
         self._num_started += 1
@@ -116,8 +116,8 @@ class Ranks:
                 break
             if not ready:
                 raise ConfigurationError(
-                    f"ranks {missing} of {len(self._members)} gave no result within {seconds:g} s and were ended: give"
-                    " them longer (--timeout), or less to do"
+                    f"ranks {missing} of {len(self._members)} timed out after {seconds:g} s and were killed: raise"
+                    " --timeout, or reduce the sizes or steps"
                 )
             for connection in ready:
                 rank = numbers[connection]  # type: ignore[index]
@@ -140,7 +140,7 @@ class Ranks:
     def _kill(self) -> None:
         for process, connection in self._members:
             connection.close()
-            process.kill()  # nothing happens to one that has ended
+            process.kill()  # no-op if it has exited
         for process, _ in self._members:
             process.join()
             process.close()
@@ -148,19 +148,19 @@ class Ranks:
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use, which a container or a scheduler may have made fewer."""
+    """Return the number of cores available to this process, limited by a container or scheduler."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ending(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
-        return f"the process ended with exit code {exit_code} before it had a result"
+        return f"the process exited with code {exit_code} without a result"
     hint = ", as the system does when memory runs out" if exit_code == -signal.SIGKILL else ""
     return f"the process was killed by {signal.Signals(-exit_code).name}{hint}"
 
 
 def _failure(answers: dict[int, dict[str, Any]], num_ranks: int) -> str:
-    """Returns what the rank says that failed first, and not because another one did."""
+    """Return the error of the root cause: the first failure that is not a consequence of another."""
     failed = [rank for rank, answer in answers.items() if "error" in answer]
     cause = next((rank for rank in failed if not answers[rank]["error"].startswith(_CONSEQUENCE)), failed[0])
     answer = answers[cause]

@@ -1,4 +1,4 @@
-"""What one process does: joins the others, measures one configuration, and hands back a line of JSON."""
+"""Rank process of the benchmark: joins the process group, measures one configuration and returns JSON."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = ["rank_main"]
 
 
 def rank_main(connection: Connection, job: str) -> None:
-    """Runs as the main function of a process that was started for this; never returns.
+    """Main function of a rank process; never returns.
 
     Args:
-        connection: To the process that started the ranks. When that closes its end, or dies, this one ends.
-        job: A JSON object: rank, world_size, num_threads, store_port, store_prefix, configuration, settings.
+        connection: Pipe to the parent process. This process exits when the parent closes its end or dies.
+        job: JSON object: rank, world_size, num_threads, store_port, store_prefix, configuration, settings.
     """
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     connection.send_bytes(json.dumps(_answer(json.loads(job))).encode())
     sys.stdout.flush()
     sys.stderr.flush()
-    threading.Event().wait()  # other ranks may still talk to this one
+    threading.Event().wait()  # other ranks may still communicate with this one
 
 
 def _end_with_parent(connection: Connection) -> None:
     try:
         connection.recv_bytes()
     except (EOFError, OSError):
-        # At once: groups wait at an orderly end for collectives that others may never join.
+        # Without destructors: those of process groups wait for collectives that other ranks may never join.
         os._exit(0)
 
 
@@ -54,7 +54,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
         settings = BenchmarkSettings(**job["settings"], modes=modes)
         _join(job, settings)
         return {"figures": asdict(measure(configuration, settings))}
-    except Exception as error:  # the edge of the process: the other side reports it
+    except Exception as error:  # the process boundary: the parent reports it
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
@@ -65,7 +65,7 @@ def _join(job: dict[str, Any], settings: BenchmarkSettings) -> None:
     kind, device = device_type(), set_device(job["rank"])
     backend = default_backend(kind)
     timeout = timedelta(seconds=settings.timeout_seconds)
-    # The store lies in the process that started the ranks, whose port is free for sure.
+    # The parent serves the store, so its port is known to be free.
     store = TCPStore("127.0.0.1", job["store_port"], is_master=False, timeout=timeout)
     dist.init_process_group(
         backend,

@@ -1,4 +1,4 @@
-"""The outcomes as a table, and as JSON."""
+"""Benchmark results as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def describe(settings: BenchmarkSettings, device: str) -> str:
-    """Returns a line that says what is measured."""
+    """Return a one-line description of the benchmark."""
     inner = INNER_FACTOR * settings.hidden
     return (
         f"MLP of {_count(settings.layers, 'layer')} {settings.hidden} -> {inner} -> {settings.hidden}, batch"
@@ -30,7 +30,7 @@ def describe(settings: BenchmarkSettings, device: str) -> str:
 
 
 def format_table(outcomes: Sequence[Outcome]) -> str:
-    """Returns a row for each outcome."""
+    """Return a table with one row per result."""
     columns: list[list[str]] = [["", *(outcome.configuration.name for outcome in outcomes)]]
     columns += [_column(outcomes, name, "ms", 1e-3) for name in _SECONDS]
     columns += [_column(outcomes, name, *_unit_for(outcomes, name)) for name in _BYTES]
@@ -41,7 +41,7 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def format_notes(outcomes: Sequence[Outcome], left_out: Sequence[LeftOut]) -> str:
-    """Returns what went wrong and what was left out, a paragraph each; empty where there is nothing to say."""
+    """Return a line for each skipped or failed configuration; empty if there is none."""
     notes = [f"not measured: {one.name}: {one.reason}" for one in left_out]
     notes += [f"failed: {one.configuration.name}: {one.error}" for one in outcomes if one.error is not None]
     return "\n".join(notes)
@@ -50,7 +50,7 @@ def format_notes(outcomes: Sequence[Outcome], left_out: Sequence[LeftOut]) -> st
 def to_json(
     settings: BenchmarkSettings, device: str, outcomes: Sequence[Outcome], left_out: Sequence[LeftOut]
 ) -> dict[str, Any]:
-    """Returns all that is known as plain data: seconds and bytes."""
+    """Return settings and results as JSON-serializable data, in seconds and bytes."""
     return {
         "settings": asdict(settings),
         "device": device,
@@ -73,13 +73,12 @@ def _finite(number: float | None) -> float | None:
 
 
 def _column(outcomes: Sequence[Outcome], name: str, unit: str, size: float) -> list[str]:
-    """Returns the unit, and one figure of every outcome in it."""
     figures = [outcome.figures for outcome in outcomes]
     return [unit, *("" if one is None else f"{getattr(one, name) / size:.2f}" for one in figures)]
 
 
 def _unit_for(outcomes: Sequence[Outcome], name: str) -> tuple[str, float]:
-    """Returns the unit in which the largest of a column has a digit before the point."""
+    """Return the largest unit in which the maximum of a column is at least 1."""
     most = max((getattr(outcome.figures, name) for outcome in outcomes if outcome.figures is not None), default=0)
     return next(((unit, size) for unit, size in _UNITS if most >= size), _UNITS[-1])
 

@@ -1,4 +1,4 @@
-"""What a benchmark is asked for, checked before anything is started."""
+"""Settings of a benchmark, validated before anything is started."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["INNER_FACTOR", "MODES", "BenchmarkSettings", "modes_from_text"]
 
 MODES = ("1d", "2d", "2.5d", "3d", "dp", "zero1", "zero2", "gemini")
 
-INNER_FACTOR = 4  # how much wider the middle of an MLP layer is than its ends, as in transformers
+INNER_FACTOR = 4  # intermediate size / hidden size of an MLP layer, as in transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkSettings:
-    """One benchmark; the numbers are the same for all of its configurations.
+    """Settings shared by all configurations of a benchmark.
 
     Attributes:
-        num_ranks: Processes.
-        batch: Examples of a step, all ranks together.
-        sequence: Tokens of an example.
-        hidden: Features of a token.
-        layers: MLP layers, each `hidden` -> 4 * `hidden` -> `hidden`.
-        warmup_steps: Steps before those that are timed.
-        profile_steps: Timed steps, whose medians are reported.
-        modes: Some of `MODES`, each once.
-        timeout_seconds: After which a configuration is ended.
+        num_ranks: Number of processes.
+        batch: Global batch size.
+        sequence: Sequence length.
+        hidden: Hidden size.
+        layers: Number of MLP layers, each `hidden` -> 4 * `hidden` -> `hidden`.
+        warmup_steps: Number of untimed steps before the timed ones.
+        profile_steps: Number of timed steps; their medians are reported.
+        modes: Distinct elements of `MODES`.
+        timeout_seconds: Time limit of a configuration.
     """
 
     num_ranks: int = 4
@@ -53,26 +53,26 @@ class BenchmarkSettings:
                 raise ConfigError(f"{option}={number} leaves nothing to measure: give a number from {least}")
         if not 0 < self.timeout_seconds < float("inf"):
             raise ConfigError(
-                f"--timeout={self.timeout_seconds:g} is no time to wait: give the seconds that one configuration may"
-                " take, such as 300"
+                f"--timeout={self.timeout_seconds:g} is not a positive number: give the time limit of a configuration"
+                " in seconds, such as 300"
             )
 
     @property
     def rows(self) -> int:
-        """Tokens of a step, all ranks together."""
+        """Tokens of a global batch."""
         return self.batch * self.sequence
 
 
 def modes_from_text(text: str) -> tuple[str, ...]:
-    """Returns the modes of a list like "1d,2.5d,zero1", in the order of `MODES`; "all" stands for all of them.
+    """Parse a list such as "1d,2.5d,zero1" or "all" into modes in the order of `MODES`.
 
     Raises:
-        ConfigError: A name that is no mode, or no name at all.
+        ConfigError: A name is not a mode, or no name is given.
     """
     names = [name.strip().lower() for name in text.split(",")]
     if names == ["all"]:
         return MODES
     for name in names:
         if name not in MODES:
-            raise ConfigError(f"-m {text}: {name!r} is no mode. Choose some of {','.join(MODES)}, or all")
+            raise ConfigError(f"-m {text}: {name!r} is not a mode: choose from {','.join(MODES)}, or give all")
     return tuple(mode for mode in MODES if mode in names)

@@ -1,4 +1,4 @@
-"""The network under one configuration, ready to be trained on this rank's part of the batch."""
+"""Workload of one configuration: the parallelized network and this rank's shard of the batch."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class Trainee:
-    """What is measured; every function is called by all ranks.
+    """Phases of a training step to measure. Every function is collective over the world.
 
     Attributes:
-        forward: Returns the loss that backward starts from.
-        backward: Leaves the step's gradients where `step` finds them.
-        step: Updates the weights and forgets the gradients.
-        loss_share: What this loss adds to the loss of the whole batch, a sum over all ranks.
-        close: Gives back what the process would keep.
+        forward: Computes the loss.
+        backward: Computes and reduces the gradients.
+        step: Updates the weights and zeroes the gradients.
+        loss_share: Returns this rank's contribution to the loss of the global batch, a sum over ranks.
+        close: Frees resources such as process groups.
     """
 
     forward: Callable[[], torch.Tensor]
@@ -57,12 +57,12 @@ class Trainee:
 
 
 def make_trainee(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Trainee:
-    """Builds the network under the configuration. Collective over the world.
+    """Build the network under the configuration. Collective over the world.
 
     Args:
-        configuration: How it is divided.
-        settings: How large it is.
-        batch: The inputs and targets of all ranks, of which this rank's part is copied to its device.
+        configuration: Parallel configuration.
+        settings: Sizes of the network.
+        batch: Global batch (inputs, targets); this rank's shard is copied to its device.
     """
     mode, sizes = configuration.mode, configuration.sizes
     if mode in ("2d", "2.5d"):
@@ -73,8 +73,8 @@ def make_trainee(configuration: Configuration, settings: BenchmarkSettings, batc
 
 
 def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
-    plugins = importlib.import_module("booster.plugins")  # by name: what is below the facade knows no strategy
-    # A chunk or a bucket for each layer: their default sizes are for models that are larger by orders of magnitude.
+    plugins = importlib.import_module("booster.plugins")  # by name: modules below the facade do not import strategies
+    # One chunk or bucket per layer: the default sizes are for models larger by orders of magnitude.
     layer_size_m = sum(parameter.numel() for parameter in PerceptronLayer(settings.hidden).parameters()) / _MEBI
     if configuration.mode == "1d":
         plugin = plugins.HybridParallelPlugin(tp_size=configuration.sizes["tp"], precision="fp32", plan=_PLAN)
@@ -106,7 +106,7 @@ def _boosted_trainee(configuration: Configuration, settings: BenchmarkSettings, 
         forward=forward,
         backward=lambda loss: booster.backward(loss, optimizer),
         step=lambda: _step(optimizer),
-        loss_share=lambda loss: float(loss.detach()) / num_ranks,  # equal parts, each held by as many ranks
+        loss_share=lambda loss: float(loss.detach()) / num_ranks,  # equal shards, each replicated equally often
     )
 
 
@@ -120,7 +120,7 @@ def _trainee_on_grid(grid: Grid, layout: Layout, settings: BenchmarkSettings, ba
     numel = settings.rows * settings.hidden
 
     def forward() -> torch.Tensor:
-        # This rank's term of the mean over all blocks; their gradients are those of the mean.
+        # This rank's term of the mean over all blocks, so that gradients are those of the mean.
         return nn.functional.mse_loss(network(inputs), targets, reduction="sum") / numel
 
     return Trainee(

@@ -1,4 +1,4 @@
-"""The command line: `booster run` starts ranks, `booster check` and `booster ckpt` look at what is on the disk."""
+"""Command line: `booster run`, `check`, `ckpt`, `benchmark`, `estimate` and `plot`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 0 if all went well, 2 for arguments that can't work.
+    """Run the command line and return the exit code: 0 for success, 2 for invalid arguments.
 
     Args:
-        argv: The arguments without the program's name; None for those of this process.
+        argv: Arguments without the program name; optional, defaults to those of this process.
     """
-    # Here, so that none costs a user of `import booster` anything.
+    # Imported here to keep `import booster` cheap.
     from booster.cli import benchmark, check, checkpoint, estimate, plot, run
 
     parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     estimate.add_parser(commands)
     plot.add_parser(commands)
     arguments, unknown = parser.parse_known_args(argv)
-    if unknown:  # said by the command itself, whose usage it is
+    if unknown:  # reported by the subcommand's parser, to print its usage
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(arguments.handle(arguments))

@@ -1,4 +1,4 @@
-"""torch's elastic rendezvous for several machines, with what machines must agree on: order, attempt, meeting place."""
+"""torch's elastic rendezvous for several nodes, with a common node order, restart count and store address."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ __all__ = ["BACKEND", "Attempt", "register"]
 
 BACKEND = "booster-c10d"
 
-# Note [What machines agree on]
-# torch's c10d rendezvous numbers the machines by their addresses' text; a machine counts only the restarts that its own
-# ranks caused; and the ranks' store is a server of the machine that was first at the first meeting. Ranks that are told
-# another attempt than their peers look for those in vain (Note [Restarts] in booster/rendezvous.py), and a meeting
-# place that is gone is nowhere. So the machines settle these after each meeting, through the store of the rendezvous:
-# in the order of --node-rank where it was given, the number of meetings so far, and the rendezvous's own store.
+# torch's c10d rendezvous numbers nodes by the text of their addresses; a node counts only the restarts that its own
+# ranks caused; and the ranks' store is served by the node that came first in the first round. Ranks with different
+# restart counts never find each other (Note [Restarts] in booster/rendezvous.py), and a store whose node left is lost.
+# So after each round the nodes exchange these through the rendezvous store: they are ordered by --node-rank if given,
+# the restart count is the number of earlier rounds, and ranks use the rendezvous's own store.
 
 
 @dataclass(slots=True)
 class Attempt:
-    """How often the ranks of all machines were started before; None before the first start."""
+    """Restart count of the whole job; None before the first start."""
 
     number: int | None = None
 
 
 def register() -> None:
-    """Makes the rendezvous known to torch's launcher by the name of `BACKEND`."""
+    """Register the rendezvous handler with torch's launcher as `BACKEND`."""
     rendezvous_handler_registry.register(BACKEND, _create)
 
 
@@ -61,11 +60,11 @@ class _AgreedRendezvous(RendezvousHandler):
         try:
             rank = self._agree(met)
         except DistError as error:
-            raise RendezvousConnectionError("a machine left while the machines agreed on their order") from error
+            raise RendezvousConnectionError("a node left while the nodes exchanged their order") from error
         return RendezvousInfo(met.store, rank, met.world_size, self._place)
 
     def _agree(self, met: RendezvousInfo) -> int:
-        """Settles the attempt and returns this machine's number; the store of the meeting is this meeting's alone."""
+        # `met.store` belongs to this round alone.
         if met.rank == 0:
             met.store.set("booster/attempt", str(self._shared.add("meetings", 1) - 1))
         wanted = met.world_size if self._wanted_rank is None else self._wanted_rank

@@ -1,4 +1,4 @@
-"""`booster benchmark`: measures every way to divide an MLP that a number of ranks on this machine allows."""
+"""`booster benchmark`: measure all parallel configurations of an MLP for a number of ranks on this machine."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["add_parser", "run"]
 
 _MORE = """\
 modes:
-  1d      tensor parallelism by columns and rows, with data parallelism over what it leaves: tp * dp ranks
-  2d      tensor parallelism on a square, SUMMA: q * q ranks
-  2.5d    several squares that share weights, Tesseract: depth * q * q ranks
-  3d      tensor parallelism on a cube: q * q * q ranks
+  1d      tensor parallelism by columns and rows, with data parallelism over the other ranks: tp * dp ranks
+  2d      tensor parallelism on a 2D mesh, SUMMA: q * q ranks
+  2.5d    several 2D meshes with the same weights, Tesseract: depth * q * q ranks
+  3d      tensor parallelism on a 3D mesh: q * q * q ranks
   dp      TorchDDPPlugin
   zero1   LowLevelZeroPlugin(stage=1)
   zero2   LowLevelZeroPlugin(stage=2)
   gemini  GeminiPlugin
 
-The batch is that of all ranks together, so that all rows do the same work; the first row is one process that has all
-cores, or one device. A layer leads from the hidden size to four times that and back. Memory is what tensors take at the
-most at a time: weights, gradients, optimizer states, activations, the rank's part of the batch. Sent and received are
-a rank's bytes in a step. In the same run the losses of the first steps are compared with those of one process.
-What N ranks or the sizes do not allow is named below the table.
+The batch is the global batch, so that all rows do the same work; the first row is one process with all cores, or one
+device. A layer expands the hidden size by a factor of four and projects it back. Memory is the peak of all tensors:
+weights, gradients, optimizer states, activations and the rank's shard of the batch. Sent and received are bytes per
+rank and step. In the same run the losses of the first steps are compared with those of one process. Configurations
+that N ranks or the sizes do not allow are listed below the table.
 
 exit codes:
   0  all configurations were measured, and their losses are right
-  1  a configuration failed, or its losses are wrong: the last lines say which
-  2  the arguments can't work: one line says why
-  130  ended by Ctrl-C; no process is left
+  1  a configuration failed, or its losses are wrong: see the last lines
+  2  the arguments are invalid: see the error message
+  130  interrupted by Ctrl-C; all processes were terminated
 
 examples:
   booster benchmark -g 4
@@ -43,18 +43,18 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's parser to argparse's subparsers."""
+    """Add the parser of `booster benchmark` to argparse's subparsers."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "benchmark",
-        help="measure ways to divide an MLP over ranks",
-        description="Measure every way to divide an MLP that a number of ranks on this machine allows.",
+        help="measure parallel configurations of an MLP",
+        description="Measure all parallel configurations of an MLP for a number of ranks on this machine.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("-g", "--nproc", "--gpus", type=int, metavar="N", help="ranks (number of accelerators, else 4)")
     parser.add_argument(
-        "-g", "--nproc", "--gpus", type=int, metavar="N", help="ranks (as many as there are accelerators, else 4)"
+        "-b", "--batch-size", "--batch_size", type=int, default=8, metavar="N", help="global batch size (8)"
     )
-    parser.add_argument("-b", "--batch-size", "--batch_size", type=int, default=8, metavar="N", help="examples (8)")
     parser.add_argument(
         "-s",
         "--sequence-length",
@@ -64,34 +64,32 @@ def add_parser(commands: Any) -> None:
         type=int,
         default=64,
         metavar="N",
-        help="tokens of an example (64)",
+        help="sequence length (64)",
     )
-    parser.add_argument(
-        "-d", "--hidden", "--dimension", type=int, default=256, metavar="N", help="features of a token (256)"
-    )
+    parser.add_argument("-d", "--hidden", "--dimension", type=int, default=256, metavar="N", help="hidden size (256)")
     parser.add_argument("-l", "--layers", type=int, default=2, metavar="N", help="MLP layers (2)")
     parser.add_argument(
-        "-w", "--warmup-steps", "--warmup_steps", type=int, default=2, metavar="N", help="steps before timed ones (2)"
+        "-w", "--warmup-steps", "--warmup_steps", type=int, default=2, metavar="N", help="warmup steps (2)"
     )
     parser.add_argument(
         "-p", "--profile-steps", "--profile_steps", type=int, default=5, metavar="N", help="timed steps (5)"
     )
     parser.add_argument("-m", "--modes", default="all", metavar="A,B", help="some of the modes below (all)")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="after which a configuration is ended (300)"
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="time limit of a configuration (300)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table, such as into out.png")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is known, in seconds and bytes")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table into a file such as out.png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON, in seconds and bytes")
     parser.set_defaults(handle=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the table, and returns the exit code.
+    """Run the measurements, print the table and return the exit code.
 
     Raises:
-        ConfigError: The arguments can't work; nothing was started.
+        ConfigError: The arguments are invalid; nothing was started.
     """
-    from booster.benchmark.configurations import find_configurations  # here, so that other commands don't pay for it
+    from booster.benchmark.configurations import find_configurations  # here: other commands do not need torch
     from booster.benchmark.plot import draw, require_can_draw
     from booster.benchmark.settings import BenchmarkSettings, modes_from_text
 
@@ -120,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         outcomes = measure_all(configurations, settings, _Progress(1 + len(configurations)).tell)
     except KeyboardInterrupt:
-        print("booster benchmark: ended by Ctrl-C; no process is left", file=sys.stderr)
+        print("booster benchmark: interrupted by Ctrl-C; all processes were terminated", file=sys.stderr)
         return 130
     print(f"\n{format_table(outcomes)}")
     notes = format_notes(outcomes, left_out)
@@ -134,14 +132,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Tells on standard error what is measured, so that a pipe gets the table alone."""
+    """Progress lines on stderr, so that stdout has the table alone."""
 
     def __init__(self, num_configurations: int) -> None:
         self._num_configurations = num_configurations
         self._num_told = 0
 
     def tell(self, name: str) -> None:
-        """Says the name of the next configuration."""
         self._num_told += 1
         print(f"[{self._num_told}/{self._num_configurations}] {name}", file=sys.stderr, flush=True)
 
@@ -154,19 +151,18 @@ def _num_ranks(given: int | None) -> int:
         return num_devices() if has_accelerators else 4
     if has_accelerators and given > num_devices():
         raise ConfigError(
-            f"-g {given}, but this machine shows {num_devices()} {device_type()} device(s), and every rank needs its"
-            f" own: give at most {num_devices()}, or hide the accelerators to measure on the CPU"
+            f"-g {given} is more than the {num_devices()} {device_type()} device(s) of this machine, and every rank"
+            f" needs one: give at most {num_devices()}, or hide the accelerators to measure on the CPU"
         )
     return given
 
 
 def _require_place(option: str, path: Path | None) -> None:
-    """Checks before anything is measured that a file can be written there."""
     if path is None:
         return
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory: give the name of a file in it")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
-            f"{option} {path}: there is no directory {path.absolute().parent}: make it, or correct the path"
+            f"{option} {path}: there is no directory {path.absolute().parent}: create it, or correct the path"
         )

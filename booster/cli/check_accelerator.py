@@ -1,4 +1,4 @@
-"""Accelerators, and whether driver, torch's build and the devices go together."""
+"""Checks of accelerators: compatibility of driver, torch build and devices."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ __all__ = ["accelerators", "can_run_on", "driver_problem"]
 
 
 def accelerators() -> list[Finding]:
-    """Returns what torch was built for, the driver, nccl and every accelerator; on a plain CPU that there is none."""
+    """Return findings on torch's build and driver, nccl and every accelerator."""
     return [_build(), *_nccl(), *_devices()]
 
 
 def driver_problem(built_for: str | None, driver: tuple[int, int] | None) -> str | None:
-    """Returns why a driver can't run what torch was built for; None where it can, or where one of them is missing.
+    """Return why a driver can't run torch's build; None if it can, or if either is missing.
 
     Args:
-        built_for: CUDA's version that torch was built with, as "12.8".
-        driver: The newest CUDA that the driver knows.
+        built_for: CUDA version of torch's build, such as "12.8".
+        driver: Newest CUDA version that the driver supports.
     """
     if built_for is None or driver is None or driver[0] >= int(built_for.split(".")[0]):
         return None  # within a major version older drivers run newer builds
     return (
-        f"torch was built for CUDA {built_for}, and the driver knows CUDA up to {driver[0]}.{driver[1]} (install a "
+        f"torch was built for CUDA {built_for}, but the driver supports CUDA up to {driver[0]}.{driver[1]} (install a "
         "newer driver, or a torch for that CUDA from pytorch.org)"
     )
 
 
 def can_run_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Returns whether a build for these architectures ("sm_80", "compute_90", ...) runs on a device.
+    """Return whether a build for these architectures ("sm_80", "compute_90", ...) runs on a device.
 
-    Machine code (sm) runs on devices of its major version from its minor version on, with the suffix "a" on exactly its
-    own; portable code (compute) on all from its version on. No architectures: nothing is known, so True.
+    Binary code (sm) runs on devices of the same major and at least the same minor version, with the suffix "a" on
+    exactly its version; PTX (compute) on all devices of at least its version. True if no architectures are given.
     """
     for text in architectures:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", text)
         if match is None:
-            return True  # of a kind that is not known here
+            return True  # unknown naming scheme
         version = (int(match[2]), int(match[3]))
         if match[4] == "a":
             fits = capability == version
@@ -74,7 +74,7 @@ def _build() -> Finding:
     elif built_for is None:
         text = f"torch is built for ROCm {torch.version.hip}"
     else:
-        there = "no driver is there" if driver is None else f"the driver knows up to {facts['driver']}"
+        there = "no driver is installed" if driver is None else f"the driver supports up to {facts['driver']}"
         text = f"torch is built for CUDA {built_for}, {there}{': TOO OLD' if problem else ''}"
     if device_type() == "cpu" and (built_for or torch.version.hip):
         text += "; no device can be used"
@@ -82,13 +82,13 @@ def _build() -> Finding:
 
 
 def _cuda_driver() -> tuple[int, int] | None:
-    """Returns the newest version of CUDA that the installed driver knows; None without a driver. Needs no torch."""
+    """Return the newest CUDA version that the installed driver supports, or None without a driver."""
     number = ctypes.c_int()
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             if ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value > 0:
                 return number.value // 1000, number.value % 1000 // 10
-        except (OSError, AttributeError):  # no such library here, or a stub
+        except (OSError, AttributeError):  # no such library, or a stub
             continue
     return None
 
@@ -107,7 +107,7 @@ def _devices() -> list[Finding]:
 def _device(kind: str, index: int) -> Finding:
     module = torch.get_device_module(kind)
     if not hasattr(module, "get_device_properties"):
-        return Finding(name=f"{kind}:{index}", text="torch tells nothing about it")
+        return Finding(name=f"{kind}:{index}", text="torch reports no properties of it")
     properties = module.get_device_properties(index)
     text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
     facts: dict[str, Any] = {"name": properties.name, "memory": properties.total_memory}
@@ -120,7 +120,7 @@ def _device(kind: str, index: int) -> Finding:
         if not can_run_on(capability, architectures):
             text += ": NOT SUPPORTED"
             problem = (
-                f"cuda:{index} ({properties.name}) has capability {capability[0]}.{capability[1]}, and this torch is "
+                f"cuda:{index} ({properties.name}) has capability {capability[0]}.{capability[1]}, but this torch was "
                 f"built for {', '.join(architectures)} (install another torch from pytorch.org, or hide the device)"
             )
     return Finding(name=f"{kind}:{index}", text=text, facts=facts, problem=problem)

@@ -1,4 +1,4 @@
-"""A sum over two processes of this machine: does communication work, and how fast is it?"""
+"""Check of communication: a timed all-reduce between two processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ RANK_COMMAND = (sys.executable, "-m", "booster.cli.check_rank")
 _NAME = "all-reduce"
 _NUM_RANKS = 2
 _POLL_SECONDS = 0.05
-_GRACE_SECONDS = 2.0  # in which a process says itself why it fails, when the other has failed
-_LATE_ADVICE = "allow more time with --comm-timeout, or look what else keeps this machine busy"
+_GRACE_SECONDS = 2.0  # for a process to report its error after the other has failed
+_LATE_ADVICE = "raise --comm-timeout, or check the load of this machine"
 _ADVICE = (
-    "look whether processes of this machine may connect to localhost; if it was shared memory, "
-    "BOOSTER_SHARED_MEMORY=off does without"
+    "check that processes of this machine may connect to localhost; if shared memory failed, set "
+    "BOOSTER_SHARED_MEMORY=off"
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """A process, and where it writes what it did and said."""
+    """A rank process, its record and its stderr."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -42,7 +42,7 @@ class _Rank:
     stderr_path: Path
 
     def record(self) -> dict[str, Any]:
-        # Not there yet: it is still importing torch, or could not.
+        # No record: it is still importing torch, or failed to.
         return json.loads(self.record_path.read_text()) if self.record_path.is_file() else {"step": "starting"}
 
     def is_running(self) -> bool:
@@ -56,36 +56,36 @@ class _Rank:
         reason = record.get("error")
         if reason is None:
             lines = self.stderr_path.read_text(errors="replace").split("\n")
-            said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-            ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            said = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+            ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             reason = f"{ended} ({said})"
         return f"rank {self.number} failed while {record['step']}: {reason}"
 
 
 def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND) -> Section:
-    """Returns whether two processes can sum a tensor, by which backend, and how long that takes.
+    """All-reduce a tensor between two processes, and return the backend and the time taken.
 
-    They communicate as two ranks of this machine would: by nccl where two devices of CUDA are there, else on the CPU.
+    They communicate as two ranks of this machine: by nccl if there are two CUDA devices, else on the CPU.
 
     Args:
-        timeout_seconds: The most that it may take; what still runs then is ended and named.
-        command: What to start for each rank.
+        timeout_seconds: Time limit; processes that still run then are killed and reported.
+        command: Command line of each rank.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="booster_check_") as folder:
         try:
             records, problem = _run(Path(folder), timeout_seconds, command)
         except DistError as error:
-            records, problem = [], f"this process can't serve a store at localhost ({error}); {_ADVICE}"
+            records, problem = [], f"can't start a store server at localhost ({error}); {_ADVICE}"
     seconds = round(time.monotonic() - start, 3)
     found = _success(records, seconds) if problem is None else _failure(problem, seconds)
     return Section(title="communication", findings=[found])
 
 
 def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
-    """Starts the ranks and ends them; returns what they wrote down, and what went wrong, if anything."""
+    """Run the ranks; return their records and the problem, if any."""
     deadline = time.monotonic() + timeout_seconds
-    # The store is this process's, so that no port has to be chosen.
+    # Served by this process, so that the system chooses the port.
     store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
     ranks: list[_Rank] = []
     try:
@@ -101,7 +101,7 @@ def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[
     if problem is not None:
         return records, f"{problem}; {_ADVICE}"
     if late:
-        return records, f"it was not done after {timeout_seconds:g} s: {', '.join(late)}; {_LATE_ADVICE}"
+        return records, f"timed out after {timeout_seconds:g} s: {', '.join(late)}; {_LATE_ADVICE}"
     if wrong:
         return records, f"rank(s) {wrong} got wrong sums by {records[wrong[0]]['transport']}; {_ADVICE}"
     return records, None
@@ -118,7 +118,7 @@ def _start(number: int, folder: Path, port: int, timeout_seconds: float, command
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     if device_type() == "cuda" and num_devices() < _NUM_RANKS:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # two ranks can't share one by nccl
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # nccl needs a device per rank
     record_path, stderr_path = folder / f"rank_{number}.json", folder / f"rank_{number}.txt"
     with stderr_path.open("wb") as stderr:
         process = subprocess.Popen(
@@ -132,7 +132,7 @@ def _start(number: int, folder: Path, port: int, timeout_seconds: float, command
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> str | None:
-    """Waits until all are done, one has failed or the time is over; returns what the first failure was."""
+    """Wait until all have exited, one has failed or the deadline passed; return the first failure."""
     first: _Rank | None = None
     while time.monotonic() < deadline and any(rank.is_running() for rank in ranks):
         time.sleep(_POLL_SECONDS)
@@ -143,7 +143,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> str | None:
     failed = [rank for rank in ranks if rank.failed()]
     if not failed:
         return None
-    # Both may have failed by now, and a killed one leaves no word while the other tells of a lost connection.
+    # Both may have failed: a killed one leaves no error, and the other reports a lost connection.
     cause = next((rank for rank in failed if "error" not in rank.record()), first or failed[0])
     return cause.why()
 
@@ -170,6 +170,6 @@ def _success(records: Sequence[dict[str, Any]], seconds: float) -> Finding:
     way = first["backend"] if first["transport"] == first["backend"] else f"{first['backend']} and {first['transport']}"
     text = (
         f"{first['bytes'] / 2**20:.0f} MiB on {first['device']} over {_NUM_RANKS} processes by {way}: "
-        f"{1000 * slowest:.1f} ms, {speed / 1e9:.2f} GB/s; sums are right; {seconds:.1f} s with the start"
+        f"{1000 * slowest:.1f} ms, {speed / 1e9:.2f} GB/s; sums are right; {seconds:.1f} s including start-up"
     )
     return Finding(name=_NAME, text=text, facts=facts)

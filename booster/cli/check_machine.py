@@ -1,4 +1,4 @@
-"""What torch, the compiler and the kernels can do on this machine."""
+"""Checks of torch, the compiler, the kernels and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BACKENDS = ("gloo", "nccl", "mpi")
 
 
 def torch_backends() -> Section:
-    """Returns which communication backends this torch has, and which is taken by default."""
+    """Return the communication backends of this torch, and the default one."""
     import torch.distributed as dist
 
     from booster.device import default_backend, device_type
@@ -38,7 +38,7 @@ def torch_backends() -> Section:
 
 
 def devices() -> Section:
-    """Returns the processor, the memory and the accelerators that ranks on this machine can use."""
+    """Return the CPU, memory and accelerators available to ranks on this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = psutil.virtual_memory()
     facts = {"cores": os.cpu_count(), "usable_cores": usable, "memory": memory.total, "free_memory": memory.available}
@@ -47,13 +47,13 @@ def devices() -> Section:
 
 
 def compiler() -> Section:
-    """Returns the C++ compiler that builds kernels, or why there is none."""
+    """Return the C++ compiler for kernels, or the reason why none is usable."""
     from booster.kernels.building import BuildError, find_toolchain
 
     try:
         toolchain = find_toolchain()
     except BuildError as error:
-        found = Finding(name="c++", text=f"nothing can be compiled: {error}", facts={"have": None, "why": str(error)})
+        found = Finding(name="c++", text=f"no usable compiler: {error}", facts={"have": None, "why": str(error)})
     else:
         facts = {"have": toolchain.version, "path": toolchain.compiler}
         found = Finding(name="c++", text=f"{toolchain.version} ({toolchain.compiler})", facts=facts)
@@ -61,7 +61,7 @@ def compiler() -> Section:
 
 
 def kernels() -> Section:
-    """Returns for each kernel whether it is built ("native"), "buildable", or replaced by plain torch ("reference")."""
+    """Return the status of each kernel: built ("native"), "buildable", or replaced by plain torch ("reference")."""
     try:
         findings = _kernels()
     except ConfigError as error:
@@ -80,7 +80,7 @@ def _kernels() -> Sequence[Finding]:
     for kernel in kernel_status(device_type()):
         problem = None
         if insists and kernel.name in KERNELS and kernel.status == "reference":
-            problem = f"BOOSTER_KERNELS=native asks for the kernel {kernel.name}, which can't be had ({kernel.reason})"
+            problem = f"BOOSTER_KERNELS=native requires kernel {kernel.name}, which is unavailable ({kernel.reason})"
         facts = {"status": kernel.status, "why": kernel.reason}
         text = f"{kernel.status} ({kernel.reason})"
         findings.append(Finding(name=kernel.name, text=text, facts=facts, problem=problem))

@@ -1,4 +1,4 @@
-"""One of the two processes of `booster check --comm`: joins the other, sums, measures, writes down how far it came."""
+"""Rank process of `booster check --comm`: runs an all-reduce, times it and records its progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ _REPEATS = 5
 
 
 def main(record_path: str, timeout_seconds: float) -> None:
-    """Does what the parent process asks for; whatever goes wrong is in the record and raised."""
+    """Run the check and write its progress, result or error as JSON.
+
+    Args:
+        record_path: File for the record, replaced at each step.
+        timeout_seconds: Timeout of set-up and of collectives.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     record: dict[str, Any] = {}
 
@@ -35,9 +40,9 @@ def main(record_path: str, timeout_seconds: float) -> None:
         temporary.replace(record_path)
 
     try:
-        note(step="joining the other process")
+        note(step="initializing the process group")
         launch_from_torch(verbose=False, timeout_seconds=timeout_seconds, setup_timeout_seconds=timeout_seconds)
-        note(step="choosing how tensors travel (and building what that needs)")
+        note(step="selecting a transport (and building its kernels)")
         device = collective_device()
         way = transport() if device.type == "cpu" else str(torch.distributed.get_backend())
         note(step="summing", device=device.type, backend=str(torch.distributed.get_backend()), transport=way)
@@ -53,7 +58,7 @@ def main(record_path: str, timeout_seconds: float) -> None:
 
 
 def _sums_are_right(device: torch.device) -> bool:
-    # Small whole numbers: their sum is exact in every order.
+    # Small integers: their sum is exact in every order.
     part = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device).remainder_(1000)
     expected = part * sum(range(1, group_size() + 1))
     return torch.equal(all_reduce_sum(part * (group_rank() + 1)), expected)
@@ -72,8 +77,8 @@ def _median_seconds(device: torch.device) -> float:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the parent does: its end of the pipe is closed however it ends."""
-    # Not through sys.stdin, whose lock this thread would hold when the interpreter ends.
+    # EOF on stdin means that the parent has exited, for whatever reason. Not read through sys.stdin, whose lock this
+    # thread would hold at interpreter exit.
     os.read(0, 1)
     os._exit(1)
 

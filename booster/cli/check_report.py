@@ -1,4 +1,4 @@
-"""What `booster check` found, as lines for people and as one JSON object for programs."""
+"""Report of `booster check`, as text lines or as one JSON object."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NAME_WIDTH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: What it is.
-        text: What was found, for people.
-        facts: The same for programs; values that JSON knows.
-        problem: What is wrong and what to do, where the project can't work like this; else None.
+        name: Name of the checked item.
+        text: Result as text.
+        facts: Result as JSON-serializable values.
+        problem: Problem and its remedy, or None if the project works with this.
     """
 
     name: str
@@ -31,30 +31,30 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Findings under one title."""
+    """Findings of one category."""
 
     title: str
     findings: Sequence[Finding]
 
 
 def problems_of(sections: Sequence[Section]) -> list[str]:
-    """Returns what is wrong, in the order in which it was found."""
+    """Return the problems in the order of the checks."""
     return [found.problem for section in sections for found in section.findings if found.problem is not None]
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """Returns a line for each finding, and last the verdict."""
+    """Return a line for each finding, followed by the overall result."""
     lines = []
     for section in sections:
         lines.append(f"{section.title}:")
         lines += [f"  {found.name:<{_NAME_WIDTH}} {found.text}" for found in section.findings]
     problems = problems_of(sections)
-    lines.append(f"PROBLEMS: {'; '.join(problems)}" if problems else "OK: everything that was looked at works")
+    lines.append(f"PROBLEMS: {'; '.join(problems)}" if problems else "OK: all checks passed")
     return "\n".join(lines)
 
 
 def as_json(sections: Sequence[Section]) -> str:
-    """Returns one object: `ok`, `problems`, and for every section an object with the facts by name."""
+    """Return a JSON object with `ok`, `problems`, and an object of facts by name for every section."""
     problems = problems_of(sections)
     found: dict[str, Any] = {"ok": not problems, "problems": problems}
     for section in sections:

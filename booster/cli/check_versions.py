@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that the project uses, and whether they go with it."""
+"""Checks of the versions of Python and of required and optional packages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from booster.cli.check_report import Finding, Section
 
 __all__ = ["EXTRAS", "NEWEST_TESTED_TORCH", "PYTHON", "REQUIRED", "extras", "versions"]
 
-_Least = tuple[int, int] | None  # the first version that works, None for any
+_Least = tuple[int, int] | None  # minimum version, None for any
 
-# pyproject.toml's requirements; a test compares them. Written down here as the package's own metadata may be missing,
-# and a parser of them too.
+# Requirements of pyproject.toml; a test compares them. Repeated here because the package's metadata, or a parser for
+# it, may be missing.
 PYTHON = (3, 10)
 REQUIRED: dict[str, _Least] = {
     "torch": (2, 10),
@@ -37,12 +37,12 @@ NEWEST_TESTED_TORCH = (2, 13)
 
 
 def versions() -> Section:
-    """Returns what Python, the project and each package that it needs are, and whether they are new enough."""
+    """Check the versions of Python, the project and its required packages."""
     return Section(title="versions", findings=[_python(), _project(), *(_required(name) for name in REQUIRED)])
 
 
 def extras() -> Section:
-    """Returns whether what the project can use, but does not need, is there."""
+    """Check the versions of optional packages."""
     pairs = [(extra, name, least) for extra, needed in EXTRAS.items() for name, least in needed.items()]
     return Section(title="extras", findings=[_extra(*pair) for pair in pairs])
 
@@ -81,7 +81,7 @@ def _required(name: str) -> Finding:
     text = _state(have, least, problem)
     is_tested = name != "torch" or have is None or _release(have) <= NEWEST_TESTED_TORCH
     if not is_tested:
-        text += f", newer than any that was tested ({_dotted(NEWEST_TESTED_TORCH)})"
+        text += f", newer than the latest tested version ({_dotted(NEWEST_TESTED_TORCH)})"
     facts: dict[str, Any] = {"have": have, "need": _at_least(least) or "any"}
     if name == "torch":
         facts["tested"] = is_tested

@@ -1,4 +1,4 @@
-"""`booster ckpt`: looks at checkpoints, verifies, converts and compares them, in one process and without a model."""
+"""`booster ckpt`: inspect, verify, convert and compare checkpoints, in one process and without a model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from booster.errors import CheckpointError
 __all__ = ["add_parser"]
 
 _PATHS = """\
-A path is a directory that save_model, save_optimizer or booster.save wrote, a root of step-... directories (its latest
-whole step is taken), a folder of Hugging Face, an index file, or a single .safetensors, .bin or .pt file. Sources are
-never changed, and their checksums are compared before anything is written from them. What is written appears whole or
-not at all. No command runs a pickle.
+A path is a directory written by save_model, save_optimizer or booster.save, a root of step-... directories (the latest
+complete step is used), a Hugging Face directory, an index file, or a single .safetensors, .bin or .pt file. Sources are
+never changed, and their checksums are verified before anything is written from them. Writes are atomic. No command
+executes a pickle.
 
 exit codes:
-  0  all is well; for diff: equal
+  0  success; for diff: equal
   1  verify found damage; diff found differences
-  2  it can't be done: one line says why
+  2  failure: see the error message
 
 examples:
   booster ckpt inspect run/step-00001200
@@ -32,15 +32,15 @@ examples:
   booster ckpt export-optimizer run optimizer.pt
 """
 _DTYPES = ("fp32", "bf16", "fp16")
-_PIPE_CLOSED = 141  # as a shell says of a process that SIGPIPE ended
+_PIPE_CLOSED = 141  # as in a shell: 128 + SIGPIPE
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its sub-commands to argparse's subparsers."""
+    """Add the parser of `booster ckpt` and its subcommands to argparse's subparsers."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "ckpt",
-        help="look at, verify, convert and compare checkpoints",
-        description="Look at, verify, convert and compare checkpoints.",
+        help="inspect, verify, convert and compare checkpoints",
+        description="Inspect, verify, convert and compare checkpoints.",
         epilog=_PATHS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,18 +55,18 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carries out a sub-command and returns its exit code.
+    """Run a subcommand and return its exit code.
 
     Raises:
-        BoosterError: It can't be done; nothing was written.
+        BoosterError: The subcommand failed; nothing was written.
     """
-    from booster.cli.checkpoint_actions import ACTIONS  # here, so that other commands don't pay for it
+    from booster.cli.checkpoint_actions import ACTIONS  # here: other commands do not need torch
 
     try:
         code = ACTIONS[arguments.action](arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What reads the output, such as head, has enough; the interpreter would complain when it flushes at exit.
+        # The reader, such as head, closed the pipe; flushing at interpreter exit would print an error.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return _PIPE_CLOSED
@@ -87,20 +87,20 @@ def _add_action(actions: Any, name: str, text: str, example: str) -> argparse.Ar
 
 
 def _add_inspect(actions: Any) -> None:
-    text = "list what a checkpoint holds, without reading the tensors"
+    text = "list the contents of a checkpoint, without reading the tensors"
     parser = _add_action(actions, "inspect", text, "booster ckpt inspect run --json")
     parser.add_argument("path", metavar="PATH", help="the checkpoint")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def _add_verify(actions: Any) -> None:
-    text = "check every file against the sizes and checksums that were recorded when it was saved"
+    text = "check every file against the sizes and checksums recorded at the save"
     parser = _add_action(actions, "verify", text, "booster ckpt verify run/step-00001200")
     parser.add_argument("path", metavar="PATH", help="the checkpoint")
 
 
 def _add_convert(actions: Any) -> None:
-    text = "write a checkpoint into another directory in another form"
+    text = "write a checkpoint to another directory in another file format or dtype"
     example = "booster ckpt convert run for-inference --dtype bf16 --no-optimizer"
     parser = _add_action(actions, "convert", text, example)
     parser.add_argument("source", metavar="SRC", help="the checkpoint")
@@ -110,10 +110,10 @@ def _add_convert(actions: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="what floats become (as in SRC); float8, integers, and an optimizer's fp32 masters and counters stay",
+        help="dtype of floats (as in SRC); float8, integers, and an optimizer's fp32 masters and counters are kept",
     )
-    parser.add_argument("--no-optimizer", action="store_true", help="keep the model alone, without what resuming needs")
-    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is in DST")
+    parser.add_argument("--no-optimizer", action="store_true", help="convert the model only, without training state")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint in DST")
 
 
 def _add_consolidate(actions: Any) -> None:
@@ -126,28 +126,26 @@ def _add_consolidate(actions: Any) -> None:
 
 
 def _add_diff(actions: Any) -> None:
-    text = "compare two checkpoints: names, shapes, formats, elements, and the optimizer's groups"
+    text = "compare two checkpoints: names, shapes, dtypes, elements, and the optimizer's groups"
     parser = _add_action(actions, "diff", text, "booster ckpt diff run-a run-b --tolerance 1e-6")
     parser.add_argument("left", metavar="A", help="a checkpoint")
     parser.add_argument(
-        "right", metavar="B", help="another; where one of the two is a single file, its kind is compared"
+        "right", metavar="B", help="another; if one is a single file, only its kind (model, optimizer) is compared"
     )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="X", help="absolute difference of elements that is none (0)"
-    )
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="absolute tolerance for elements (0)")
 
 
 def _add_export(actions: Any) -> None:
-    text = "write the optimizer as a state_dict of plain torch"
+    text = "write the optimizer as a plain torch state_dict"
     parser = _add_action(actions, "export-optimizer", text, "booster ckpt export-optimizer run optimizer.pt")
     parser.epilog = f"""{parser.epilog}
 
 in Python:
-  optimizer = torch.optim.AdamW(model.parameters())  # the same groups, parameters in the order that is printed
+  optimizer = torch.optim.AdamW(model.parameters())  # the same groups, parameters in the printed order
   optimizer.load_state_dict(torch.load("optimizer.pt", weights_only=True))
 
-Beside "state" and "param_groups" the file holds "parameter_names", the name of every number, and with --master-weights
-"master_weights", the fp32 master of every number. torch ignores both."""
+Besides "state" and "param_groups" the file holds "parameter_names", the name of every index, and with --master-weights
+"master_weights", the fp32 master weight of every index. torch ignores both."""
     parser.add_argument("source", metavar="SRC", help="the checkpoint")
     parser.add_argument("target", metavar="FILE", help="the new file: .pt, .pth or .bin")
     parser.add_argument("--master-weights", action="store_true", help="add the fp32 master weights")

@@ -1,4 +1,4 @@
-"""What `booster ckpt` does: each action takes the parsed arguments and returns the exit code."""
+"""Actions of `booster ckpt`: each takes the parsed arguments and returns the exit code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _damages_beside(storage: Storage, contents: Contents) -> Iterator[str]:
     for name in lost_shards(storage, contents):
-        yield f"{name} is a shard of a checkpoint whose index and manifest are gone. Take another copy, or remove it"
+        yield f"{name} is a shard of a checkpoint without index and manifest. Use another copy, or remove it"
     try:
         num_documents = verify_documents(storage, contents)
     except CheckpointError as error:
@@ -105,8 +105,8 @@ def _conclusion(contents: Contents, verified: list[VerifiedPart], seconds: float
     if all(found.has_checksums for found in verified):
         return f"OK: {contents.path} is what was saved ({rate})"
     if num_bytes == 0:
-        return f"OK as far as its structure goes: {contents.path} came without checksums"
-    return f"OK: {contents.path}; what has checksums is what was saved ({rate}), the rest is right in structure"
+        return f"OK in structure: {contents.path} has no checksums"
+    return f"OK: {contents.path}; data with checksums is what was saved ({rate}), the rest is right in structure"
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -136,7 +136,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     if not arguments.tolerance >= 0:
-        raise ConfigError(f"--tolerance {arguments.tolerance:g} is no difference: give 0 or a positive number")
+        raise ConfigError(f"--tolerance {arguments.tolerance:g} is not a non-negative number: give 0 or more")
     storage = Storage()
     left, right = (find_contents(storage, path) for path in (arguments.left, arguments.right))
     num_differing = 0
@@ -150,7 +150,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _differences(
     storage: Storage, left: Contents, right: Contents, tolerance: float
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields for everything that was compared a title and what differs."""
+    """Yield a title and the differences of each compared part."""
     for label, ours, theirs in _pairs(left, right):
         summary, lines = _compared(storage, ours, theirs, tolerance)
         yield f"{label}: {summary}", lines
@@ -161,7 +161,7 @@ def _differences(
 
 
 def _run_values(document: TrainingDocument) -> dict[str, Any]:
-    # Without versions, the time of the save and the like: those do not say whether two runs are alike.
+    # Without versions, the time of the save and the like, which may differ between equal runs.
     return {
         "step": document.facts.get("step"),
         "lr_schedulers": document.lr_schedulers,

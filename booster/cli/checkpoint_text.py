@@ -1,4 +1,4 @@
-"""How `booster ckpt` says what it found: lines of text."""
+"""Text output of `booster ckpt`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def size_text(num_bytes: float) -> str:
-    """Returns a size in the decimal unit that suits it."""
+    """Format a size with a decimal unit."""
     unit = 0
     while num_bytes >= 1000 and unit < len(_UNITS) - 1:
         num_bytes /= 1000
@@ -25,20 +25,20 @@ def size_text(num_bytes: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """Returns a number and its noun, in the plural where it is one."""
+    """Format a count and its noun, in the plural unless it is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def shown(text: str) -> str:
-    """Returns a text that came from a file, without what a terminal would obey."""
+    """Escape text from a file that contains control characters."""
     return text if text.isprintable() else repr(text)
 
 
 def inspection_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what a checkpoint holds, as a reader of a terminal wants it.
+    """Yield the lines of `booster ckpt inspect`.
 
     Args:
-        found: Its path, what `describe_training` gave or None, and what `describe` gave for every part.
+        found: Path of the checkpoint, result of `describe_training` or None, and results of `describe` for all parts.
     """
     yield found["path"]
     training = found["training_state"]
@@ -52,7 +52,7 @@ def inspection_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def verified_text(found: VerifiedPart) -> str:
-    """Returns what was checked of a part."""
+    """Return the summary of a verified part."""
     what = f"{count_text(found.num_tensors, 'tensor')} in {count_text(found.num_files, 'file')}"
     if found.has_checksums:
         return f"{what}, {size_text(found.num_bytes)}: files, sizes, structure, tiling and checksums are right"
@@ -63,7 +63,7 @@ def verified_text(found: VerifiedPart) -> str:
 
 
 def comparison_lines(found: Comparison) -> Iterator[str]:
-    """Yields a line for everything that differs between two sets of tensors."""
+    """Yield a line for each difference between two sets of tensors."""
     yield from (f"  only in A: {shown(name)}" for name in found.only_left)
     yield from (f"  only in B: {shown(name)}" for name in found.only_right)
     for name, (left, right) in found.shapes.items():
@@ -75,7 +75,7 @@ def comparison_lines(found: Comparison) -> Iterator[str]:
 def _tensor_differences(found: Comparison, name: str) -> Iterator[str]:
     if name in found.dtypes:
         left, right = (str(dtype).removeprefix("torch.") for dtype in found.dtypes[name])
-        yield f"format {left} != {right}"
+        yield f"dtype {left} != {right}"
     if name in found.elements:
         part = found.elements[name]
         yield f"{part.num_differing} of {part.num_elements} elements differ, by at most {part.max_difference:g}"
@@ -89,7 +89,7 @@ def _part_lines(part: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[s
         f" {size_text(part['num_bytes'])}"
     )
     checksums = "recorded" if part["checksums"] else "none recorded"
-    yield from _rows({"formats": dtypes, "checksums": checksums, **facts})
+    yield from _rows({"dtypes": dtypes, "checksums": checksums, **facts})
     yield from _optimizer_lines(part["optimizer"])
     yield "  files:"
     for file in part["files"]:
@@ -130,6 +130,6 @@ def _fact_text(value: Any) -> str:
         return ", ".join(f"{key} {_fact_text(item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(_fact_text(item) for item in value)
-    if isinstance(value, dict) and set(value) == {"$tuple"}:  # as json_values writes it
+    if isinstance(value, dict) and set(value) == {"$tuple"}:  # encoding of json_values
         return f"({', '.join(_fact_text(item) for item in value['$tuple'])})"
     return shown(value) if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""A launcher that is told to end does so, also where torch's code waits and lets no signal handler run."""
+"""Termination of the launcher by signals, also while torch blocks in C++ and no Python handler runs."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ import psutil
 
 __all__ = ["ending_signals", "ends_when_told"]
 
-# Note [Ending while torch waits]
-# torch's agent turns signals into an exception once ranks run, and ends them in order. Before, a launcher waits for the
-# others in code that lets no Python run for up to 15 minutes: a handler that Python has called remains unnoticed there.
-# So a thread watches, too: some seconds after a signal, a launcher that has no ranks to end is ended by that thread.
-# One that has ranks is in torch's agent, which gives them time and then kills them.
+# While ranks run, torch's agent turns signals into an exception and terminates the ranks in order. Before that, the
+# rendezvous blocks in C++ for up to 15 minutes, where no Python signal handler runs. So a thread watches for signals as
+# well: if the launcher has no ranks to terminate, the thread ends the process some seconds after the signal.
 _ALONE_SECONDS = 2.0
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Returns the signals that end a run: not the terminal's going away where nohup told this process to ignore it."""
+    """Return the signals that terminate a run: without SIGHUP if it is ignored, as under nohup."""
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
 @contextmanager
 def ends_when_told(*, by_fd: int | None, clean_up: Callable[[], None]) -> Iterator[None]:
-    """Ends the process and its ranks at a signal, or as the other side of a pipe closes, even if torch is waiting.
+    """Terminate this process and its ranks at a signal or at EOF of a pipe, even while torch blocks.
 
     Must be entered in the main thread.
 
     Args:
-        by_fd: A descriptor for reading; its end counts as SIGTERM, and nothing is said, as who closed it knows. None
-            for signals alone.
-        clean_up: Called before the process is ended in the middle of something.
+        by_fd: Readable file descriptor; EOF counts as SIGTERM and prints no message. None for signals alone.
+        clean_up: Callback before the process is killed by the watching thread.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -49,7 +46,7 @@ def ends_when_told(*, by_fd: int | None, clean_up: Callable[[], None]) -> Iterat
 
     def end(number: int, _: FrameType | None) -> None:
         if not done.is_set():
-            raise SignalException(f"told to end by signal {number}", signal.Signals(number))
+            raise SignalException(f"terminated by signal {number}", signal.Signals(number))
 
     handlers = {number: signal.signal(number, end) for number in ending_signals()}
     before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -59,7 +56,7 @@ def ends_when_told(*, by_fd: int | None, clean_up: Callable[[], None]) -> Iterat
         yield
     finally:
         done.set()
-        for number in handlers:  # torch has set its own, and the watcher may be about to send the last signal
+        for number in handlers:  # torch has installed its own, and the watcher may be about to send a signal
             signal.signal(number, end)
         signal.set_wakeup_fd(before)
         os.close(wake)  # the watcher sees the end of the pipe
@@ -74,7 +71,7 @@ def _watch(woken: int, by_fd: int | None, done: threading.Event, clean_up: Calla
     if number is None:
         return
     while not done.wait(_ALONE_SECONDS):
-        # Twice, as the ranks may have ended just now, and the main thread is about to say how.
+        # Checked twice: the ranks may have exited just now, and the main thread is about to report it.
         if not _has_ranks() and not done.wait(_ALONE_SECONDS):
             clean_up()
             if by_fd is None:
@@ -83,7 +80,7 @@ def _watch(woken: int, by_fd: int | None, done: threading.Event, clean_up: Calla
 
 
 def _first_signal(woken: int, by_fd: int | None, done: threading.Event) -> signal.Signals | None:
-    """Waits for a signal or the end of the pipe, and returns which signal it was; None if all is done."""
+    """Wait for a signal or the end of the pipe, and returns which signal it was; None if all is done."""
     poll = select.poll()
     for fd in (woken, by_fd):
         if fd is not None:
@@ -103,6 +100,6 @@ def _first_signal(woken: int, by_fd: int | None, done: threading.Event) -> signa
 def _has_ranks() -> bool:
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:  # else it ended, and the main thread did not look yet
+            if child.status() != psutil.STATUS_ZOMBIE:  # a zombie exited, but the main thread did not reap it yet
                 return True
     return False

@@ -1,4 +1,4 @@
-"""`booster estimate`: what a model takes on every rank under each plugin, and which settings fit a device."""
+"""`booster estimate`: memory of a model on every rank under each plugin, and the settings that fit a device."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["add_parser", "estimate"]
 _MORE = """\
 models:
   a name                  llama-7b, llama-3-70b, mixtral-8x7b, gpt2-xl, bert-large ...: an unknown one lists all
-  a path                  of the config.json of a model of transformers, or of its directory; nothing is downloaded
-  script.py:function      which returns a model, (model, batch) or (model, batch, criterion); it is called under
-                          torch.device("meta"), so that nothing is allocated
+  a path                  config.json of a transformers model, or its directory; nothing is downloaded
+  script.py:function      a function that returns a model, (model, batch) or (model, batch, criterion); it is called
+                          under torch.device("meta"), so that no memory is allocated
 
-All figures are those of the rank that needs the most, at the worst moment of a step; activations are measured on
-tensors without values. "elsewhere" is kept in host memory or in files, "sent" is what a rank sends in a step. The
-batch is that of one rank; where ranks share one, as with tensor parallelism, a step trains with fewer of them. The
-cheapest setting is the one that fits with the fewest bytes sent by all ranks for every batch.
+All figures are peak memory of a step on the rank that needs the most; activations are measured on fake tensors.
+"elsewhere" is kept in host memory or in files, "sent" is what a rank sends in a step. The batch is per rank; where
+ranks share one, as with tensor parallelism, a step trains fewer batches. The cheapest setting is the one that fits with
+the fewest bytes sent by all ranks per batch.
 
 exit codes:
-  0  something fits, or no --device-memory was given
-  1  nothing fits or can be used, or a plugin failed: the last lines say which
-  2  the arguments can't work: one line says why
-  130  ended by Ctrl-C
+  0  a setting fits, or no --device-memory was given
+  1  no setting fits or can be used, or a plugin failed: see the last lines
+  2  the arguments are invalid: see the error message
+  130  interrupted by Ctrl-C
 
 examples:
   booster estimate --model llama-7b --nproc 8 --device-memory 80GiB
@@ -44,11 +44,11 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's parser to argparse's subparsers."""
+    """Add the parser of `booster estimate` to argparse's subparsers."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "estimate",
-        help="say how much memory a model needs under each plugin",
-        description="Say how much memory training a model needs on every rank, without allocating any of it.",
+        help="estimate the memory of a model under each plugin",
+        description="Estimate the memory for training a model on every rank, without allocating any of it.",
         epilog=_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,50 +58,52 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--plugin", default="all", metavar="A,B", help="names of plugins; none: one device (all)")
     parser.add_argument(
-        "--settings", nargs="+", default=[], metavar="KEY=VALUE", help="the plugin's arguments, where one was named"
+        "--settings", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the plugin, if one is named"
     )
     parser.add_argument(
         "--mixed-precision",
         "--mixed_precision",
         metavar="NAME",
-        help="the Booster's, for plugins without a precision of their own (fp32 and bf16 are looked at)",
+        help="mixed precision of the Booster, for plugins without their own precision (fp32 and bf16)",
     )
     parser.add_argument(
-        "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="of the weights as the model is made (fp32)"
+        "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="dtype of the initialized weights (fp32)"
     )
-    parser.add_argument("--batch", type=int, metavar="N", help="examples of a rank's batch (1)")
+    parser.add_argument("--batch", type=int, metavar="N", help="batch size per rank (1)")
     parser.add_argument(
-        "--seq", "--sequence-length", "--sequence_length", type=int, metavar="N", help="tokens of an example (2048)"
+        "--seq", "--sequence-length", "--sequence_length", type=int, metavar="N", help="sequence length (2048)"
     )
     parser.add_argument(
         "--gradient-checkpointing",
         "--gradient_checkpointing",
         action="store_true",
-        help="let a model of transformers compute its layers again in backward",
+        help="recompute the layers of a transformers model in backward",
     )
-    parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim or booster.optim (AdamW)")
+    parser.add_argument(
+        "--optimizer", default="AdamW", metavar="NAME", help="class of torch.optim or booster.optim (AdamW)"
+    )
     parser.add_argument(
         "--optimizer-settings",
         "--optimizer_settings",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="its arguments, such as momentum=0.9",
+        help="arguments of the optimizer, such as momentum=0.9",
     )
     parser.add_argument(
-        "--device-memory", "--device_memory", metavar="SIZE", help="what a rank has, such as 80GiB, to learn what fits"
+        "--device-memory", "--device_memory", metavar="SIZE", help="memory per rank, such as 80GiB, to find what fits"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead, in bytes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, sizes in bytes")
     parser.set_defaults(handle=estimate)
 
 
 def estimate(arguments: argparse.Namespace) -> int:
-    """Prints the table, and returns the exit code.
+    """Print the table and return the exit code.
 
     Raises:
-        ConfigError: The arguments can't work.
+        ConfigError: The arguments are invalid.
     """
-    # Here, as they import torch, which the other commands have no need of.
+    # Imported here, as these import torch, which the other commands do not need.
     from booster.estimate.comparison import cheapest, compare, find_candidates, smallest
     from booster.estimate.model_sources import checkpoint_layers, load_model
     from booster.estimate.optimizer_memory import OptimizerMemory
@@ -110,7 +112,7 @@ def estimate(arguments: argparse.Namespace) -> int:
 
     for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
         if number is not None and number < 1:
-            raise ConfigError(f"{option} {number}: give a number from 1")
+            raise ConfigError(f"{option} {number} is not positive: give a number from 1")
     memory = arguments.device_memory
     device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
     settings = _settings(arguments.settings, "--settings")
@@ -130,7 +132,7 @@ def estimate(arguments: argparse.Namespace) -> int:
             tell=_Progress(len(candidates)).tell,
         )
     except KeyboardInterrupt:
-        print("booster estimate: ended by Ctrl-C", file=sys.stderr)
+        print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
         return 130
     if arguments.json:
         print(json.dumps(_as_json(arguments, source, outcomes, device_memory), indent=2))
@@ -144,33 +146,32 @@ def estimate(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Tells on standard error what is looked at, so that a pipe gets the table alone."""
+    """Progress lines on stderr, so that stdout has the table alone."""
 
     def __init__(self, num_candidates: int) -> None:
         self._num_candidates = num_candidates
         self._num_told = 0
 
     def tell(self, name: str) -> None:
-        """Says the name of the next way to train."""
         self._num_told += 1
         print(f"[{self._num_told}/{self._num_candidates}] {name}", file=sys.stderr, flush=True)
 
 
 def _silence_fake_tensors() -> None:
-    """Leaves it to the reason that is listed to say why a model can't be run, in place of a stack in torch's log."""
+    # The reason why a model can't be run is listed; torch would log a stack as well.
     if "TORCH_LOGS" not in os.environ:
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 def _settings(given: list[str], option: str) -> dict[str, Any]:
-    """Returns arguments that are written as key=value, values as Python writes them or plain words."""
+    """Parse key=value arguments, whose values are Python literals or plain words."""
     found: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
-            raise ConfigError(f"{option} {text} is no key=value: write such as stage=2 or precision=bf16")
+            raise ConfigError(f"{option} {text} is not key=value: write, for example, stage=2 or precision=bf16")
         if key in found:
-            raise ConfigError(f"{option} {text}: {key} was given twice: leave one out")
+            raise ConfigError(f"{option} {text}: {key} was given twice: give it once")
         try:
             found[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):  # a word
@@ -179,14 +180,13 @@ def _settings(given: list[str], option: str) -> dict[str, Any]:
 
 
 def _optimizer(name: str, given: list[str]) -> Any:
-    """Returns what makes the optimizer of a list of parameters."""
     import torch
 
     import booster.optim
 
     known = {
         one.lower(): getattr(module, one)
-        for module in (torch.optim, booster.optim)  # ours, where both have a name
+        for module in (torch.optim, booster.optim)  # ours, if both have the name
         for one in (booster.optim.__all__ if module is booster.optim else dir(torch.optim))
         if isinstance(getattr(module, one), type) and issubclass(getattr(module, one), torch.optim.Optimizer)
     }
@@ -195,7 +195,7 @@ def _optimizer(name: str, given: list[str]) -> Any:
         near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f" Did you mean {known[near[0]].__name__}?" if near else ""
         raise ConfigError(
-            f"--optimizer {name} is neither of torch.optim nor of booster.optim.{hint} Known:"
+            f"--optimizer {name} is not in torch.optim or booster.optim.{hint} Known:"
             f" {', '.join(one.__name__ for one in known.values())}"
         )
     cls = known[name.lower()]
@@ -206,8 +206,8 @@ def _optimizer(name: str, given: list[str]) -> Any:
             return cls(parameters, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"--optimizer {cls.__name__} can't be made with {' '.join(given) or 'its defaults'} ({error}): correct"
-                " --optimizer-settings"
+                f"--optimizer {cls.__name__} can't be created with {' '.join(given) or 'its defaults'} ({error}):"
+                " correct --optimizer-settings"
             ) from error
 
     return make
@@ -224,15 +224,14 @@ def _num_parameters(source: ModelSource) -> int:
 
 
 def _title(arguments: argparse.Namespace, source: ModelSource) -> str:
-    """Returns a line that says what was asked."""
     numel = _num_parameters(source)
     count = next(
         (f"{numel / size:.2f} {word}" for size, word in ((10**9, "billion"), (10**6, "million")) if numel >= size),
         str(numel),
     )
-    batch = f"a batch of {source.batch_text} a rank" if source.batch_text else "a batch of its own"
+    batch = f"a batch of {source.batch_text} per rank" if source.batch_text else "the batch of the script"
     ranks = "1 rank" if arguments.nproc == 1 else f"{arguments.nproc} ranks"
-    return f"{source.name}: {count} parameters made in {arguments.dtype}, {batch}, {arguments.optimizer}, {ranks}"
+    return f"{source.name}: {count} parameters in {arguments.dtype}, {batch}, {arguments.optimizer}, {ranks}"
 
 
 def _as_json(

@@ -1,4 +1,4 @@
-"""Which of the ranks that failed was the cause, and how to say it."""
+"""Root cause among failed ranks, and the failure report."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
     "time_of_word",
 ]
 
-# Note [Which rank was the cause]
-# A rank that failed makes others fail, and torch's launcher ends those that don't. The cause is the first that said a
-# reason of its own; else one that could not, as a signal killed it or it left by os._exit; else the first whose reason
-# is another rank: it names that one. Last come ranks that failed with exit code 1 and said nothing, as one whose
-# program came to its end too early and that followed the others (Note [Farewell] in booster/farewell.py), and those
-# that the launcher itself ended.
+# Note [Root cause]
+# A failed rank makes others fail, and torch's launcher terminates the rest. The root cause is the first rank with an
+# error of its own in its report; else one without a report, killed by a signal or left by os._exit; else the first
+# whose error is a failed peer, which it names. Last come ranks with exit code 1 and no report, such as one whose script
+# ended early and that exited after its peers failed (Note [Farewell] in booster/farewell.py), and those that the
+# launcher itself terminated.
 _OWN, _CONSEQUENCE, _FOLLOWED, _ENDED = range(4)
 
-# What ranks report when it was another one that failed.
+# Errors of ranks whose peer failed.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -42,7 +42,7 @@ _CONSEQUENCES = (
 
 
 class Failure(Protocol):
-    """What is used of torch's ProcessFailure: where, how, and what the rank wrote before it ended, if anything."""
+    """Used fields of torch's ProcessFailure; `error_file_data` is the error report written by the rank, if any."""
 
     local_rank: int
     pid: int
@@ -52,16 +52,16 @@ class Failure(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class RankFailure:
-    """A rank that failed, as its launcher knows it.
+    """A failed rank, as seen by its launcher.
 
     Attributes:
-        host: Its machine, "" where there is one only.
-        local_rank: Its number there.
-        pid: Its process there.
-        exitcode: How it ended, -n by signal n.
-        error_file_data: What it wrote before.
-        by_launcher: Whether the launcher ended it, after another had failed; None: unknown.
-        was_stopped: Whether it was stopped then, as by SIGSTOP.
+        host: Host name; "" for a single machine.
+        local_rank: Local rank on that host.
+        pid: Process ID on that host.
+        exitcode: Exit code; -n if killed by signal n.
+        error_file_data: Error report written by the rank, if any.
+        by_launcher: Whether the launcher terminated it after another failure; None if unknown.
+        was_stopped: Whether it was stopped at that time, as by SIGSTOP.
     """
 
     host: str
@@ -74,41 +74,41 @@ class RankFailure:
 
 
 def has_cause(failures: Mapping[int, Failure]) -> bool:
-    """Returns whether a rank is among them that failed for a reason of its own, not only for another's failure."""
+    """Return whether any of the failures is not the consequence of another."""
     return min(_kind(failure) for failure in failures.values()) in (_OWN, _FOLLOWED)
 
 
 def exit_code_of(failures: Mapping[int, Failure]) -> int:
-    """Returns the exit code of the rank that was the cause, 128 + n where signal n killed it."""
+    """Return the exit code of the root cause, 128 + n if killed by signal n."""
     code = failures[_cause(failures)].exitcode
     return code if code >= 0 else 128 - code
 
 
 def has_left_word(failures: Mapping[int, Failure]) -> bool:
-    """Returns whether the rank that was the cause said why it failed."""
+    """Return whether the root cause left an error report."""
     return bool(_extra(failures[_cause(failures)]))
 
 
 def time_of_word(failure: Failure) -> float:
-    """Returns when a rank said why it fails, in nanoseconds since 1970; infinite: it did not."""
-    # One that left no word was killed, or ended by os._exit: there is no time, so any word of another cause is first.
+    """Return the time of a rank's error report in nanoseconds since 1970, infinite if it left none."""
+    # Without a report it was killed or ended by os._exit: the time is unknown, so reports of other causes come first.
     return float(_extra(failure).get("time_ns", float("inf")))
 
 
 def restart_line(failures: Mapping[int, Failure], world_size: int, number: int, most: int) -> str:
-    """Returns what is said as all ranks start anew for the how manieth time, of so many at most."""
+    """Return the log line of restart `number` of at most `most`."""
     cause = _cause(failures)
     who = _line(cause, failures[cause], world_size)
-    return f"booster run: {who}; all ranks start anew, restart {number} of {most}"
+    return f"booster run: {who}; restarting all ranks, restart {number} of {most}"
 
 
 def last_start_line(most: int) -> str:
-    """Returns what is said where ranks have failed and don't start anew, after so many restarts."""
-    return f"booster run: no restart is left of --max-restarts {most}, so the run ends"
+    """Return the log line of a failure after the last restart."""
+    return f"booster run: all restarts of --max-restarts {most} are used, so the run ends"
 
 
 def report(failures: Mapping[int, Failure], world_size: int) -> str:
-    """Returns a line for every failed rank and last the cause, with its traceback where it left one."""
+    """Return a line for every failed rank, the root cause last, with its traceback if it left one."""
     cause = _cause(failures)
     others = [f"booster run: {_line(rank, failures[rank], world_size)}" for rank in sorted(failures) if rank != cause]
     first = f"booster run: {_line(cause, failures[cause], world_size)}"
@@ -121,7 +121,7 @@ def _cause(failures: Mapping[int, Failure]) -> int:
 
 
 def _kind(failure: Failure) -> int:
-    """Returns how far a rank's failure is from being the cause, see Note [Which rank was the cause]."""
+    """Return the distance of a failure from being the root cause, see Note [Root cause]."""
     extra = _extra(failure)
     by_launcher = failure.by_launcher if isinstance(failure, RankFailure) else None
     if by_launcher is None:
@@ -147,19 +147,22 @@ def _line(rank: int, failure: Failure, world_size: int) -> str:
     if isinstance(failure, RankFailure):
         by_launcher, was_stopped = failure.by_launcher, failure.was_stopped
     if by_launcher:
-        return f"{who} {'was stopped, and ' if was_stopped else ''}was ended by the launcher{_detail(failure.exitcode)}"
+        return (
+            f"{who} {'was stopped, and ' if was_stopped else ''}was terminated by the launcher"
+            f"{_detail(failure.exitcode)}"
+        )
     if failure.exitcode >= 0:
         return f"{who} failed with exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGTERM:
-        # One that has said why it fails may have got the launcher's on its way out.
+        # A rank with an error report may have received the launcher's signal while it exited.
         is_foreign = by_launcher is False and not _extra(failure)
-        return f"{who} was ended by SIGTERM{', which the launcher did not send' if is_foreign else ''}"
+        return f"{who} was terminated by SIGTERM{', which the launcher did not send' if is_foreign else ''}"
     hint = ", as the system does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
     return f"{who} was killed by {_signal_name(failure.exitcode)}{hint}"
 
 
 def _detail(exitcode: int) -> str:
-    """Returns how a rank ended that the launcher told to end, where it was not simply so."""
+    """Return how a rank exited that the launcher terminated, if not by SIGTERM."""
     if exitcode >= 0:
         return f", with exit code {exitcode}"
     return "" if exitcode == -signal.SIGTERM else f" ({_signal_name(exitcode)})"

@@ -1,4 +1,4 @@
-"""The ssh processes of a run over several hosts: their output, and that all end when one does."""
+"""Multi-node launch over ssh: one process per host, their merged output, and their shared shutdown."""
 
 from __future__ import annotations
 
@@ -25,35 +25,37 @@ from booster.errors import ConfigError
 
 __all__ = ["run_fleet"]
 
-# Note [How hosts end]
-# Each host's launcher ends its ranks and itself when its stdin ends, however that comes about: closed here, or because
-# this process, ssh or the network is no more. So to end a host is to close a pipe, and nothing is left there. ssh then
-# goes by itself, and is killed only where it takes longer than a launcher may. Ctrl-C in a terminal reaches
-# this process alone: every ssh is in a session of its own, so that the hosts' last words still come through.
-_END_SECONDS = 30.0  # more than ranks are given
-# Ranks whose peer is gone fail at once, perhaps sooner than the peer's launcher noticed: it is given time to say why.
+# A node's launcher terminates its ranks and itself at EOF on its stdin: closed here, or because this process, ssh or
+# the network failed. So closing a pipe terminates a node and leaves no process behind. ssh then exits by itself, and is
+# killed only after a launcher's own timeout. Ctrl-C in a terminal reaches this process alone: each ssh has its own
+# session, so that the nodes' final output still arrives.
+_END_SECONDS = 30.0  # on top of the timeout of ranks
+# Ranks fail at once when a peer is lost, perhaps before the peer's launcher noticed: time for its report to arrive.
 _CAUSE_SECONDS = 5.0
 
 
 def run_fleet(commands: Sequence[HostCommand], least: int, rank_seconds: float) -> int:
-    """Starts a launcher on each host and returns 0 when all have ended well, or else the first failing rank's code.
+    """Start a launcher on each host over ssh and wait for all of them.
 
-    What hosts write is written here, each line with its host and rank; last what failed first. When one host fails
-    all others are ended, but a host that is lost is done without as long as enough remain.
+    Output of the hosts is copied to this process's, each line prefixed with its host and rank. The root cause of a
+    failure comes last. When one host fails, all others are terminated. A lost host is ignored while enough remain.
     Must be called in the main thread.
 
     Args:
-        commands: What to start for each host.
-        least: How many hosts the run can go on with.
-        rank_seconds: How long ranks may take to end before they are killed.
+        commands: ssh command of each host.
+        least: Minimum number of hosts to continue with.
+        rank_seconds: Time between SIGTERM and SIGKILL of ranks, in seconds.
+
+    Returns:
+        Exit code: 0 if all hosts succeeded, else that of the rank that failed first.
 
     Raises:
-        ConfigError: There is no ssh here.
+        ConfigError: The program ssh is not installed.
     """
     if shutil.which(commands[0].command[0]) is None:
         raise ConfigError(
-            "hosts are reached by ssh, and there is no program ssh here: install one, as Debian's openssh-client, or "
-            "start each machine by hand with --nnodes, --node-rank and --master-addr"
+            "hosts are reached by ssh, but the program ssh is not installed here: install it (Debian: openssh-client), "
+            "or start each machine by hand with --nnodes, --node-rank and --master-addr"
         )
     fleet = _Fleet(commands, least, rank_seconds + _END_SECONDS)
     with _told_by_signals(fleet):
@@ -68,7 +70,7 @@ def run_fleet(commands: Sequence[HostCommand], least: int, rank_seconds: float) 
 
 
 class _Host:
-    """One host's ssh process and what it has said so far."""
+    """ssh process of one host, and the launcher messages received from it."""
 
     def __init__(self, command: HostCommand) -> None:
         self.name = command.host
@@ -88,7 +90,7 @@ class _Host:
         self.streams = {self.process.stdout: LineSplitter(), self.process.stderr: LineSplitter()}
 
     def read(self, stream: Any) -> bool:
-        """Passes on what there is to read, and returns False at the end of the stream."""
+        """Forward available output; return False at EOF."""
         piece = os.read(stream.fileno(), 2**16)
         splitter = self.streams[stream]
         if not piece:
@@ -104,12 +106,12 @@ class _Host:
                 self.process.stdin.close()
 
     def is_over(self) -> bool:
-        """Returns whether it said why it ends, or is gone without a word, all of its words being read."""
+        """Return whether it reported a failure, or exited with all of its output read."""
         is_gone = self._num_open == 0 and self.process.poll() is not None
         return bool(self.failures) or self.refusal is not None or is_gone
 
     def is_lost(self) -> bool:
-        """Returns whether ssh ended for a reason of its own: the host could not be reached, or went away."""
+        """Return whether ssh itself failed: the host is unreachable or disconnected."""
         return was_lost(self.process.poll()) and not self.failures and self.refusal is None
 
     def end(self) -> HostEnd:
@@ -139,8 +141,7 @@ class _Host:
             target.write(b"".join(shown))
             target.flush()
         except BrokenPipeError:
-            # Nobody reads our output any more, as after `| head`. What hosts still write must find a way, so that they
-            # can end.
+            # The reader of our output is gone, as after `| head`. Drain what the hosts still write, so that they exit.
             self.is_unheard = True
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), target.fileno())
@@ -159,8 +160,8 @@ class _Fleet:
     def __init__(self, commands: Sequence[HostCommand], least: int, end_seconds: float) -> None:
         self.told: list[signal.Signals] = []
         self._least, self._end_seconds = least, end_seconds
-        self._end_at: float | None = None  # when everybody should have ended who was told to
-        self._cause_at: float | None = None  # when a cause should be known
+        self._end_at: float | None = None  # deadline for terminated hosts to exit
+        self._cause_at: float | None = None  # deadline for a root cause to be reported
         self._selector = selectors.DefaultSelector()
         self._woken, self.wake = os.pipe()
         os.set_blocking(self.wake, False)
@@ -169,7 +170,7 @@ class _Fleet:
         self._commands = commands
 
     def run(self) -> None:
-        """Starts all and returns when all have ended."""
+        """Start all hosts and wait until all have exited or the deadline passed."""
         for command in self._commands:
             host = _Host(command)
             self.hosts.append(host)
@@ -184,7 +185,7 @@ class _Fleet:
             host.process.wait()
 
     def kill(self) -> None:
-        """Ends what is left of the ssh processes; their hosts notice it."""
+        """Kill the remaining ssh processes; their nodes see EOF."""
         for host in self.hosts:
             host.tell_to_end()
             if host.process.poll() is None:
@@ -205,15 +206,15 @@ class _Fleet:
             if not host.read(key.fileobj):
                 self._selector.unregister(key.fileobj)
                 if not any(stream in self._selector.get_map() for stream in host.streams):
-                    host.process.wait()  # both ends are closed: it exits
+                    host.process.wait()  # both pipes are closed: it exits
             if host.is_unheard and signal.SIGPIPE not in self.told:
                 self.told.append(signal.SIGPIPE)
 
     def _look(self) -> None:
-        """Tells all to end where there is a reason, at once if it is clear which one."""
+        """Terminate all hosts after a failure or signal, at once if its root cause is known."""
         if self._end_at is not None:
             if len(self.told) > 1:
-                self._end_at = 0.0  # a second Ctrl-C: whoever waits no longer
+                self._end_at = 0.0  # a second Ctrl-C ends the wait
             return
         now = time.monotonic()
         over = [host for host in self.hosts if host.is_over() and not self._did_well(host)]
@@ -239,7 +240,7 @@ class _Fleet:
 
 
 def _is_cause(host: _Host) -> bool:
-    """Returns whether a host ended for a reason of its own, not because another's ranks were gone."""
+    """Return whether a host's failure is not the consequence of another's."""
     if host.failures:
         return has_cause(host.failures)
     return host.refusal is None or not host.refusal["is_consequence"]

@@ -1,4 +1,4 @@
-"""What to say at the end of a run over several hosts, and its exit code: pure."""
+"""Exit report and exit code of a multi-node run: pure functions."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ __all__ = ["HostEnd", "Verdict", "judge", "was_lost"]
 _SSH_FAILED = 255
 _CANNOT_START = 2
 
-# What ssh says, and what to do about it. The first that fits.
+# (texts of ssh, reason, advice); the first match is used.
 _SSH_REASONS = (
     (
         ("Host key verification failed", "REMOTE HOST IDENTIFICATION HAS CHANGED", "host key is known"),
-        "its host key is not the one that is known here",
-        "compare it with the host's administrator's, then log in once by hand with `ssh {host}`, or add it to "
-        "~/.ssh/known_hosts with ssh-keyscan",
+        "its host key does not match the known one",
+        "verify it with the host's administrator, then log in once with `ssh {host}`, or add it to ~/.ssh/known_hosts "
+        "with ssh-keyscan",
     ),
     (
         ("Permission denied", "Too many authentication failures", "no mutual signature"),
-        "it accepts none of the keys that were offered",
-        "make `ssh {host} true` work without a question (ssh-copy-id {host}), or name the key with "
+        "it accepts none of the offered keys",
+        "make `ssh {host} true` work without a prompt (ssh-copy-id {host}), or pass the key with "
         '--ssh-options "-i KEY" and the user with --ssh-user',
     ),
     (
         ("Could not resolve hostname",),
-        "nobody knows this name",
+        "the name can't be resolved",
         "correct the name, or add it to ~/.ssh/config or /etc/hosts",
     ),
     (
         ("timed out", "refused", "No route to host", "unreachable", "Connection closed", "Connection reset"),
         "it can't be reached",
-        "look whether the host is up and sshd listens there, and on which port (--ssh-port), or leave the host out "
-        "with --exclude {host}",
+        "check that the host is up and which port sshd listens on (--ssh-port), or drop the host with --exclude {host}",
     ),
     (
         ("Bad configuration", "Identity file", "unknown option", "illegal option", "usage: ssh", "command-line"),
-        "ssh does not understand its options",
+        "ssh rejects its options",
         "correct --ssh-options; --dry-run shows the whole command",
     ),
 )
@@ -49,17 +48,17 @@ _SSH_REASONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEnd:
-    """How one host's part of the run ended.
+    """Exit status of one host.
 
     Attributes:
-        host: Its name.
-        code: Exit code of ssh, which is that of the host's launcher; 255 where ssh itself failed.
-        has_started: Whether the host's launcher got to run.
-        was_told_to_end: Whether it was ended because of others.
-        failures: Its failed ranks.
-        world_size: Ranks of all hosts, where ranks failed.
-        refusal: What its launcher said where it could not start or go on.
-        last_words: Last lines that are of no rank: ssh's, the shell's, the launcher's.
+        host: Name of the host.
+        code: Exit code of ssh: that of the host's launcher, or 255 if ssh itself failed.
+        has_started: Whether the host's launcher started.
+        was_told_to_end: Whether it was terminated after a failure elsewhere or a signal.
+        failures: Failed ranks of this host.
+        world_size: Number of ranks of all hosts; 0 if no rank failed.
+        refusal: Error message of its launcher, if it could not start or continue.
+        last_words: Last lines of stderr and stdout that no rank wrote: of ssh, the shell or the launcher.
     """
 
     host: str
@@ -74,16 +73,20 @@ class HostEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The exit code, and lines to print last."""
+    """Exit code of the run and the final lines to print."""
 
     code: int
     text: str
 
 
 def judge(ends: Sequence[HostEnd], told: Sequence[signal.Signals]) -> Verdict:
-    """Returns the verdict on a run from how each host ended, and which signals this process got.
+    """Return the exit report of a run.
 
-    What led to the end comes last: a signal here, else a failed rank, a host that can't start, a host that was lost.
+    The root cause comes last: a signal to this process, else a failed rank, a host that can't start, a lost host.
+
+    Args:
+        ends: Exit status of each host.
+        told: Signals that this process received.
     """
     lost = [end for end in ends if _is_lost(end)]
     broken = [end for end in ends if _is_broken(end)]
@@ -100,22 +103,22 @@ def judge(ends: Sequence[HostEnd], told: Sequence[signal.Signals]) -> Verdict:
         text, failed_code = report(failures, max(end.world_size for end in ends)), exit_code_of(failures)
         if has_cause(failures) or code == 0:
             texts, code = [*texts, text], failed_code
-        else:  # their peers went away, for the reason that is said already
+        else:  # a consequence of the failure that is reported already
             texts.insert(0, text)
     if told:
-        texts.append(f"booster run: ended by {told[0].name}, and all ranks on all hosts with it")
+        texts.append(f"booster run: terminated by {told[0].name}, with all ranks on all hosts")
         code = 128 + told[0]
     return Verdict(code=code, text="".join(f"{text}\n" for text in texts))
 
 
 def was_lost(code: int | None) -> bool:
-    """Returns whether an exit code of ssh is of its own making, or it was killed, rather than the host's launcher's."""
+    """Return whether an exit code is that of a failed or killed ssh, rather than of the host's launcher."""
     return code is not None and (code == _SSH_FAILED or code < 0)
 
 
 def _is_lost(end: HostEnd) -> bool:
     if end.was_told_to_end and not end.has_started:
-        return end.code == _SSH_FAILED  # ssh was on its way there, and would have failed in any case
+        return end.code == _SSH_FAILED  # ssh was connecting, and would have failed in any case
     return was_lost(end.code) and not end.failures and end.refusal is None and not end.was_told_to_end
 
 
@@ -125,7 +128,7 @@ def _is_broken(end: HostEnd) -> bool:
 
 
 def _is_enough(ends: Sequence[HostEnd]) -> bool:
-    """Returns whether the run ended well, perhaps without hosts that were lost."""
+    """Return whether the run succeeded, possibly without lost hosts."""
     return any(end.code == 0 for end in ends) and not any(end.was_told_to_end for end in ends)
 
 
@@ -141,8 +144,8 @@ def _lost_text(end: HostEnd) -> str:
     words = "; ".join(end.last_words[-3:])
     if end.has_started:
         return (
-            f"booster run: the connection to {end.host} was lost ({words or 'ssh says nothing'}), and its ranks end "
-            "with it: look whether the host is up, or whether the system killed the launcher there for want of memory"
+            f"booster run: the connection to {end.host} was lost ({words or 'no message from ssh'}), and its ranks with"
+            " it: check that the host is up, and whether the system killed the launcher there for lack of memory"
         )
     said = "\n".join(end.last_words)
     known = (rest for signs, *rest in _SSH_REASONS if any(sign in said for sign in signs))
@@ -154,10 +157,10 @@ def _broken_text(end: HostEnd) -> str:
     words = "; ".join(end.last_words[-3:])
     if end.has_started:
         return (
-            f"booster run: the launcher on {end.host} ended with exit code {end.code} ({words}): its output is above, "
+            f"booster run: the launcher on {end.host} exited with code {end.code} ({words}): see its output above, "
             f"after [{end.host}]"
         )
     return (
-        f"booster run: can't start on {end.host}: the command there ended with exit code {end.code} ({words}): this "
-        "folder, this Python and torch-booster must be there at the same paths as here; --dry-run shows the command"
+        f"booster run: can't start on {end.host}: the command exited with code {end.code} ({words}): this "
+        "directory, this Python and torch-booster must exist at the same paths there; --dry-run shows the command"
     )

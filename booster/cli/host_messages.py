@@ -1,4 +1,4 @@
-"""What the launcher on a host tells the one that started it there by ssh: lines of JSON between those of the ranks."""
+"""Protocol from a node's launcher to the launcher that started it over ssh: JSON lines between those of the ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from booster.cli.failure import RankFailure
 
 __all__ = ["rank_prefix", "read_failures", "read_message", "tell_failures", "tell_refusal", "tell_started"]
 
-# Note [Lines of a host]: ranks write into pipes of their host's launcher, which puts "[host:rank] " before every line.
-# So a line that begins with this character (the record separator of RFC 7464) is the launcher's own word, whatever
-# a rank prints. All other lines without such a prefix are of ssh, of the shell there, or a message for the user.
+# Note [Launcher protocol]: ranks write into pipes of their node's launcher, which prefixes every line "[host:rank] ".
+# So a line that begins with this character (the record separator of RFC 7464) is a message of the launcher, whatever
+# a rank prints. All other lines without a prefix are output of ssh, the remote shell or the launcher for the user.
 _SEPARATOR = b"\x1e"
 
 
 def rank_prefix(host: str, rank: str) -> bytes:
-    """Returns what stands before each line of a rank."""
+    """Return the prefix of each output line of a rank."""
     return f"[{host}:{rank}] ".encode()
 
 
 def tell_started() -> None:
-    """Says that the host's launcher runs: what goes wrong from here on is not ssh's, the shell's or Python's doing."""
+    """Report that this node's launcher runs: later failures are not those of ssh, the shell or Python."""
     _tell(event="started")
 
 
 def tell_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
-    """Says which ranks of this host failed and how."""
+    """Report the failed ranks of this node."""
     told = {
         str(rank): {
             "local_rank": failure.local_rank,
@@ -45,23 +45,28 @@ def tell_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
 
 
 def tell_refusal(text: str, *, is_consequence: bool = False) -> None:
-    """Says why this host can't start its ranks, or can't go on where that is another host's doing."""
+    """Report an error that keeps this node from starting its ranks.
+
+    Args:
+        text: Error message.
+        is_consequence: If True, the error is the consequence of another node's failure.
+    """
     _tell(event="refused", text=text, is_consequence=is_consequence)
 
 
 def read_message(line: bytes) -> dict[str, Any] | None:
-    """Returns what a line says, None for one that is for the user."""
+    """Return the message in a line, or None if the line is output."""
     if not line.startswith(_SEPARATOR):
         return None
     try:
         message = json.loads(line[1:])
-    except ValueError:  # cut off as the host went away
+    except ValueError:  # truncated as the host was lost
         return None
     return message if isinstance(message, dict) else None
 
 
 def read_failures(message: Mapping[str, Any], host: str) -> dict[int, RankFailure]:
-    """Returns the failed ranks of a message, their times as this machine's clock would have said them."""
+    """Return the failed ranks of a message, with times converted to this machine's clock."""
     behind = time.time_ns() - message["now_ns"]
     failures = {}
     for rank, told in message["failures"].items():

@@ -1,4 +1,4 @@
-"""Settings of torch's launcher that have no option of their own: `--extra-launch-args "name=value name=value"`."""
+"""Settings of torch's launcher without a dedicated option: `--extra-launch-args "name=value name=value"`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ExtraArguments", "parse_extra_arguments"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraArguments:
-    """What goes into torch's LaunchConfig, and into the configuration of its rendezvous."""
+    """Fields of torch's LaunchConfig, and of its rendezvous configuration."""
 
     launch: dict[str, Any] = field(default_factory=dict)
     rendezvous: dict[str, Any] = field(default_factory=dict)
@@ -50,17 +50,17 @@ _RENDEZVOUS: dict[str, Callable[[str], Any]] = {
     "store_type": str,
     "timeout": int,
 }
-_KINDS = {int: "a whole number", float: "a number", _flag: "0 or 1"}
-_FIELDS = {"rdzv_id": "run_id"}  # what torchrun calls an option, and LaunchConfig a field
+_KINDS = {int: "an integer", float: "a number", _flag: "0 or 1"}
+_FIELDS = {"rdzv_id": "run_id"}  # option of torchrun -> field of LaunchConfig
 
 
 def parse_extra_arguments(text: str) -> ExtraArguments:
-    """Returns the settings that a text names, "monitor_interval=5 rdzv_id=job-7" for example.
+    """Parse settings such as "monitor_interval=5 rdzv_id=job-7".
 
-    Names are those of torchrun's options and of the rendezvous's configuration, with "-" or "_".
+    Names are torchrun's options and fields of the rendezvous configuration, with "-" or "_".
 
     Raises:
-        ConfigError: A name is unknown, comes twice, or its value is of another kind.
+        ConfigError: A name is unknown or repeated, or its value has the wrong type.
     """
     extra = ExtraArguments()
     for word in _words(text):
@@ -69,17 +69,17 @@ def parse_extra_arguments(text: str) -> ExtraArguments:
         kind = _LAUNCH.get(name) or _RENDEZVOUS.get(name)
         if not equals or kind is None:
             raise ConfigError(
-                f"--extra-launch-args: {word!r} is no setting of torch's launcher: write name=value with a name out of "
+                f"--extra-launch-args: {word!r} is not a setting of torch's launcher: write name=value with one of "
                 f"{', '.join(sorted(_LAUNCH | _RENDEZVOUS))}"
             )
         settings, name = (extra.launch, _FIELDS.get(name, name)) if name in _LAUNCH else (extra.rendezvous, name)
         if name in settings:
-            raise ConfigError(f"--extra-launch-args: {word!r} is the second value of its name: give one")
+            raise ConfigError(f"--extra-launch-args: {word!r} repeats a setting: give it once")
         try:
             settings[name] = kind(value)
         except ValueError as error:
             raise ConfigError(
-                f"--extra-launch-args: {word!r} has a value of another kind: give {_KINDS[kind]}"
+                f"--extra-launch-args: {word!r} has a value of the wrong type: give {_KINDS[kind]}"
             ) from error
     return extra
 
@@ -89,6 +89,6 @@ def _words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(
-            f"--extra-launch-args={text!r} is not understood ({error}): write name=value, with quotes around a value "
-            "that has blanks"
+            f"--extra-launch-args={text!r} can't be parsed ({error}): write name=value, with quotes around values that "
+            "contain spaces"
         ) from error

@@ -1,4 +1,4 @@
-"""Cuts what a process writes into whole lines, so that those of several processes don't run into each other."""
+"""Line buffering of process output, so that lines of several processes do not interleave."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 __all__ = ["LineSplitter"]
 
 _END = re.compile(rb"\r\n|\n|\r")
-_LONGEST = 2**16  # a line beyond it is cut: nothing says that it ever ends
+_LONGEST = 2**16  # bytes; a longer line is broken, as it may never end
 
 
 class LineSplitter:
-    r"""Collects pieces of output and returns its lines as they become whole.
+    r"""Buffer for process output that returns complete lines.
 
-    A progress bar's "\r" ends a line, too, so that each of its states can have a prefix and still overwrite the last.
+    The "\r" of a progress bar ends a line as well, so that each state gets a prefix and still overwrites the last.
 
     Example:
         >>> splitter = LineSplitter()
@@ -25,14 +25,14 @@ class LineSplitter:
         self._begun = b""
 
     def add(self, piece: bytes) -> list[bytes]:
-        """Returns the lines that the piece completes, each with its end."""
+        """Append output and return the lines completed by it, with their line ends."""
         text = self._begun + piece
         lines, start = [], 0
         for end in _END.finditer(text):
             if end.group() == b"\r" and end.end() == len(text) and not text[start : end.start()]:
-                break  # nothing to show yet, and a "\n" may follow
+                break  # an empty line whose "\n" may follow
             line = text[start : end.end()]
-            if line != b"\r":  # a progress bar begins with it: its last state was ended by it
+            if line != b"\r":  # leads each state of a progress bar, and ended the last one
                 lines.append(line)
             start = end.end()
         self._begun = text[start:]
@@ -42,6 +42,6 @@ class LineSplitter:
         return lines
 
     def rest(self) -> list[bytes]:
-        """Returns what was begun and not ended, as a line."""
+        """Return the incomplete last line, if any, as a line."""
         begun, self._begun = self._begun.strip(b"\r"), b""
         return [begun + b"\n"] if begun else []

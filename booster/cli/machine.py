@@ -1,4 +1,4 @@
-"""This machine's part of a run: its ranks, started by torch's elastic launcher, and how they ended."""
+"""Node launcher: starts this machine's ranks by torch's elastic launcher and reports how they exited."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ __all__ = ["start_ranks"]
 
 
 def start_ranks(arguments: argparse.Namespace, num_ranks: int) -> int:
-    """Starts this machine's ranks, waits for them, and returns 0 or the exit code of the rank that failed first.
+    """Start this machine's ranks and wait for them. Must be called in the main thread.
 
-    A rank that was killed by a signal counts as 128 + the signal's number, as in a shell; so does this process.
-    Must be called in the main thread.
+    Returns:
+        Exit code: 0, or that of the rank that failed first. As in a shell, a rank or launcher killed by signal n counts
+        as 128 + n.
 
     Raises:
-        ConfigError: The machines can't meet, or a setting is none of this torch's.
-        RankFailedError: Ranks can't start anew, because another machine's launcher ended.
+        ConfigError: The rendezvous of the machines failed, or this torch's launcher lacks a setting.
+        RankFailedError: Ranks can't be restarted, because another machine's launcher exited.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -47,10 +48,10 @@ def start_ranks(arguments: argparse.Namespace, num_ranks: int) -> int:
         ):
             return _launch(arguments, num_ranks, log_dir, output)
     except SignalException as error:
-        if arguments.as_host is None:  # who started this launcher and ended it says it once for all hosts
-            print(f"booster run: ended by {error.sigval.name}, and all ranks with it", file=sys.stderr)
+        if arguments.as_host is None:  # else the launcher that started this one reports it once for all hosts
+            print(f"booster run: terminated by {error.sigval.name}, with all ranks", file=sys.stderr)
         return 128 + int(error.sigval)
-    except KeyboardInterrupt:  # before or after our handlers were in place
+    except KeyboardInterrupt:  # while our handlers are not installed
         return 130
     finally:
         shutil.rmtree(log_dir, ignore_errors=True)
@@ -82,12 +83,12 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
             print(report(failures, logs.world_size), file=sys.stderr, flush=True)
         else:
             host_messages.tell_failures(failures, logs.world_size)
-        if notes.signs:  # after who was killed: a place must not be taken for that of its death
+        if notes.signs:  # last: a heartbeat must not be mistaken for the position of the failure
             print(notes.signs, file=sys.stderr, flush=True)
         return exit_code_of(failures)
     except RendezvousClosedError as error:
         raise RankFailedError(
-            "another machine of this run ended while the ranks were to start anew: look at its output, and start all "
+            "another machine of this run exited while the ranks were being restarted: see its output, and start all "
             "machines again"
         ) from error
     except (DistError, RendezvousError) as error:
@@ -98,17 +99,16 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
 def _cannot_meet(config: Any, error: Exception) -> ConfigError:
     reason = str(error.__cause__ or error).strip().splitlines()[0]
     return ConfigError(
-        f"the launchers can't meet at {config.rdzv_endpoint} ({reason}): look whether all machines of the run were "
-        "started, the address is machine 0's, and the port there is open and free; or write others with --master-addr "
-        "and --master-port"
+        f"the rendezvous at {config.rdzv_endpoint} failed ({reason}): check that all machines of the run were started, "
+        "the address is machine 0's, and its port is open and free, or change them with --master-addr and --master-port"
     )
 
 
 @contextmanager
 def _host_side(name: str | None) -> Iterator[tuple[LabelledOutput | None, int | None]]:
-    """Sets up what the launcher that started this one by ssh expects of it, see Note [Lines of a host].
+    """Serve the launcher that started this one over ssh, see Note [Launcher protocol].
 
-    Its end, however it comes, closes this process's stdin. The ranks get none: they would take that from us.
+    The exit of that launcher closes this process's stdin. Ranks get /dev/null instead, as they would consume stdin.
     """
     if name is None:
         yield None, None
@@ -132,9 +132,9 @@ def _host_side(name: str | None) -> Iterator[tuple[LabelledOutput | None, int | 
 
 
 def _silence_elastic_logs() -> None:
-    """Leaves it to `report` to say what failed, unless the user asked for torch's logs."""
+    # `report` prints the failures; torch's logs repeat them, unless the user asked for them.
     if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):  # each logger has its own level
             logging.getLogger(name).setLevel(logging.CRITICAL)

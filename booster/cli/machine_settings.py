@@ -1,4 +1,4 @@
-"""What torch's elastic launcher is told for this machine's part of a run: pure, but for the number of cores."""
+"""Configuration of torch's elastic launcher for this machine: pure functions, but for the number of cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from booster.cli.launch_arguments import parse_extra_arguments
 from booster.errors import ConfigError
 
-if TYPE_CHECKING:  # torch takes a second, which a mistake in the arguments shouldn't cost
+if TYPE_CHECKING:  # importing torch takes a second; argument errors come sooner
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -34,25 +34,25 @@ __all__ = [
     "worker_command",
 ]
 
-DEFAULT_PORT = 29500  # of several machines, as torchrun's: each must know it before anything is started
+DEFAULT_PORT = 29500  # for several machines, as in torchrun: known to each before anything is started
 _WORKER = Path(__file__).with_name("worker.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumMachines:
-    """How many machines take part: a number, or from as many to as many."""
+    """Number of machines, or a range of it (elastic)."""
 
     least: int
     most: int
     is_range: bool
 
     def meet_anew(self, max_restarts: int) -> bool:
-        """Returns whether machines have to meet while a run goes on: as one joins or leaves, or ranks restart."""
+        """Return whether the run needs later rendezvous rounds: after a join, a leave or a restart of ranks."""
         return self.most > 1 and (self.is_range or max_restarts > 0)
 
 
 def parse_num_machines(text: str) -> NumMachines:
-    """Returns the numbers of --nnodes, N or MIN:MAX.
+    """Parse --nnodes, N or MIN:MAX.
 
     Raises:
         ConfigError: The text is neither.
@@ -61,35 +61,35 @@ def parse_num_machines(text: str) -> NumMachines:
     numbers = [least, most if colon else least]
     if not all(number.isdecimal() and int(number) >= 1 for number in numbers) or int(numbers[0]) > int(numbers[1]):
         raise ConfigError(
-            f"--nnodes={text} is no number of machines: give a number from 1, or MIN:MAX for a run that goes on with "
-            "fewer, as in 2:4"
+            f"--nnodes={text} is not a number of machines: give a number from 1, or MIN:MAX for a run that continues "
+            "with fewer, as in 2:4"
         )
     return NumMachines(least=int(numbers[0]), most=int(numbers[1]), is_range=bool(colon))
 
 
 def parse_num_ranks(text: str) -> int:
-    """Returns the number of ranks of this machine that --nproc-per-node asks for.
+    """Parse --nproc-per-node: the number of ranks of this machine.
 
     Raises:
-        ConfigError: The text is neither a number from 1 nor "auto".
+        ConfigError: The text is neither a positive number nor "auto".
     """
     if text == "auto":
         from booster.device import device_type, num_devices
 
         return num_cores() if device_type() == "cpu" else num_devices()
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--nproc-per-node={text} is no number of ranks: give a number from 1, or auto")
+        raise ConfigError(f"--nproc-per-node={text} is not a number of ranks: give a number from 1, or auto")
     return int(text)
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use, which a container or a scheduler may have made fewer."""
+    """Return the number of cores available to this process, limited by a container or scheduler."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def shared_cores(num_ranks: int) -> Iterator[None]:
-    """Shares the cores out among the ranks, unless the user did: by default every rank would take all of them."""
+    """Set OMP_NUM_THREADS to a rank's share of the cores, unless it is set: torch defaults to all cores per rank."""
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", _num_threads(num_ranks))
     try:
@@ -100,16 +100,16 @@ def shared_cores(num_ranks: int) -> Iterator[None]:
 
 
 def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs, attempt: Attempt) -> LaunchConfig:
-    """Returns the configuration of torch's launcher.
+    """Return the configuration of torch's launcher.
 
     Args:
-        arguments: Those of `booster run`.
-        num_ranks: How many ranks this machine starts.
-        logs: Where the ranks write.
-        attempt: Is told the number of each start, where machines meet anew.
+        arguments: Parsed arguments of `booster run`.
+        num_ranks: Number of ranks of this machine.
+        logs: Log destinations of the ranks.
+        attempt: Receives the restart count of the job, if there are several machines.
 
     Raises:
-        ConfigError: A setting of --extra-launch-args is none of this torch's.
+        ConfigError: This torch's launcher lacks a setting of --extra-launch-args.
     """
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -121,8 +121,8 @@ def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs
     unknown = settings.keys() - {field.name for field in fields(LaunchConfig)}
     if unknown:
         raise ConfigError(
-            f"--extra-launch-args: this torch's launcher has no {', '.join(sorted(unknown))}: leave it out, or install "
-            "a newer torch"
+            f"--extra-launch-args: this torch's launcher has no {', '.join(sorted(unknown))}: omit it, or install a "
+            "newer torch"
         )
     settings.setdefault("signals_to_handle", ",".join(number.name for number in ending_signals()))
     if machines.most > 1 and settings["rdzv_backend"] == "c10d":
@@ -140,17 +140,17 @@ def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs
 
 
 def worker_command(arguments: argparse.Namespace) -> list[str]:
-    """Returns what the interpreter gets for each rank."""
+    """Return the arguments of the Python interpreter for each rank."""
     module_flag = ["-m"] if arguments.is_module else []
     command = [str(_WORKER), *module_flag, arguments.script, *arguments.script_args]
-    return [part.replace("$", "$$") for part in command]  # torch fills in ${local_rank} and eats half of each $$
+    return [part.replace("$", "$$") for part in command]  # torch substitutes ${local_rank} and unescapes $$
 
 
 def torchrun_command(arguments: argparse.Namespace, num_ranks: int) -> str:
-    """Returns a line for a shell by which torchrun starts the same ranks on this machine.
+    """Return the shell command by which torchrun starts the same ranks on this machine.
 
     Raises:
-        ConfigError: --extra-launch-args can't be understood.
+        ConfigError: --extra-launch-args can't be parsed.
     """
     settings = _settings(arguments)
     configs = settings.pop("rdzv_configs")
@@ -175,12 +175,12 @@ def _num_threads(num_ranks: int) -> str:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns fields of LaunchConfig: where the machines meet, overridden and completed by the user's own."""
+    """Return fields of LaunchConfig: the rendezvous settings, overridden by those of the user."""
     machines = parse_num_machines(arguments.nnodes or "1")
     configs: dict[str, Any] = {}
     if machines.most == 1:
         host = arguments.master_addr or "localhost"
-        # An address that is this machine's for sure: looking up its full name can take long or fail in a container.
+        # A local address without a lookup: resolving the FQDN can take long or fail in a container.
         place = {"rdzv_backend": "c10d", "local_addr": host, "run_id": uuid.uuid4().hex}
         place["rdzv_endpoint"] = f"{host}:{arguments.master_port or 0}"
     else:
@@ -198,5 +198,5 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _is_numbered(arguments: argparse.Namespace, machines: NumMachines) -> bool:
-    """Returns whether this machine's number is known; machines of a range may come and go without numbers."""
+    """Return whether this machine's rank is known; machines of a range may join and leave without one."""
     return arguments.node_rank is not None or not machines.is_range

@@ -1,4 +1,4 @@
-"""torch's elastic agent, which also notes how ranks ended, lets stopped ones end, and says when all start anew."""
+"""torch's elastic agent, extended by the cause of each rank's exit, resumption of stopped ranks, and restart lines."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from booster.cli.last_signs import where_ranks_were
 
 __all__ = ["RankNotes", "ranks_noted"]
 
-# Note [Who ended a rank]
-# As soon as torch's agent finds a rank that has failed, it ends all others by SIGTERM, and after 30 s by SIGKILL. From
-# their exit codes one can't tell who sent the signals: a rank that the system killed and one that the agent did look
-# the same. So this agent looks at its ranks at the last moment before: who has ended then did so without its doing.
-# A rank that is stopped, by SIGSTOP or a debugger, takes no SIGTERM, and the agent would wait in vain: it is told to
-# go on first. And as ranks that are killed leave no word, the agent asks their store for what all said last.
+# Note [Exit cause]
+# When a rank fails, torch's agent sends SIGTERM to all others, and SIGKILL after 30 s. Exit codes do not show the
+# sender: a rank killed by the system looks like one killed by the agent. So this agent records which ranks have exited
+# immediately before it sends signals. A rank stopped by SIGSTOP or a debugger does not handle SIGTERM, so it is sent
+# SIGCONT first. Killed ranks leave no error report, so the agent reads the last heartbeats from their store.
 
 
 @dataclass(slots=True)
 class RankNotes:
-    """What is known of the ranks of this machine beyond what torch says of them.
+    """Exit records of this node's ranks that torch does not keep.
 
     Attributes:
-        host: The machine's name, "" where there is no other.
-        attempt: Number of the last start of all ranks, where torch's own may differ between machines.
-        gone: Processes that had ended before the launcher ended the others; None: it has ended none.
-        stopped: Processes that were stopped then.
-        seen_ns: When that was, by this machine's clock.
-        signs: Where the ranks were by their last signs, if they are asked for.
+        host: Name of the node; "" for a single node.
+        attempt: Restart count of the job, where torch's own may differ between nodes.
+        gone: Processes that had exited before the launcher terminated the others; None if it terminated none.
+        stopped: Processes that were stopped at that time.
+        seen_ns: Time of that check, by this machine's clock.
+        signs: Description of the ranks' last heartbeats, if they were read.
     """
 
     host: str = ""
@@ -53,13 +52,13 @@ class RankNotes:
     signs: str = ""
 
     def explained(self, failures: Mapping[int, Failure]) -> dict[int, RankFailure]:
-        """Returns torch's failures with who ended each rank, see Note [Who ended a rank]."""
+        """Return torch's failures with their exit causes, see Note [Exit cause]."""
         return {rank: self._explained(failure) for rank, failure in failures.items()}
 
     def _explained(self, failure: Failure) -> RankFailure:
         by_launcher = None
         if self.gone is not None:
-            # One that had said why it fails, and was about to end, has ended by itself.
+            # A rank that had written its error report was about to exit by itself.
             by_launcher = failure.pid not in self.gone and time_of_word(failure) > self.seen_ns
         return RankFailure(
             host=self.host,
@@ -74,8 +73,8 @@ class RankNotes:
 
 @contextmanager
 def ranks_noted(notes: RankNotes) -> Iterator[None]:
-    """Makes torch's launcher start ranks by an agent that takes these notes."""
-    launcher: Any = api  # it takes the agent's class from here
+    """Make torch's launcher use an agent that fills in `notes`."""
+    launcher: Any = api  # elastic_launch reads the agent class from this module
     before = launcher.LocalElasticAgent
     launcher.LocalElasticAgent = partial(_RankAgent, notes)
     try:
@@ -101,7 +100,6 @@ class _RankAgent(LocalElasticAgent):
         return started
 
     def _close(self, context: PContext, close: Any, *arguments: Any, **settings: Any) -> None:
-        """Looks at the ranks before torch ends those that run."""
         processes = context.pids().values()
         if self._notes.gone is None:
             self._notes.gone = frozenset(process for process in processes if _has_ended(process))
@@ -110,7 +108,7 @@ class _RankAgent(LocalElasticAgent):
         self._notes.stopped |= stopped
         for process in stopped:
             with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGCONT)  # torch makes each rank the leader of a group
+                os.killpg(process, signal.SIGCONT)  # torch makes each rank a process group leader
         close(*arguments, **settings)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -134,7 +132,7 @@ class _RankAgent(LocalElasticAgent):
         )
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._failures:  # else it is another machine that failed, came or went
+        if self._failures:  # else another node failed, joined or left
             most = worker_group.spec.max_restarts
             line = restart_line(self._failures, _world_size(worker_group), most - self._remaining_restarts, most)
             print(line, file=sys.stderr, flush=True)
@@ -142,9 +140,9 @@ class _RankAgent(LocalElasticAgent):
 
 
 def _end_what_is_left_of(ranks: frozenset[int]) -> None:
-    """Ends processes that ranks had started and that outlive them, as a killed rank's data loading workers do."""
+    """Kill orphans of ranks, such as the data loader workers of a killed rank."""
     for process in psutil.process_iter():
-        with suppress(ProcessLookupError, PermissionError):  # it has ended meanwhile, or is another user's
+        with suppress(ProcessLookupError, PermissionError):  # it has exited, or is another user's
             group = os.getpgid(process.pid)
             if group in ranks and process.pid != group:
                 os.kill(process.pid, signal.SIGKILL)

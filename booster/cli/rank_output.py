@@ -1,4 +1,4 @@
-"""Puts "[host:rank] " before every line of the ranks of this host, and gives each attempt its number."""
+"""Output of this node's ranks, prefixed "[host:rank] ", and their restart count."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["LabelledOutput", "RankLogs"]
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Where torch's launcher lets ranks write: as they please, or through the pipes of a `LabelledOutput`.
+    """Log destinations of ranks: inherited from this process, or the pipes of a `LabelledOutput`.
 
     Args:
-        log_dir: Where the ranks' error reports go, and the pipes.
-        output: What labels lines; None to let ranks write to where this process does.
-        attempt: Returns the number of this start of all ranks, where torch's own may differ between hosts.
+        log_dir: Directory for the ranks' error reports and the pipes.
+        output: Adds prefixes to lines; optional, defaults to inherited stdout and stderr.
+        attempt: Returns the restart count of the job, where torch's own may differ between nodes; None to keep torch's.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RankLogs(DefaultLogsSpecs):
         self._output, self._attempt = output, attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Returns the places for one start of this host's ranks, which torch opens for writing."""
+        """Return the log destinations of one start of this node's ranks, opened for writing by torch."""
         places = super().reify(envs)
         attempt = self._attempt()
         for local_rank, environment in envs.items():
@@ -50,10 +50,10 @@ class RankLogs(DefaultLogsSpecs):
 
 
 class LabelledOutput:
-    """Named pipes that ranks write into, and a thread that passes their lines on with labels.
+    """Named pipes for the output of ranks, and a thread that forwards their lines with prefixes.
 
-    A pipe, unlike files that are followed, keeps nothing on the disk; read by this process, unlike by the rank itself,
-    it also gives what a rank wrote just before it was killed.
+    Pipes, unlike log files, leave nothing on disk. As another process reads them, the last output of a killed rank is
+    not lost.
     """
 
     def __init__(self, host: str) -> None:
@@ -62,22 +62,22 @@ class LabelledOutput:
         self._wake_up, self._wake = os.pipe()
         self._selector.register(self._wake_up, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._waiting: list[_Stream] = []  # for the thread to look at
+        self._waiting: list[_Stream] = []  # not yet registered by the thread
         self._is_closing = False
         self._thread = threading.Thread(target=self._pass_on, name="labelled_output", daemon=True)
         self._thread.start()
 
     def add(self, path: str, prefix: bytes, target: BinaryIO) -> None:
-        """Makes a pipe at a path, whose lines go to the target."""
+        """Create a pipe at `path` and forward its lines to `target`, each with `prefix`."""
         os.mkfifo(path)
-        # Open before the rank's end is, which would wait for it.
+        # Opened before the rank's end, whose open would block.
         stream = _Stream(os.open(path, os.O_RDONLY | os.O_NONBLOCK), prefix, target)
         with self._lock:
             self._waiting.append(stream)
         os.write(self._wake, b"+")
 
     def close(self) -> None:
-        """Passes on what was written and ends the thread. Processes that still hold a pipe are not waited for."""
+        """Forward the remaining output and end the thread, without waiting for processes that hold a pipe open."""
         self._is_closing = True
         os.write(self._wake, b"-")
         self._thread.join()
@@ -112,7 +112,7 @@ class _Stream:
         self._lines = LineSplitter()
 
     def pass_on(self) -> bool:
-        """Returns whether there was something to pass on."""
+        """Forward available output; return whether there was any."""
         try:
             piece = os.read(self.fd, 2**16)
         except BlockingIOError:
@@ -127,6 +127,6 @@ class _Stream:
     def _write(self, lines: list[bytes]) -> None:
         if not lines:
             return
-        with suppress(BrokenPipeError):  # the connection is gone, which ends this launcher; ranks must not wait
+        with suppress(BrokenPipeError):  # the connection is lost, which ends this launcher; ranks must not block
             self._target.write(b"".join(self._prefix + line for line in lines))
             self._target.flush()

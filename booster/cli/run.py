@@ -1,4 +1,4 @@
-"""`booster run`: starts a script on several ranks of this machine or of several hosts."""
+"""`booster run`: launch a script on several ranks of this machine or of several hosts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from booster.errors import BoosterError, ConfigError, RankFailedError
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Start a script on several ranks of this machine, or by ssh of several hosts, and end with the exit code of the rank that
-failed first, its traceback last.
+Start a script on several ranks of this machine, or over ssh on several hosts. The exit code is that of the rank that
+failed first, and its traceback is printed last.
 """
 _EXAMPLES = """\
-Every host must log you in with a key and no question, and have this folder, the script and this Python at the same
-paths. The ranks meet at the first host, under the name by which you call it (or --master-addr), at port 29500 (or
+Every host must accept your ssh key without a prompt, and have this directory, the script and this Python at the same
+paths. The rendezvous is on the first host, by the name given for it (or --master-addr), at port 29500 (or
 --master-port). PATH, PYTHON*, VIRTUAL_ENV, LD_LIBRARY_PATH and BOOSTER_*, TORCH_*, PYTORCH_*, NCCL_*, GLOO_*, OMP_*,
-MKL_*, KMP_* are set there as here.
+MKL_*, KMP_* are exported to the hosts.
 
 examples:
   booster run --nproc-per-node 2 train.py --lr 1e-3
@@ -48,47 +48,49 @@ hosts.txt:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's parser to argparse's subparsers."""
+    """Add the parser of `booster run` to argparse's subparsers."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "run",
-        help="start a script on several ranks, of one machine or more",
+        help="start a script on several ranks of one or more machines",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add(parser, "--nproc-per-node", metavar="N", help="ranks of a machine, or auto (1, or its slots in the host file)")
-    _add(parser, "--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX to go on with fewer (1, or all hosts)")
-    _add(parser, "--node-rank", type=int, metavar="N", help="number of this machine, from 0, where each is started (0)")
+    _add(parser, "--nproc-per-node", metavar="N", help="ranks per machine, or auto (1, or slots of the host file)")
+    _add(parser, "--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX to continue with fewer (1, or all hosts)")
+    _add(parser, "--node-rank", type=int, metavar="N", help="index of this machine, if each is started by hand (0)")
     _add(parser, "--master-addr", metavar="HOST", help="address of machine 0 (the first host)")
-    _add(parser, "--master-port", type=int, metavar="PORT", help="port there (a free one; of several machines 29500)")
-    _add(parser, "--max-restarts", type=int, default=0, metavar="N", help="starts anew after a failure (0)")
-    _add(parser, "--extra-launch-args", metavar="TEXT", help='more for torch\'s launcher: "name=value name=value"')
+    _add(parser, "--master-port", type=int, metavar="PORT", help="port there (a free one; 29500 for several machines)")
+    _add(parser, "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (0)")
+    _add(parser, "--extra-launch-args", metavar="TEXT", help='settings of torch\'s launcher: "name=value name=value"')
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("-m", dest="is_module", action="store_true", help="script is the name of a module")
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument("-H", "--host", metavar="A,B", help="hosts to start ranks on")
-    _add(hosts, "--hostfile", metavar="FILE", help="file with a host a line, its slots=N after it if it has several")
-    _add(hosts, "--include", metavar="A,B", help="of these hosts, only some")
-    _add(hosts, "--exclude", metavar="A,B", help="of these hosts, all but some")
-    _add(hosts, "--ssh-port", type=int, metavar="PORT", help="port of sshd (as ssh's configuration says)")
-    _add(hosts, "--ssh-user", metavar="NAME", help="who logs in (as ssh's configuration says)")
-    _add(hosts, "--ssh-options", metavar="TEXT", help='more for ssh: "-i key -o ProxyJump=gate"')
+    _add(hosts, "--hostfile", metavar="FILE", help="file with one host per line, optionally followed by slots=N")
+    _add(hosts, "--include", metavar="A,B", help="use only these hosts")
+    _add(hosts, "--exclude", metavar="A,B", help="use all hosts but these")
+    _add(hosts, "--ssh-port", type=int, metavar="PORT", help="port of sshd (from ssh's configuration)")
+    _add(hosts, "--ssh-user", metavar="NAME", help="user to log in as (from ssh's configuration)")
+    _add(hosts, "--ssh-options", metavar="TEXT", help='options of ssh: "-i key -o ProxyJump=gate"')
     hosts.add_argument(
-        "--export", action="append", metavar="NAMES|NAME=VALUE", help="more variables to set there; may be repeated"
+        "--export", action="append", metavar="NAMES|NAME=VALUE", help="more variables to export; may be repeated"
     )
-    parser.add_argument("--as-host", help=argparse.SUPPRESS)  # the launcher on each host is told by which name
+    parser.add_argument("--as-host", help=argparse.SUPPRESS)  # name of the host, given to its launcher
     parser.add_argument("script", help="path of a Python file")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     parser.set_defaults(handle=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the ranks, waits for them, and returns 0 or the exit code of the rank that failed first.
+    """Start the ranks and wait for them.
 
-    A rank that was killed by a signal counts as 128 + the signal's number, as in a shell; so does the launcher itself.
+    Returns:
+        Exit code: 0, or that of the rank that failed first. As in a shell, a rank or launcher killed by signal n counts
+        as 128 + n.
 
     Raises:
-        ConfigError: The arguments can't work; nothing was started.
+        ConfigError: The arguments are invalid; nothing was started.
     """
     try:
         return _run(arguments)
@@ -124,8 +126,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], machines: NumMachines | None) -> int:
     if arguments.node_rank is not None:
         raise ConfigError(
-            f"--node-rank={arguments.node_rank} with hosts can't be followed: they are numbered as they are listed; "
-            "leave it out, or start each machine by hand, without --host and --hostfile"
+            f"--node-rank={arguments.node_rank} can't be combined with hosts, which are numbered in the listed order: "
+            "omit it, or start each machine by hand, without --host and --hostfile"
         )
     if arguments.nproc_per_node not in (None, "auto"):
         parse_num_ranks(arguments.nproc_per_node)
@@ -148,7 +150,7 @@ def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], machines: Nu
 
 
 def _rank_seconds(extra: ExtraArguments) -> float:
-    """Returns how long torch's launcher gives ranks to end."""
+    """Return the seconds between SIGTERM and SIGKILL in torch's launcher."""
     return float(extra.launch.get("shutdown_timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)))
 
 
@@ -165,12 +167,12 @@ def _hosts(arguments: argparse.Namespace, machines: NumMachines | None) -> list[
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
     if arguments.max_restarts < 0:
-        raise ConfigError(f"--max-restarts={arguments.max_restarts} is negative: give 0 for none, or how many")
+        raise ConfigError(f"--max-restarts={arguments.max_restarts} is negative: give 0 or more")
     for name in ("master_port", "ssh_port"):
         port = getattr(arguments, name)
-        least = 1 if name == "ssh_port" else 0  # at 0 torch's launcher finds a free one itself
+        least = 1 if name == "ssh_port" else 0  # 0: torch's launcher chooses a free port
         if port is not None and not least <= port < 2**16:
-            raise ConfigError(f"--{name.replace('_', '-')}={port} is no port: give a number in 1 .. 65535")
+            raise ConfigError(f"--{name.replace('_', '-')}={port} is not a port: give a number in 1 .. 65535")
     parse_extra_arguments(arguments.extra_launch_args or "")
 
 
@@ -179,30 +181,29 @@ def _check_no_host_options(arguments: argparse.Namespace) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
     if given:
         raise ConfigError(
-            f"{', '.join(given)} without hosts has nothing to act on, as all ranks start on this machine: add --host "
-            "or --hostfile, or leave it out"
+            f"{', '.join(given)} without hosts has no effect, as all ranks start on this machine: add --host or "
+            "--hostfile, or omit it"
         )
 
 
 def _check_machine(arguments: argparse.Namespace, machines: NumMachines) -> None:
     if not arguments.is_module and not Path(arguments.script).is_file():
         raise ConfigError(
-            f"there is no file {arguments.script!r} (seen from {Path.cwd()}): correct the path, or write -m before a "
-            "module's name"
+            f"there is no file {arguments.script!r} (relative to {Path.cwd()}): correct the path, or write -m before "
+            "the name of a module"
         )
     if arguments.node_rank is not None and not 0 <= arguments.node_rank < machines.most:
         raise ConfigError(
-            f"--node-rank={arguments.node_rank} with --nnodes={arguments.nnodes or 1} is outside: machines count from "
-            "0 to nnodes - 1"
+            f"--node-rank={arguments.node_rank} is out of range for --nnodes={arguments.nnodes or 1}: give 0 to "
+            "nnodes - 1"
         )
     if machines.most > 1 and not arguments.master_addr:
         raise ConfigError(
-            f"--nnodes={arguments.nnodes} without --master-addr: the machines can't find each other; "
-            "give the address of machine 0, the same on all, or the machines themselves with --host A,B"
+            f"--nnodes={arguments.nnodes} without --master-addr leaves the machines without a rendezvous: give the "
+            "address of machine 0, the same on all, or list the machines with --host A,B"
         )
 
 
 def _add(parser: Any, name: str, **settings: Any) -> None:
-    """Adds an option in both spellings, `--node-rank` and `--node_rank`."""
     spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
     parser.add_argument(*spellings, **settings)

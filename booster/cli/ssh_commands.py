@@ -1,4 +1,4 @@
-"""The ssh command that starts the same run on another host: pure, so that --dry-run prints what would be started."""
+"""ssh commands that start the run on each host: pure functions, so that --dry-run prints the exact commands."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from booster.errors import ConfigError
 
 __all__ = ["LAUNCHER_ONLY", "HostCommand", "exported_variables", "host_commands"]
 
-# What a script needs to find the same programs and to communicate in the same way. CUDA_VISIBLE_DEVICES is not among
-# them: whoever set it, a scheduler for example, spoke of this machine's devices.
+# Variables for a script to find the same programs and communicate in the same way. CUDA_VISIBLE_DEVICES is excluded:
+# it refers to this machine's devices.
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LOGLEVEL")
 _EXPORTED_BEGINNINGS = ("BOOSTER_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
-# torch's own launcher warns, with stacks of C++, when the run's first host is done before the others: in the launchers
-# on the hosts, but not in their ranks, only errors are shown.
-LAUNCHER_ONLY = "BOOSTER_LAUNCHER_ONLY"  # names such variables, which the ranks do not get
+# torch's launcher warns with C++ stacks when the first host exits before the others. So the launchers on the hosts, but
+# not their ranks, log errors only.
+LAUNCHER_ONLY = "BOOSTER_LAUNCHER_ONLY"  # lists variables that the launcher removes before it starts ranks
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-# Nobody sits at these processes to type a password. A host that no longer answers is noticed after a minute. A shared
-# connection's process would outlive ours and keep its pipes open.
+# No terminal for a password prompt. An unresponsive host is detected after a minute. The process of a shared connection
+# would outlive ours and keep its pipes open.
 _SSH_OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no"),
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
@@ -35,7 +35,7 @@ _SSH_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCommand:
-    """What to start here for a host, a program and its arguments."""
+    """Host name and the ssh command line that starts its launcher."""
 
     host: str
     command: list[str]
@@ -49,18 +49,17 @@ def host_commands(
     run_id: str | None,
     environment: Mapping[str, str],
 ) -> list[HostCommand]:
-    """Returns a command for each host, in their order.
+    """Return a command for each host, in their order.
 
     Args:
-        arguments: Those of `booster run`.
-        hosts: Where to start ranks; they meet at the first one, unless --master-addr says another address of it.
-        port: The port where they meet.
-        run_id: What keeps this run's ranks apart from another's that came to the same port; None where
-            --extra-launch-args says it.
-        environment: Variables that are set on the hosts.
+        arguments: Parsed arguments of `booster run`.
+        hosts: Hosts to start ranks on. The first one hosts the rendezvous, unless --master-addr gives another address.
+        port: Port of the rendezvous.
+        run_id: Identifies this run to separate it from others at the same port; None if --extra-launch-args has one.
+        environment: Variables to set on the hosts.
 
     Raises:
-        ConfigError: --ssh-options can't be divided into words.
+        ConfigError: --ssh-options can't be parsed.
     """
     ssh = ["ssh", *_words(arguments.ssh_options or ""), *_SSH_OPTIONS]
     if arguments.ssh_port is not None:
@@ -78,14 +77,14 @@ def host_commands(
 
 
 def exported_variables(environment: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
-    """Returns the variables that go to the hosts: those that matter for every run, and those that were asked for.
+    """Return the variables to set on the hosts: the default ones and those of --export.
 
     Args:
-        environment: The variables here.
-        wanted: The values of --export: names with commas between them, or one NAME=VALUE.
+        environment: Environment of this process.
+        wanted: Values of --export: comma-separated names, or one NAME=VALUE each.
 
     Raises:
-        ConfigError: A name can't be a variable's, or is not set here.
+        ConfigError: A name is invalid or not set here.
     """
     chosen = {
         name: value
@@ -99,11 +98,11 @@ def exported_variables(environment: Mapping[str, str], wanted: Sequence[str]) ->
             name = name.strip()
             if not _VARIABLE.fullmatch(name):
                 raise ConfigError(
-                    f"--export={text}: {name!r} can't be the name of a variable: write NAME, NAME,NAME or NAME=VALUE"
+                    f"--export={text}: {name!r} is not a variable name: write NAME, NAME,NAME or NAME=VALUE"
                 )
             if not assigned and name not in environment:
                 raise ConfigError(
-                    f"--export={text}: {name} is not set here, so there is nothing to hand on: set it, or write "
+                    f"--export={text}: {name} is not set here, so there is no value to export: set it, or write "
                     f"--export {name}=VALUE"
                 )
             chosen[name] = value if assigned else environment[name]
@@ -117,7 +116,7 @@ def _run_options(
     num_machines = arguments.nnodes if ":" in (arguments.nnodes or "") else str(num_hosts)
     extra = " ".join([*([f"rdzv_id={run_id}"] if run_id else []), arguments.extra_launch_args or ""]).strip()
     place = ["--master-addr", arguments.master_addr or first_host, "--master-port", str(port)]
-    if num_machines == "1" and arguments.master_port is None:  # nobody else has to know where its ranks meet
+    if num_machines == "1" and arguments.master_port is None:  # no other host needs the rendezvous address
         place = []
     return [
         *("--nnodes", num_machines),
@@ -132,7 +131,7 @@ def _script(arguments: argparse.Namespace) -> list[str]:
 
 
 def _shell_command(run: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Returns one line for the user's shell on the host, whichever that is: && and quotes mean the same in all."""
+    # For whichever shell the user has on the host: && and quotes mean the same in all.
     assignments = [f"{name}={value}" for name, value in environment.items()]
     command = ["env", *assignments, sys.executable, "-m", "booster", "run", *run]
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
@@ -143,6 +142,6 @@ def _words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(
-            f"--ssh-options={text!r} is not understood ({error}): write ssh's options as in a shell, with quotes "
-            "around what has blanks"
+            f"--ssh-options={text!r} can't be parsed ({error}): write ssh's options as in a shell, with quotes around "
+            "values that contain spaces"
         ) from error

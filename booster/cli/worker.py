@@ -1,7 +1,6 @@
-"""Runs a user's script as one rank of `booster run`, as `python script.py` would, and reports how it failed.
+"""Main program of each rank of `booster run`: runs the user's script as `python script.py` would, and reports failures.
 
-Started by path as the main program, it imports nothing but the standard library, so that the script still decides
-what happens before torch is imported.
+It imports only the standard library, so that the script still controls what happens before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> None:
-    """Runs `script.py args...` or `-m module args...`; ends the process itself where the script failed."""
+    """Run `script.py args...` or `-m module args...`; exits the process if the script failed."""
     faulthandler.enable()  # a stack for SIGSEGV and the like
     _die_with_launcher()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # whole lines at once, also under PYTHONUNBUFFERED: ranks share it
+    if isinstance(sys.stdout, io.TextIOWrapper):  # line-buffered, also under PYTHONUNBUFFERED: ranks share it
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         if arguments[0] == "-m":
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> None:
         if code != 0:
             _fail(error, code, show=isinstance(error.code, str))
     except KeyboardInterrupt as error:
-        _fail(error, 128 + signal.SIGINT, show=False)  # the launcher says it once for all ranks
+        _fail(error, 128 + signal.SIGINT, show=False)  # the launcher reports it once for all ranks
     except Exception as error:
         _fail(error, 1, show=True)
 
@@ -51,8 +50,8 @@ def _run_script(path: str, arguments: list[str]) -> None:
     path = os.path.abspath(path)
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 has it
         sys.path[0] = os.path.dirname(path)
-    # A module of its own that stays: unlike runpy's, it is still there when threads and atexit functions use it, and
-    # processes that the script spawns find the script by it.
+    # A module that is never removed: unlike runpy's, it still exists when threads and atexit functions use it, and
+    # spawned processes find the script by it.
     module: Any = types.ModuleType("__main__")
     module.__file__, module.__builtins__ = path, __builtins__
     sys.modules["__main__"] = module
@@ -69,7 +68,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
 
 
 def _die_with_launcher() -> None:
-    """Asks Linux to end this process with the launcher, even if that is killed in a way that it can't handle."""
+    # Even if the launcher is killed by SIGKILL.
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -81,8 +80,8 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _fail(error: BaseException, code: int, *, show: bool) -> None:
-    """Shows the error, leaves a report for the launcher and ends the process after the atexit functions ran."""
-    sys.last_value = error  # as the interpreter itself does: atexit functions see that this process failed
+    """Print the error, write the report for the launcher, and exit after the atexit functions ran."""
+    sys.last_value = error  # as the interpreter does: atexit functions see that this process failed
     error = error.with_traceback(_without_our_frames(error.__traceback__))
     _write_report(error)
     if show and isinstance(error, SystemExit):
@@ -100,7 +99,7 @@ def _without_our_frames(trace: types.TracebackType | None) -> types.TracebackTyp
 
 
 def _write_report(error: BaseException) -> None:
-    """Writes what torch's elastic agent reads, and the time in a finer unit: ranks often fail within one second."""
+    """Write the error file of torch's elastic agent, with the time in nanoseconds: ranks often fail within a second."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -112,15 +111,14 @@ def _write_report(error: BaseException) -> None:
         "exception": type(error).__name__,
     }
     report = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-    # No room left must not hide the script's own error, which goes to stderr as well.
+    # A full disk must not hide the script's own error, which goes to stderr as well.
     with contextlib.suppress(OSError), open(path, "w") as file:
         json.dump(report, file)
 
 
-# Note [Failed ranks end at once]: a process group waits in its destructor for the collectives that are still queued,
-# until their timeout, because other ranks never join them. A rank that failed would keep the launcher, and so all
-# other ranks, waiting for many minutes. So it ends without destructors, when all atexit functions are done: this one
-# is registered first, and those run in reverse order.
+# The destructor of a process group waits for queued collectives until their timeout, as other ranks never join them. A
+# failed rank would delay the launcher, and so all other ranks, by many minutes. So it exits without destructors after
+# all atexit functions: `_end` is registered first, and they run in reverse order.
 _ending: dict[str, int] = {}
 
 

@@ -50,7 +50,7 @@ class Recording:
 
 
 def record(model: nn.Module, run: Callable[[], torch.Tensor], *, before: Sequence[torch.Tensor]) -> Recording:
-    """Returns what happens in `run` and the backward of the loss that it returns. Within a `FakeTensorMode`.
+    """Return what happens in `run` and the backward of the loss that it returns. Within a `FakeTensorMode`.
 
     Args:
         model: Whose parameters get the gradients.
@@ -68,7 +68,7 @@ def record(model: nn.Module, run: Callable[[], torch.Tensor], *, before: Sequenc
 
 
 def profile_of(recording: Recording) -> ActivationProfile:
-    """Returns what is to be known of all that happens."""
+    """Return what is to be known of all that happens."""
     activations = gradients = kept = 0
     moments: list[tuple[int, int]] = []
     course: list[tuple[str, str, int, int, int]] = []
@@ -98,7 +98,7 @@ def _those_that_matter(moments: Sequence[tuple[int, int]]) -> tuple[tuple[int, i
 
 
 def peak_of(run: Callable[[], Any], before: Sequence[torch.Tensor]) -> int:
-    """Returns the most bytes that tensors take at a time that come while something runs, within a `FakeTensorMode`.
+    """Return the most bytes that tensors take at a time that come while something runs, within a `FakeTensorMode`.
 
     Args:
         run: What runs.
@@ -111,7 +111,7 @@ def peak_of(run: Callable[[], Any], before: Sequence[torch.Tensor]) -> int:
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the storages that are alive."""
+    """Count the storages that are alive."""
 
     def __init__(self, before: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _Meter(TorchDispatchMode):
         self.events.append((event, name, returned, 0))
 
     def count_as_gradient(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor's storage as a gradient from now on."""
+        """Count a tensor's storage as a gradient from now on."""
         key = _key(tensor)
         if key in self._known and key not in self._gradients:
             self._gradients.add(key)

@@ -44,7 +44,7 @@ class ExampleBatch:
 
 
 def example_batch(model: nn.Module, *, batch: int = 1, sequence: int | None = None) -> ExampleBatch:
-    """Returns a batch of text, images or sound, with labels where the model takes them.
+    """Return a batch of text, images or sound, with labels where the model takes them.
 
     Args:
         model: Of transformers.

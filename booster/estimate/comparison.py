@@ -74,7 +74,7 @@ class Outcome:
 
 
 def written(value: Any) -> str:
-    """Returns an argument in few words: of a policy what differs from its defaults."""
+    """Return an argument in few words: of a policy what differs from its defaults."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if is_dataclass(value) and not isinstance(value, type):
@@ -86,7 +86,7 @@ def written(value: Any) -> str:
 def find_candidates(
     plugins: str, num_ranks: int, settings: Mapping[str, Any] | None = None, mixed_precision: str | None = None
 ) -> list[Candidate]:
-    """Returns the ways to train that are to be looked at.
+    """Return the ways to train that are to be looked at.
 
     Args:
         plugins: Names with commas between them, or "all".
@@ -128,7 +128,7 @@ def compare(
     device_memory: int | None = None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> list[Outcome]:
-    """Returns what becomes of each candidate.
+    """Return what becomes of each candidate.
 
     Args:
         question: The model, its optimizer and batch.
@@ -148,13 +148,13 @@ def compare(
 
 
 def cheapest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Returns which of those that fit sends the least for every batch, then takes the least memory."""
+    """Return which of those that fit sends the least for every batch, then takes the least memory."""
     fitting = [one for one in outcomes if one.estimate is not None and one.estimate.fits]
     return min(fitting, key=lambda one: (one.sent_for_batch, _total(one)), default=None)
 
 
 def smallest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Returns which takes the least memory."""
+    """Return which takes the least memory."""
     return min((one for one in outcomes if one.estimate is not None), key=_total, default=None)
 
 
@@ -176,7 +176,7 @@ def _names(plugins: str, num_ranks: int) -> list[str]:
 
 
 def _controls_precision(candidate: Candidate, num_ranks: int) -> bool:
-    """Returns whether the plugin leaves the Booster no say; where it can't be made, why will be told later."""
+    """Return whether the plugin leaves the Booster no say; where it can't be made, why will be told later."""
     try:
         with imagined_world(num_ranks):
             return _made(candidate).control_precision()

@@ -85,7 +85,7 @@ def estimate_memory(
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
 ) -> MemoryEstimate:
-    """Returns how much memory a rank needs to train a model: parameters, gradients, states, activations, buffers.
+    """Return how much memory a rank needs to train a model: parameters, gradients, states, activations, buffers.
 
     Nothing of that size is allocated, and nothing is communicated. Activations are measured: forward and backward run
     on tensors without values.
@@ -142,7 +142,7 @@ def answer(
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
 ) -> MemoryEstimate:
-    """Returns the estimate for a question that may be put to several plugins; see `estimate_memory`."""
+    """Return the estimate for a question that may be put to several plugins; see `estimate_memory`."""
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigError(
             f"settings={settings!r} is a {type(settings).__name__}: give the plugin's arguments by name, such as"
@@ -172,7 +172,7 @@ def answer(
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keeps Python from looking for cycles: it finds hardly any, and would free those at any moment."""
+    """Keep Python from looking for cycles: it finds hardly any, and would free those at any moment."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -184,7 +184,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _asked(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None) -> Iterator[Plugin]:
-    """Yields the plugin, in its world, or in one that is imagined for it."""
+    """Yield the plugin, in its world, or in one that is imagined for it."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
             raise ConfigError(

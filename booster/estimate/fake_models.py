@@ -16,12 +16,12 @@ __all__ = ["fake_batch", "fake_copy", "meta_copy", "new_fake_mode"]
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """Returns a mode in which every new tensor is a fake one; constants that a model's code keeps may be real."""
+    """Return a mode in which every new tensor is a fake one; constants that a model's code keeps may be real."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Returns a copy of a model whose parameters and buffers are fake tensors on the CPU; ties are kept.
+    """Return a copy of a model whose parameters and buffers are fake tensors on the CPU; ties are kept.
 
     Args:
         model: Real, on the meta device, or built lazily. It is not changed.
@@ -35,7 +35,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model on the meta device; see `fake_copy`."""
+    """Return a copy of a model on the meta device; see `fake_copy`."""
     return _copy(model, "meta")
 
 
@@ -55,7 +55,7 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Returns a batch of fake tensors on the CPU of the same shapes."""
+    """Return a batch of fake tensors on the CPU of the same shapes."""
     with mode:
         return map_tensors(lambda tensor: _like(tensor, "cpu"), batch)
 

@@ -61,7 +61,7 @@ class ModelSource:
 def load_model(
     text: str, *, batch: int | None = None, sequence: int | None = None, dtype: torch.dtype = torch.float32
 ) -> ModelSource:
-    """Returns the model that a text names, made on the meta device.
+    """Return the model that a text names, made on the meta device.
 
     Args:
         text: One of `PRESETS`, the path of a transformers config, or `script.py:function`.
@@ -89,7 +89,7 @@ def load_model(
 
 
 def checkpoint_layers(source: ModelSource) -> None:
-    """Lets a model of transformers compute its layers again in backward instead of keeping their activations.
+    """Let a model of transformers compute its layers again in backward instead of keeping their activations.
 
     Raises:
         ConfigError: It is no such model, or can't.

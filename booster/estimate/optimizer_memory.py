@@ -55,7 +55,7 @@ class OptimizerMemory:
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerMemory:
-        """Returns it for an optimizer, or for a function that makes one.
+        """Return it for an optimizer, or for a function that makes one.
 
         Raises:
             ConfigError: It is neither.
@@ -103,7 +103,7 @@ class OptimizerMemory:
         ]
 
     def _ratio(self, dtype: torch.dtype) -> tuple[float, bool]:
-        """Returns what a step takes for a moment, in parameters, and whether that is of all of them or the largest."""
+        """Return what a step takes for a moment, in parameters, and whether that is of all of them or the largest."""
         if dtype not in self._ratios:
             try:
                 one, two = (self._taken_by_step(number, dtype) for number in (1, 2))
@@ -141,7 +141,7 @@ def _described(state: torch.Tensor, shape: tuple[int, ...]) -> _State:
 
 
 def _alike(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
-    """Returns an optimizer of the same class and settings as the first group has, over other parameters."""
+    """Return an optimizer of the same class and settings as the first group has, over other parameters."""
     first = optimizer.param_groups[0]
     memo: dict[int, Any] = {id(optimizer.state): type(optimizer.state)(dict)}
     for group in optimizer.param_groups:

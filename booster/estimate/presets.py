@@ -12,7 +12,7 @@ _Config = dict[str, Any]
 def _decoder(
     kind: tuple[str, str], width: int, inner: int, layers: int, heads: int, vocabulary: int, **others: Any
 ) -> _Config:
-    """Returns the config of a decoder with the entries that Llama brought."""
+    """Return the config of a decoder with the entries that Llama brought."""
     return {
         "model_type": kind[0],
         "architectures": [kind[1]],

@@ -25,7 +25,7 @@ _Key = tuple[Any, ...]
 
 
 def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
-    """Returns the loss that a model gives itself: `outputs.loss`, or its only output where that is one number.
+    """Return the loss that a model gives itself: `outputs.loss`, or its only output where that is one number.
 
     Raises:
         ConfigError: There is none.
@@ -166,7 +166,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _part(batch: Any, num_parts: int) -> Any:
-    """Returns the largest of so many parts of a batch, cut along dimension 0."""
+    """Return the largest of so many parts of a batch, cut along dimension 0."""
     if num_parts == 1:
         return batch
     return map_tensors(lambda one: one[: -(-one.shape[0] // num_parts)].clone() if one.dim() else one, batch)

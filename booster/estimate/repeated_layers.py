@@ -29,7 +29,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, tuple)
 def measure_activations(
     model: nn.Module, run: Callable[[], torch.Tensor], *, before: Sequence[torch.Tensor] = ()
 ) -> ActivationProfile:
-    """Returns what `run` and the backward of the loss that it returns take. To be called within a `FakeTensorMode`.
+    """Return what `run` and the backward of the loss that it returns take. To be called within a `FakeTensorMode`.
 
     Args:
         model: Whose parameters get the gradients.
@@ -43,7 +43,7 @@ def measure_activations(
 
 
 def find_stack(model: nn.Module) -> str | None:
-    """Returns the name of the longest list of layers that are alike and worth a shorter way; None: there is none."""
+    """Return the name of the longest list of layers that are alike and worth a shorter way; None: there is none."""
     lists = {name: one for name, one in model.named_modules() if type(one) is nn.ModuleList and len(one) >= _FEWEST}
     alike = [name for name, one in lists.items() if _are_alike(list(one)) and _are_apart(model, one)]
     name = max(alike, key=lambda one: len(lists[one]), default=None)
@@ -51,7 +51,7 @@ def find_stack(model: nn.Module) -> str | None:
 
 
 def join_recordings(few: Sequence[Recording], name: str, num_layers: int) -> Recording | None:
-    """Returns what the whole model does; None: it doesn't follow from what a part of its layers does.
+    """Return what the whole model does; None: it doesn't follow from what a part of its layers does.
 
     Args:
         few: With three, four and five of the layers.
@@ -128,7 +128,7 @@ def _joined(event: _Split, name: str) -> Event:
 
 
 def _stretches(events: Sequence[_Split]) -> list[list[_Split]]:
-    """Returns the events from one of the rest of the model to the next."""
+    """Return the events from one of the rest of the model to the next."""
     found: list[list[_Split]] = [[]]
     for event in events:
         if event[0] and event[1] < 0:
@@ -140,7 +140,7 @@ def _stretches(events: Sequence[_Split]) -> list[list[_Split]]:
 def _repeated(
     three: Sequence[_Split], four: Sequence[_Split], num_layers: int, is_forward: bool
 ) -> list[_Split] | None:
-    """Returns the events of so many layers; None: four layers do not do once more what three do."""
+    """Return the events of so many layers; None: four layers do not do once more what three do."""
     size = len(four) - len(three)
     if size < 0:
         return None
@@ -164,7 +164,7 @@ def _moved(event: _Split, by: int) -> _Split:
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Returns whether layers differ in nothing but their number."""
+    """Return whether layers differ in nothing but their number."""
     described = [_description(layer) for layer in layers]
     if any(one.keys() != described[0].keys() for one in described):
         return False
@@ -172,7 +172,7 @@ def _are_alike(layers: Sequence[nn.Module]) -> bool:
 
 
 def _description(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """Returns what can be seen of a layer."""
+    """Return what can be seen of a layer."""
     found: dict[tuple[str, str], Any] = {}
     for name, module in layer.named_modules():
         found[name, "type"] = type(module)
@@ -194,13 +194,13 @@ def _is_equal_or_counts(values: Sequence[Any]) -> bool:
 
 
 def _are_apart(model: nn.Module, stack: nn.Module) -> bool:
-    """Returns whether the layers share no parameter with each other or with the rest of the model."""
+    """Return whether the layers share no parameter with each other or with the rest of the model."""
     uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     return all(uses[id(one)] == 1 for one in stack.parameters())
 
 
 def _is_told_apart(model: nn.Module, num_layers: int) -> bool:
-    """Returns whether a list has something else for each layer, such as the kinds of their attention."""
+    """Return whether a list has something else for each layer, such as the kinds of their attention."""
     holders = [vars(one) for one in model.modules()]
     configs = {id(one["config"]): one["config"] for one in holders if hasattr(one.get("config"), "__dict__")}
     for holder in [*holders, *map(vars, configs.values())]:

@@ -12,7 +12,7 @@ __all__ = ["bytes_of", "replica_memory"]
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes of tensors, those that share memory counted once."""
+    """Return the bytes of tensors, those that share memory counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -20,7 +20,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 def replica_memory(
     question: MemoryQuestion, *, bucket_bytes: int = 0, sent: int = 0, views: bool = False
 ) -> RankMemory:
-    """Returns what training takes where weights, gradients and states are whole.
+    """Return what training takes where weights, gradients and states are whole.
 
     Args:
         question: The model and its optimizer, whose precision may be the Booster's.

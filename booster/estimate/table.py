@@ -27,7 +27,7 @@ _LEAST_BARE_NUMBER = 2**20  # no device has less: the unit was forgotten
 
 
 def bytes_from_text(text: str, option: str) -> int:
-    """Returns a number of bytes, written as 80GiB (2^30 each), 80GB (10^9 each) or 85899345920.
+    """Return a number of bytes, written as 80GiB (2^30 each), 80GB (10^9 each) or 85899345920.
 
     Args:
         text: What the user wrote.
@@ -46,13 +46,13 @@ def bytes_from_text(text: str, option: str) -> int:
 
 
 def shown(num_bytes: float) -> str:
-    """Returns a size with its unit."""
+    """Return a size with its unit."""
     unit, size = _unit_for(num_bytes)
     return f"{num_bytes / size:.1f} {unit}"
 
 
 def format_table(outcomes: Sequence[Outcome]) -> str:
-    """Returns a row for each outcome that has an estimate, in one unit; empty where there is none."""
+    """Return a row for each outcome that has an estimate, in one unit; empty where there is none."""
     found = [one for one in outcomes if one.estimate is not None]
     if not found:
         return ""
@@ -69,7 +69,7 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def format_notes(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
-    """Returns what can't be used and why, a line for each reason; empty where there is nothing to say."""
+    """Return what can't be used and why, a line for each reason; empty where there is nothing to say."""
     lines = list(notes)
     told: dict[str, list[str]] = {}
     for one in outcomes:
@@ -82,7 +82,7 @@ def format_notes(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
 
 
 def format_verdict(outcomes: Sequence[Outcome], device_memory: int | None) -> str:
-    """Returns which to take."""
+    """Return which to take."""
     least = smallest(outcomes)
     if least is None or least.estimate is None:
         return "no setting can train this model"
@@ -105,7 +105,7 @@ def format_verdict(outcomes: Sequence[Outcome], device_memory: int | None) -> st
 
 
 def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Returns all that is known as plain data, in bytes."""
+    """Return all that is known as plain data, in bytes."""
     return [
         {
             "plugin": one.candidate.plugin,
@@ -139,13 +139,13 @@ def _fits(outcome: Outcome) -> str:
 
 
 def _for_batch(outcome: Outcome) -> str:
-    """Returns what makes the step of a setting another than that of others: how many batches it trains with."""
+    """Return what makes the step of a setting another than that of others: how many batches it trains with."""
     batches = "batch" if outcome.dp_size == 1 else "batches"
     return f", which trains with {outcome.dp_size} {batches}"
 
 
 def _way_out(outcome: Outcome) -> str:
-    """Returns what would make it less."""
+    """Return what would make it less."""
     estimate = outcome.estimate
     if estimate is not None and estimate.peak.activations > estimate.total - estimate.peak.activations:
         return "most of it are activations: give a smaller --batch or --seq"

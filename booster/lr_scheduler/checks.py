@@ -27,7 +27,7 @@ __all__ = [
 
 
 def require_optimizer(optimizer: Any, scheduler: str) -> None:
-    """Returns if this is an optimizer, boosted or not.
+    """Return if this is an optimizer, boosted or not.
 
     Raises:
         ConfigError: It is not.
@@ -40,7 +40,7 @@ def require_optimizer(optimizer: Any, scheduler: str) -> None:
 
 
 def require_steps(name: str, steps: Any, least: int = 0) -> int:
-    """Returns a number of steps as an int.
+    """Return a number of steps as an int.
 
     Raises:
         ConfigError: It is no whole number from `least` on.
@@ -54,7 +54,7 @@ def require_steps(name: str, steps: Any, least: int = 0) -> int:
 
 
 def require_total_steps(total_steps: Any) -> int:
-    """Returns the number of steps of the whole run as an int.
+    """Return the number of steps of the whole run as an int.
 
     Raises:
         ConfigError: It is no whole number from 1 on.
@@ -68,7 +68,7 @@ def require_total_steps(total_steps: Any) -> int:
 
 
 def require_warmup_steps(warmup_steps: Any, total_steps: int) -> int:
-    """Returns the number of steps of the warm-up as an int.
+    """Return the number of steps of the warm-up as an int.
 
     Raises:
         ConfigError: It is no whole number, or leaves no step for what comes after it.
@@ -83,7 +83,7 @@ def require_warmup_steps(warmup_steps: Any, total_steps: int) -> int:
 
 
 def require_number(name: str, value: Any, *, least: float = 0.0, is_least_allowed: bool = True) -> float:
-    """Returns a number as a float.
+    """Return a number as a float.
 
     Raises:
         ConfigError: It is no finite number, or less than `least`.
@@ -96,7 +96,7 @@ def require_number(name: str, value: Any, *, least: float = 0.0, is_least_allowe
 
 
 def require_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
-    """Returns a part of the steps as a float.
+    """Return a part of the steps as a float.
 
     Raises:
         ConfigError: It is no number from 0 to 1, or is 1 where that can't work.
@@ -109,7 +109,7 @@ def require_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
 
 
 def require_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0) -> list[int]:
-    """Returns the milestones as ints.
+    """Return the milestones as ints.
 
     Raises:
         ConfigError: There are none, they are in another order than that of the steps, or in the warm-up, or no step
@@ -139,7 +139,7 @@ def require_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0)
 
 
 def require_learning_rate(lr: Any, index: int) -> None:
-    """Returns if a group has a learning rate that a schedule can multiply.
+    """Return if a group has a learning rate that a schedule can multiply.
 
     Raises:
         ConfigError: It is no number.
@@ -153,7 +153,7 @@ def require_learning_rate(lr: Any, index: int) -> None:
 
 
 def require_floor(name: str, floor: float, base_lr: float | Tensor, index: int) -> None:
-    """Returns if a group's learning rate can fall to the schedule's last one.
+    """Return if a group's learning rate can fall to the schedule's last one.
 
     Raises:
         ConfigError: It would rise.
@@ -166,7 +166,7 @@ def require_floor(name: str, floor: float, base_lr: float | Tensor, index: int) 
 
 
 def require_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> int:
-    """Returns the number of the last step taken, -1 before the first.
+    """Return the number of the last step taken, -1 before the first.
 
     Raises:
         ConfigError: It is no such number, or the groups lack what a schedule in its middle goes on from.

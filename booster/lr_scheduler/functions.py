@@ -39,7 +39,7 @@ class FunctionSchedule(Schedule):
         super()._admit(group, index)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Returns if `load_state_dict` can take a state.
+        """Return if `load_state_dict` can take a state.
 
         Raises:
             ConfigError: See `Schedule.check_state_dict`, or a function stands where an object with a state was.
@@ -110,7 +110,7 @@ class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
 
 
 def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Function]:
-    """Returns one function for each group.
+    """Return one function for each group.
 
     Raises:
         ConfigError: They are no functions, too many or too few, or of a kind whose state can't be asked for.

@@ -113,7 +113,7 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
         require_learning_rate(self._largest_lr(group), index)
 
     def _largest_lr(self, group: dict[str, Any]) -> Any:
-        """Returns the top of the cycle: that of a cycle before, the base of another schedule, or `lr`."""
+        """Return the top of the cycle: that of a cycle before, the base of another schedule, or `lr`."""
         return group.get("max_lr", group.get("initial_lr", group["lr"]))
 
     def _group_keys(self, optimizer: Optimizer) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
         return (*keys, "max_momentum", "base_momentum", "betas" if "betas" in optimizer.defaults else "momentum")
 
     def get_lr(self) -> list[LearningRate]:
-        """Returns the learning rates of all groups for `step`, and sets their momentum; users call `get_last_lr`."""
+        """Return the learning rates of all groups for `step`, and sets their momentum; users call `get_last_lr`."""
         taken = self.last_epoch
         self.last_epoch = min(taken, self.total_steps - 1)  # the last step; torch's curve rises again after it
         try:

@@ -40,7 +40,7 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
         require_floor("end_lr", self.end_lr, base_lr, index)
 
     def get_lr(self) -> list[LearningRate]:
-        """Returns the learning rates of all groups for `step`; users call `get_last_lr`."""
+        """Return the learning rates of all groups for `step`; users call `get_last_lr`."""
         if self.end_lr == 0 or self._step_count == 1 or self.last_epoch > self.total_steps:
             return super().get_lr()
         # torch's recursion, whose learning rates fall to 0, over what is above `end_lr`.

@@ -44,7 +44,7 @@ class Schedule(LRScheduler):
     total_steps: int
 
     def _check(self, optimizer: Optimizer, last_epoch: int) -> None:
-        """Raises ConfigError for what can't work, before the optimizer is touched."""
+        """Raise ConfigError for what can't work, before the optimizer is touched."""
         require_optimizer(optimizer, type(self).__name__)
         require_last_epoch(last_epoch, self.total_steps, optimizer.param_groups, self._group_keys(optimizer))
         for index, group in enumerate(optimizer.param_groups):
@@ -56,20 +56,20 @@ class Schedule(LRScheduler):
         self._check_base_lr(base_lr, index)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        """Raises ConfigError if the schedule can't begin at a group's learning rate."""
+        """Raise ConfigError if the schedule can't begin at a group's learning rate."""
 
     def _group_keys(self, optimizer: Optimizer) -> tuple[str, ...]:
-        """Returns the names of what the schedule writes into the optimizer's groups."""
+        """Return the names of what the schedule writes into the optimizer's groups."""
         return ("lr", "initial_lr")
 
     @abstractmethod
     def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        """Returns the learning rate of a group after so many steps, from 0 to `total_steps`."""
+        """Return the learning rate of a group after so many steps, from 0 to `total_steps`."""
 
     # Steps.
 
     def step(self, epoch: int | None = None) -> None:
-        """Sets the learning rates of the next step; call it after the optimizer's `step()`.
+        """Set the learning rates of the next step; call it after the optimizer's `step()`.
 
         Args:
             epoch: Deprecated in torch: the number of steps taken; None: one more.
@@ -81,7 +81,7 @@ class Schedule(LRScheduler):
         super().step(epoch)
 
     def get_lr(self) -> list[LearningRate]:
-        """Returns the learning rates of all groups for `step`; users call `get_last_lr`."""
+        """Return the learning rates of all groups for `step`; users call `get_last_lr`."""
         if self._step_count == 1 and self.last_epoch > 0:  # being constructed: there is no learning rate before
             return self._get_closed_form_lr()
         if self.last_epoch > self.total_steps:
@@ -112,7 +112,7 @@ class Schedule(LRScheduler):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's state of the scheduler, and what it wrote into the optimizer's groups as they are now."""
+        """Return torch's state of the scheduler, and what it wrote into the optimizer's groups as they are now."""
         state: dict[str, Any] = super().state_dict()
         for key in ("base_lrs", "_last_lr"):
             state[key] = [copied(value) for value in state[key]]
@@ -145,7 +145,7 @@ class Schedule(LRScheduler):
             setattr(self, name, values)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Returns if `load_state_dict` can take a state.
+        """Return if `load_state_dict` can take a state.
 
         Raises:
             ConfigError: It is of another class, of other settings, or of an optimizer with other param groups.
@@ -195,17 +195,17 @@ class CurveSchedule(Schedule):
     """A schedule that torch does not have: the curve is all there is."""
 
     def get_lr(self) -> list[LearningRate]:
-        """Returns the learning rates of all groups for `step`; users call `get_last_lr`."""
+        """Return the learning rates of all groups for `step`; users call `get_last_lr`."""
         return self._get_closed_form_lr()
 
 
 def copied(value: Any) -> Any:
-    """Returns a hyperparameter that shares no memory with the given one."""
+    """Return a hyperparameter that shares no memory with the given one."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def set_hyperparameter(group: dict[str, Any], key: str, value: Any, like: Any = None) -> None:
-    """Sets a hyperparameter of a group; a tensor stays the same tensor, as compiled steps hold on to it.
+    """Set a hyperparameter of a group; a tensor stays the same tensor, as compiled steps hold on to it.
 
     Args:
         group: The group.
@@ -221,7 +221,7 @@ def set_hyperparameter(group: dict[str, Any], key: str, value: Any, like: Any = 
 
 
 def _like(value: Any, other: Any) -> Any:
-    """Returns a hyperparameter as a number or as a tensor, whichever another one is."""
+    """Return a hyperparameter as a number or as a tensor, whichever another one is."""
     if isinstance(other, Tensor):
         return torch.as_tensor(value, dtype=other.dtype, device=other.device).detach().clone()
     return value.item() if isinstance(value, Tensor) else value

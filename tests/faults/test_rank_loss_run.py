@@ -28,9 +28,10 @@ train(Case.from_json(json.loads(sys.argv[1])), int(os.environ["RANK"]), None, Pa
 """
 
 # Not by SIGKILL, after 30 s.
-STOPPED = r"rank 0 of 2 .* was stopped, and was ended by the launcher\nbooster run: rank 1 of 2 .*, first of all:"
+STOPPED = r"rank 0 of 2 .* was stopped, and was terminated by the launcher\nbooster run: rank 1 of 2 .*, first of all:"
 KILLED = (
-    r"rank 1 .* was killed by SIGKILL.*\n(.*\n)*.*by their last signs .*rank 1, .* before the end: after \d+ steps, "
+    r"rank 1 .* was killed by SIGKILL.*\n(.*\n)*.*last heartbeats of the ranks "
+    r".*rank 1, .* before the end: after \d+ steps, "
 )
 
 slow = pytest.mark.slow

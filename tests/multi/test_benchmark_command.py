@@ -159,7 +159,7 @@ def test_ctrl_c_ends_all():
         os.killpg(command.pid, signal.SIGINT)
         _, errors = command.communicate(timeout=SECONDS)
     assert command.returncode == 130
-    assert errors == "booster benchmark: ended by Ctrl-C; no process is left\n"
+    assert errors == "booster benchmark: interrupted by Ctrl-C; all processes were terminated\n"
 
 
 @pytest.mark.slow
@@ -176,5 +176,5 @@ def test_what_takes_too_long_is_ended():
     with running(*ENDLESS, "--timeout", "0.5") as (command, _):
         output, _ = command.communicate(timeout=SECONDS)
     assert command.returncode == 1
-    assert "failed: serial: ranks [0] of 1 gave no result within 0.5 s and were ended: give them longer" in output
+    assert "failed: serial: ranks [0] of 1 timed out after 0.5 s and were killed: raise --timeout" in output
     assert "failed: dp=2: rank" in output

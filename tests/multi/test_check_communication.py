@@ -75,12 +75,12 @@ def test_a_killed_rank_is_the_cause_and_not_the_one_that_lost_it(found):
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    assert "rank 1 failed while summing: was killed by signal 9 (it said nothing)" in one.problem
+    assert "rank 1 failed while summing: was killed by signal 9 (no output)" in one.problem
 
 
 def test_a_rank_that_cannot_start_tells_why(found):
     one = found("import no_such_module")
-    assert "failed while starting: ended with exit code 1 (ModuleNotFoundError" in one.problem
+    assert "failed while starting: exited with code 1 (ModuleNotFoundError" in one.problem
 
 
 def test_what_is_too_late_is_named_and_ended(found, tmp_path):
@@ -94,14 +94,14 @@ def test_what_is_too_late_is_named_and_ended(found, tmp_path):
         """,
         timeout_seconds=2,
     )
-    assert "not done after 2 s: rank 1 was measuring; allow more time with --comm-timeout" in one.problem
+    assert "timed out after 2 s: rank 1 was measuring; raise --comm-timeout" in one.problem
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_a_rank_that_waits_for_a_failed_one_is_ended(found):
     one = found("note(step='summing')\nsys.exit(3) if rank == '1' else signal.pause()")
-    assert "rank 1 failed while summing: ended with exit code 3" in one.problem
+    assert "rank 1 failed while summing: exited with code 3" in one.problem
 
 
 def test_an_interrupt_ends_both(tmp_path):
@@ -126,7 +126,7 @@ def test_an_interrupt_ends_both(tmp_path):
         process.kill()
         process.wait()
     assert process.returncode == 130
-    assert stderr == "booster check: ended by SIGINT, and both processes with it\n"
+    assert stderr == "booster check: terminated by SIGINT, with both processes\n"
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -141,7 +141,7 @@ def test_an_interrupt_ends_all_ranks(start):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert stderr == "booster run: ended by SIGINT, and all ranks with it\n"
+    assert stderr == "booster run: terminated by SIGINT, with all ranks\n"
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

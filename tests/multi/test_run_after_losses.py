@@ -79,11 +79,11 @@ def test_a_stopped_rank_goes_on_to_be_ended_at_once_and_is_not_the_cause(run):
     assert ended.code == 1
     *_, stopped, cause = ended.words
     # Not by SIGKILL, which the launcher takes for those that did not end for 30 s.
-    assert re.fullmatch(r"rank 1 of 2 \(.*\) was stopped, and was ended by the launcher\n", stopped)
+    assert re.fullmatch(r"rank 1 of 2 \(.*\) was stopped, and was terminated by the launcher\n", stopped)
     assert re.match(r"rank 0 of 2 \(.*\) failed with exit code 1, first of all:\n", cause)
     assert re.search(r"RankFailedError: rank 0 could not .*rank 1", cause)
     assert "memory runs out" not in ended.output
-    assert "last signs" not in ended.output  # the cause spoke for itself
+    assert "last heartbeats" not in ended.output  # the cause spoke for itself
 
 
 def test_a_killed_rank_is_the_cause_and_all_places_are_told(run):
@@ -101,7 +101,7 @@ def test_a_rank_that_left_early_is_named_by_the_one_that_said_so(run):
     ended = run(WAITING, "leave")
     assert ended.code == 1
     left, cause = ended.words
-    assert re.match(r"rank 1 of 2 \(.*\) (failed with exit code 1|was ended by the launcher)", left)
+    assert re.match(r"rank 1 of 2 \(.*\) (failed with exit code 1|was terminated by the launcher)", left)
     assert re.match(r"rank 0 of 2 \(.*\) failed with exit code 1, first of all:\nTraceback", cause)
     assert re.search(r"RankFailedError: rank 0 could not .*rank 1's program ended", cause)
 
@@ -110,8 +110,8 @@ def test_a_signal_that_is_not_the_launchers_is_told_from_its_own(run):
     ended = run(DYING, "1", "SIGTERM")
     assert ended.code == 143
     other, cause = ended.words
-    assert re.fullmatch(r"rank 0 of 2 \(.*\) was ended by the launcher\n", other)
-    assert re.fullmatch(r"rank 1 of 2 \(.*\) was ended by SIGTERM, which the launcher did not send\n", cause)
+    assert re.fullmatch(r"rank 0 of 2 \(.*\) was terminated by the launcher\n", other)
+    assert re.fullmatch(r"rank 1 of 2 \(.*\) was terminated by SIGTERM, which the launcher did not send\n", cause)
 
 
 @pytest.mark.parametrize(("attempts", "code"), [(2, 0), pytest.param(3, 137, marks=pytest.mark.slow)])
@@ -120,17 +120,17 @@ def test_each_new_start_is_said_with_its_reason(run, attempts, code):
     assert ended.code == code
     for number in (1, 2):
         how = r"rank 1 of 2 \(local rank 1, pid \d+\) was killed by SIGKILL.*"
-        pattern = rf"{how}; all ranks start anew, restart {number} of 2\n"
+        pattern = rf"{how}; restarting all ranks, restart {number} of 2\n"
         assert re.fullmatch(pattern, ended.words[number - 1])
     assert len(ended.words) == 2 + (3 if code else 0)
-    assert not code or ended.words[2] == "no restart is left of --max-restarts 2, so the run ends\n"
+    assert not code or ended.words[2] == "all restarts of --max-restarts 2 are used, so the run ends\n"
 
 
 @pytest.mark.slow
 def test_places_are_those_of_the_last_start(run):
     ended = run(WAITING, "SIGKILL", options=["--max-restarts", "1"])
     assert ended.code == 137
-    assert "all ranks start anew, restart 1 of 1" in ended.words[0]
-    assert ended.words[1] == "no restart is left of --max-restarts 1, so the run ends\n"
-    assert "last signs" in ended.words[-1]
+    assert "restarting all ranks, restart 1 of 1" in ended.words[0]
+    assert ended.words[1] == "all restarts of --max-restarts 1 are used, so the run ends\n"
+    assert "last heartbeats" in ended.words[-1]
     assert re.search("rank 1, .* in backward", ended.words[-1])

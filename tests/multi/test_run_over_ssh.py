@@ -139,7 +139,7 @@ signal.pause()
         pytest.param(
             "os.kill(os.getppid(), signal.SIGKILL)",
             255,
-            r"^booster run: the connection to node-b was lost \(.*\), and its ranks end with it: .*\n$",
+            r"^booster run: the connection to node-b was lost \(.*\), and its ranks with it: .*\n$",
             marks=pytest.mark.slow,
         ),
     ],
@@ -168,18 +168,18 @@ ELSEWHERE = [sys.executable, "-c", MAIN, "run"]
     [
         ({"hosts": "node-c,node-a"}, "can't start on node-c: it can't be reached"),
         pytest.param(
-            {"hosts": "node-a,nowhere"}, "can't start on nowhere: nobody knows this name", marks=pytest.mark.slow
+            {"hosts": "node-a,nowhere"}, "can't start on nowhere: the name can't be resolved", marks=pytest.mark.slow
         ),
-        ({"key": "wrong_key"}, "can't start on node-a: it accepts none of the keys"),
+        ({"key": "wrong_key"}, "can't start on node-a: it accepts none of the offered keys"),
         pytest.param(
             {"known_hosts": "no_known_hosts"},
-            "can't start on node-b: its host key is not the one that is known here",
+            "can't start on node-b: its host key does not match the known one",
             marks=pytest.mark.slow,
         ),
         pytest.param({"arguments": ["nowhere.py"]}, "node-b: there is no file 'nowhere.py'", marks=pytest.mark.slow),
         pytest.param(
             {"booster": ELSEWHERE},
-            "can't start on node-b: the command there ended with exit code 127 (env: '/nowhere/py",
+            "can't start on node-b: the command exited with code 127 (env: '/nowhere/py",
             marks=pytest.mark.slow,
         ),
     ],
@@ -210,7 +210,7 @@ def test_what_ends_the_launcher_ends_all_hosts(start, network, number):
     _, stderr = process.communicate(timeout=LIMIT)
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert stderr.endswith("booster run: ended by SIGINT, and all ranks on all hosts with it\n")
+        assert stderr.endswith("booster run: terminated by SIGINT, with all ranks on all hosts\n")
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 

@@ -53,7 +53,7 @@ def test_the_sizes_of_every_configuration_make_up_all_ranks(num_ranks):
 def test_a_single_square_is_measured_once():
     found, left_out = names(4)
     assert "2d q=2" in found
-    assert left_out["2.5d depth=1 q=2"] == "a single square is what 2d q=2 measures"
+    assert left_out["2.5d depth=1 q=2"] == "the same as 2d q=2"
     assert names(4, modes=("2.5d",)) == (["2.5d depth=1 q=2"], {})
 
 
@@ -70,19 +70,19 @@ def test_a_single_square_is_measured_once():
 )
 def test_a_mode_without_a_configuration_says_what_would_do(num_ranks, mode, possible):
     _, left_out = names(num_ranks, modes=(mode, "dp"), batch=num_ranks)
-    assert left_out[mode].startswith(f"-g {num_ranks} makes none; it takes ")
+    assert left_out[mode].startswith(f"not possible with -g {num_ranks}: it needs ")
     assert left_out[mode].endswith(f", so -g {possible}, ...")
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "mode", "sizes", "message"),
     [
-        (4, "2d", {"hidden": 7}, r"2d q=2: the hidden size \(-d\) is 7, .* take 6 or 8"),
-        (4, "2d", {"batch": 3, "sequence": 1}, r"the number of tokens \(-b times -s\) is 3, .* take 2 or 4"),
-        (8, "2.5d", {"batch": 6, "sequence": 1}, r"tokens .* is 6, which 4 ranks .* take 4 or 8"),
-        (8, "3d", {"batch": 6, "sequence": 1}, r"tokens .* is 6, which 4 ranks .* take 4 or 8"),
-        (8, "3d", {"hidden": 2}, r"hidden .* is 2, which 4 ranks .* take 4"),
-        (4, "zero2", {"batch": 2}, r"zero2 dp=4: the batch \(-b\) is 2, which 4 ranks .* take 4"),
+        (4, "2d", {"hidden": 7}, r"2d q=2: the hidden size \(-d\) is 7, .* use 6 or 8"),
+        (4, "2d", {"batch": 3, "sequence": 1}, r"the number of tokens \(-b times -s\) is 3, .* use 2 or 4"),
+        (8, "2.5d", {"batch": 6, "sequence": 1}, r"tokens .* is 6, which is not divisible by 4 ranks: use 4 or 8"),
+        (8, "3d", {"batch": 6, "sequence": 1}, r"tokens .* is 6, which is not divisible by 4 ranks: use 4 or 8"),
+        (8, "3d", {"hidden": 2}, r"hidden .* is 2, which is not divisible by 4 ranks: use 4"),
+        (4, "zero2", {"batch": 2}, r"zero2 dp=4: the batch \(-b\) is 2, which is not divisible by 4 ranks: use 4"),
         (3, "2d", {}, r"-g 3 makes none"),
     ],
 )
@@ -95,14 +95,14 @@ def test_sizes_that_some_configurations_do_not_allow_are_named():
     found, left_out = names(4, batch=6, sequence=2)
     assert found == ["1d tp=4 dp=1", "1d tp=2 dp=2", "2d q=2"]
     assert set(left_out) == {"2.5d depth=1 q=2", "3d", "dp=4", "zero1 dp=4", "zero2 dp=4", "gemini dp=4"}
-    assert "is 6, which 4 ranks can't divide into equal blocks: take 4 or 8" in left_out["dp=4"]
+    assert "is 6, which is not divisible by 4 ranks: use 4 or 8" in left_out["dp=4"]
 
 
 def test_modes_are_read_in_any_order_and_once():
     assert modes_from_text(" zero1,1D, 2.5d,1d") == ("1d", "2.5d", "zero1")
     assert modes_from_text("all") == MODES
     for text in ("", "1d,,2d", "4d", "all,1d"):
-        with pytest.raises(ConfigError, match=r"is no mode\. Choose some of 1d,2d,.*, or all"):
+        with pytest.raises(ConfigError, match=r"is not a mode: choose from 1d,2d,.*, or give all"):
             modes_from_text(text)
 
 

@@ -103,7 +103,7 @@ def test_losses_that_differ_by_rounding_are_equal():
 
 def test_losses_that_nothing_can_be_compared_with_are_an_error():
     outcome = _compared(ONE, FIGURES, None)
-    assert "one process alone failed" in outcome.error
+    assert "the single process failed" in outcome.error
     assert format_table([outcome]).endswith("not compared")
 
 
@@ -170,7 +170,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         (["-m", "4d"], "'4d' is no mode"),
         (["-g", "4", "-m", "3d"], "leaves nothing to measure. 3d: -g 4 makes none"),
         (["--plot", "/nowhere/a.png"], "there is no directory /nowhere"),
-        (["--plot", "a"], "a has no ending that names a format"),
+        (["--plot", "a"], "a has no suffix of an image format"),
         (["--plot", "a.doc"], "such as a.png"),
         (["--json", "."], "is a directory"),
     ],

@@ -61,7 +61,7 @@ def test_a_picture_of_lines_that_can_be_read(tmp_path):
 def test_a_line_that_broke_off_is_left_out_and_said(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [record(1), record(2)], tail='{"step":3,"lo')
     assert main(["plot", path, "-o", str(tmp_path / "x.png")]) == 0
-    assert "left out 1 line" in capsys.readouterr().err
+    assert "skipped 1 line" in capsys.readouterr().err
 
 
 def test_steps_that_were_done_again_count_once(tmp_path):
@@ -92,7 +92,7 @@ def test_a_log_that_is_not_there(tmp_path, capsys):
 def test_outputs_that_cannot_be(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [record(1)])
     (tmp_path / "file").write_text("")
-    for output, message in ((path, "written over"), ("loss", "no ending"), ("loss.docx", "no ending")):
+    for output, message in ((path, "would overwrite it"), ("loss", "no ending"), ("loss.docx", "no ending")):
         assert main(["plot", path, "-o", str(tmp_path / output)]) == 2
         assert message in capsys.readouterr().err
     assert main(["plot", path, "-o", str(tmp_path / "file" / "x.png")]) == 2

@@ -68,13 +68,13 @@ def test_only_a_reason_of_its_own_is_a_cause():
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        (failed(-9, by_launcher=True), r"was ended by the launcher \(SIGKILL\)$"),
-        (failed(-15, by_launcher=True), "was ended by the launcher$"),
-        (failed(-15, by_launcher=True, was_stopped=True), "was stopped, and was ended by the launcher$"),
-        (failed(3, MINE, by_launcher=True), "was ended by the launcher, with exit code 3, first of all:$"),
-        (failed(-15, by_launcher=False), "was ended by SIGTERM, which the launcher did not send$"),
-        (failed(-15, MINE, by_launcher=False), "was ended by SIGTERM, first of all:$"),
-        (failed(-15), "was ended by SIGTERM$"),
+        (failed(-9, by_launcher=True), r"was terminated by the launcher \(SIGKILL\)$"),
+        (failed(-15, by_launcher=True), "was terminated by the launcher$"),
+        (failed(-15, by_launcher=True, was_stopped=True), "was stopped, and was terminated by the launcher$"),
+        (failed(3, MINE, by_launcher=True), "was terminated by the launcher, with exit code 3, first of all:$"),
+        (failed(-15, by_launcher=False), "was terminated by SIGTERM, which the launcher did not send$"),
+        (failed(-15, MINE, by_launcher=False), "was terminated by SIGTERM, first of all:$"),
+        (failed(-15), "was terminated by SIGTERM$"),
         (failed(-9, by_launcher=False), "was killed by SIGKILL, as the system does when memory runs out$"),
         (failed(-9, host="b"), r"rank 0 of 4 on b \(local rank 0, pid 9\) was killed"),
     ],
@@ -86,7 +86,7 @@ def test_who_ended_a_rank_is_said(failure, words):
 def test_a_new_start_is_said_in_one_line():
     failures = {0: failed(stack=PEER), 1: failed(-11, local_rank=1)}
     assert restart_line(failures, 2, 1, 3) == (
-        "booster run: rank 1 of 2 (local rank 1, pid 9) was killed by SIGSEGV; all ranks start anew, restart 1 of 3"
+        "booster run: rank 1 of 2 (local rank 1, pid 9) was killed by SIGSEGV; restarting all ranks, restart 1 of 3"
     )
 
 
@@ -112,7 +112,7 @@ def test_other_hosts_are_told_who_ended_a_rank(capfdbinary):
     own = HostEnd(host="a", code=1, has_started=True, failures={0: failed(stack=PEER, host="a")}, world_size=2)
     verdict = judge([own, HostEnd(host="b", code=137, has_started=True, failures=told, world_size=2)], [])
     assert verdict.code == 1
-    assert "rank 1 of 2 on b (local rank 0, pid 9) was stopped, and was ended by the launcher" in verdict.text
+    assert "rank 1 of 2 on b (local rank 0, pid 9) was stopped, and was terminated by the launcher" in verdict.text
     assert verdict.text.endswith(PEER + "\n")
 
 
@@ -139,10 +139,10 @@ class TestLastSigns:
         self.tell(server, 2, launch=2, sign=False)
         self.tell(server, 0, attempt=1)
         assert self.asked(server, 3) == (
-            "booster run: where the ranks were by their last signs (signs come once a second, so a rank may have gone "
-            "on after its last one): rank 0, 0.5 s before the end: after 2 steps, in backward for 2.0 s; rank 1, 0.5 s "
-            "before the end: after 2 steps, in backward for 2.0 s, its program had failed; "
-            "rank 2: no sign"
+            "booster run: last heartbeats of the ranks (sent once a second, so a rank may have continued "
+            "after its last one): rank 0, 0.5 s before the end: after 2 steps, in backward for 2.0 s; rank 1, 0.5 s "
+            "before the end: after 2 steps, in backward for 2.0 s, its script had failed; "
+            "rank 2: no heartbeat"
         )
         assert "after 11 steps" in self.asked(server, 1, attempt=1)
 

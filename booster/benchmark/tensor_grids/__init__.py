@@ -1,4 +1,4 @@
-"""Linear layers whose weights and activations are divided over 2-, 2.5- and 3-dimensional grids of ranks."""
+"""Linear layers with weights and activations sharded over 2D, 2.5D and 3D meshes of ranks."""
 
 from booster.benchmark.tensor_grids.blocks import Layout
 from booster.benchmark.tensor_grids.cube import CUBE_ACTIVATIONS, CubeLinear

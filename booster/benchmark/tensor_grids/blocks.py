@@ -1,4 +1,4 @@
-"""Which block of a matrix the rank at a place of a grid holds: sizes and slices alone, without communication."""
+"""Block layouts of tensors on a mesh: pure functions of sizes and slices, no communication."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ __all__ = ["Layout", "require_divisible"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor is cut over a grid, one entry a dimension: the axes that divide it, the outermost first.
-
-    Ranks that differ along other axes only hold the same block.
+    """Sharding of a tensor over a mesh. Blocks are replicated along all other axes.
 
     Attributes:
-        axes: Of every dimension.
+        axes: Mesh axes that shard each dimension, the outermost first.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -28,19 +26,19 @@ class Layout:
     def block(
         self, tensor: torch.Tensor, sizes: Mapping[str, int], places: Mapping[str, int], what: str = "a tensor"
     ) -> torch.Tensor:
-        """Returns a copy of the block of a whole tensor that the rank at these places holds.
+        """Return a copy of the block of a tensor at these mesh coordinates.
 
         Args:
-            tensor: The whole one, with as many dimensions as the layout has.
-            sizes: Ranks along each axis.
-            places: Where the rank is along each axis.
-            what: How an error calls the tensor.
+            tensor: Unsharded tensor, with as many dimensions as the layout.
+            sizes: Number of ranks along each axis.
+            places: Coordinate of the rank along each axis.
+            what: Name of the tensor in errors.
 
         Raises:
-            ConfigError: A dimension that the axes don't divide.
+            ConfigError: A dimension is not divisible by the sizes of its axes.
         """
         if tensor.dim() != len(self.axes):
-            raise AssertionError(f"{what} of {tensor.dim()} dimensions has no layout of {len(self.axes)}")
+            raise AssertionError(f"{what} has {tensor.dim()} dimensions, but its layout has {len(self.axes)}")
         for dim, axes in enumerate(self.axes):
             num_parts = math.prod(sizes[axis] for axis in axes)
             require_divisible(f"dimension {dim} of {what}", tensor.shape[dim], num_parts)
@@ -53,14 +51,14 @@ class Layout:
 
 
 def require_divisible(what: str, size: int, num_parts: int) -> None:
-    """Checks that a size can be cut into equal parts.
+    """Check that a size is divisible into equal shards.
 
     Raises:
-        ConfigError: It can't; the message has the next sizes that can.
+        ConfigError: It is not; the message suggests the nearest valid sizes.
     """
     if size % num_parts or not size:
         raise ConfigError(
-            f"{what} is {size}, which {num_parts} ranks can't divide into equal blocks: take"
+            f"{what} is {size}, which is not divisible by {num_parts} ranks: use"
             f" {' or '.join(map(str, _divisible_near(size, num_parts)))}"
         )
 

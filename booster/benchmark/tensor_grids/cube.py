@@ -1,4 +1,4 @@
-"""A linear layer on a cube of ranks: 3D tensor parallelism."""
+"""Linear layer on a 3D mesh of ranks: 3D tensor parallelism."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["CUBE_ACTIVATIONS", "CubeLinear"]
 
 # Note [3D]
 # Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks", 2021. Of q*q*q ranks, the one
-# at i, j, l along the axes weight, input and output multiplies panel X_il of the activations, cut q times along both
+# at i, j, l along the axes weight, input and output multiplies panel X_il of the activations, sharded q ways along both
 # dimensions, by panel W_jl of the weight (outputs, inputs), which gives a term of panel Y_ij of the output, a sum over
-# l. X_il is wanted at every j, so each of these ranks holds a q-th of its rows, and they gather it along j. Likewise
-# W_jl is gathered along i. The sum over l is a reduce-scatter of rows. Backward is the same with other roles:
+# l. X_il is needed at every j, so each of these ranks holds 1/q of its rows, and they all-gather it along j. Likewise
+# W_jl is all-gathered along i. The sum over l is a reduce-scatter of rows. Backward is the same with other roles:
 #     X^il = sum over j of Y^ij W_jl       W^jl = sum over i of Y^ij^T X_il
-# The output so is cut like the input with the axes input and output exchanged, and the next layer exchanges them back.
-# No tensor but a bias is held twice: a rank has a P-th of everything. What was gathered is gathered anew in backward.
-# A bias is cut along j and held by all ranks at one j, which sum its gradient.
+# So the output is laid out like the input with the axes input and output swapped, and the next layer swaps them back.
+# Only biases are replicated: a rank holds 1/P of all other tensors. Gathered panels are gathered again in backward.
+# A bias is sharded along j and replicated on all ranks at one j, which reduce its gradient.
 CUBE_ACTIVATIONS = Layout((("weight", "input"), ("output",)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
-    """The grid, the axis along which the activations are gathered, and the one along which the output is summed."""
+    """Mesh, axis along which activations are all-gathered, and axis along which outputs are reduce-scattered."""
 
     grid: Grid
     gathered: str
@@ -38,17 +38,17 @@ class _Roles:
 
 
 class CubeLinear(nn.Module):
-    """This rank's part of a linear layer; see Note [3D].
+    """This rank's shard of a linear layer; see Note [3D].
 
     Collective over the world, as are its forward and backward.
 
     Args:
-        linear: The whole layer; its numbers are copied.
-        grid: From `cube_grid`.
-        is_second: The input is what another such layer returned: the axes input and output change roles.
+        linear: Unsharded layer; its values are copied.
+        grid: Result of `cube_grid`.
+        is_second: If True, the input is the output of another such layer: the axes input and output swap roles.
 
     Raises:
-        ConfigError: The grid does not divide the layer's features.
+        ConfigError: The layer's features are not divisible by the mesh sizes.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, *, is_second: bool = False) -> None:
@@ -60,10 +60,10 @@ class CubeLinear(nn.Module):
         bias = linear.bias
         self.bias = None if bias is None else nn.Parameter(grid.block(bias, Layout(((gathered,),)), "a bias"))
         for axes in ((gathered,), (summed,), ("weight",), ("weight", summed)):
-            grid.group(*axes)  # now, as backward does not visit the ranks at one time
+            grid.group(*axes)  # created now, as ranks do not run backward at the same time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the block of the output; a first layer's input is cut as `CUBE_ACTIVATIONS`, see Note [3D]."""
+        """Return the block of the output; a first layer's input has the layout `CUBE_ACTIVATIONS`, see Note [3D]."""
         output: torch.Tensor = _Cube.apply(x, self.weight, self.bias, self._roles)
         return output
 
@@ -97,12 +97,12 @@ class _Cube(torch.autograd.Function):
 
 
 def _gathered(block: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
-    """Returns the blocks of the ranks along an axis, one below the other."""
+    """All-gather blocks along an axis, concatenated by rows."""
     return all_gather_equal(block.detach(), roles.grid.group(axis))
 
 
 def _own_rows(term: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
-    """Returns this rank's rows of the sum of the terms over an axis."""
+    """Reduce-scatter terms along an axis, sharded by rows."""
     total = term.new_empty(term.shape[0] // roles.grid.sizes[axis], term.shape[1])
     start_reduce_scatter(term.view(-1), roles.grid.group(axis)).finish(total.view(-1), accumulate=False)
     return total

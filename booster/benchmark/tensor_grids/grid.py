@@ -1,4 +1,4 @@
-"""Ranks at places along named axes, and the groups of ranks along them."""
+"""Mesh of ranks with named axes, and its process groups."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Grid", "cube_grid", "summa_grid"]
 
 
 class Grid:
-    """All ranks of the world, each at one place of a grid; ranks next to each other differ along the last axis.
+    """Mesh of all ranks of the world; consecutive ranks differ along the last axis.
 
-    Collective: every rank of the world makes it, with the same sizes, and closes it.
+    Collective: every rank of the world creates it with the same sizes and closes it.
 
     Args:
-        sizes: Ranks along each axis, the outermost first.
+        sizes: Number of ranks along each axis, the outermost first.
 
     Raises:
-        ConfigError: There are more or fewer ranks than places.
+        ConfigError: The product of the sizes is not the world size.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         num_places = math.prod(sizes.values())
         if num_places != group_size() or min(sizes.values()) < 1:
             raise ConfigError(
-                f"a grid of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} has {num_places} places, but"
-                f" there are {group_size()} ranks: start {max(num_places, 1)} ranks, or give sizes whose product is"
+                f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} needs {num_places} ranks,"
+                f" but there are {group_size()}: start {max(num_places, 1)} ranks, or give sizes whose product is"
                 f" {group_size()}"
             )
         self.sizes: Mapping[str, int] = dict(sizes)
@@ -41,9 +41,9 @@ class Grid:
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """Returns the group of the ranks that differ from this one along these axes only, in the grid's order.
+        """Return the group of ranks that differ from this one along these axes only, in mesh order; None is the world.
 
-        None is the world, as elsewhere. Collective over the world at the first call for these axes.
+        Collective over the world at the first call for these axes.
         """
         key = tuple(axis for axis in self.sizes if axis in axes)
         if key not in self._groups:
@@ -51,15 +51,15 @@ class Grid:
         return self._groups[key]
 
     def block(self, tensor: torch.Tensor, layout: Layout, what: str = "a tensor") -> torch.Tensor:
-        """Returns a copy of this rank's block of a whole tensor.
+        """Return a copy of this rank's block of an unsharded tensor.
 
         Raises:
-            ConfigError: The grid does not divide it.
+            ConfigError: A dimension is not divisible by the mesh sizes.
         """
         return layout.block(tensor, self.sizes, self.places, what)
 
     def close(self) -> None:
-        """Destroys the groups that were made. Collective over the world, when nothing uses them any more."""
+        """Destroy the groups. Collective over the world, after the last use of the mesh."""
         for group in self._groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
@@ -81,22 +81,22 @@ class Grid:
 
 
 def summa_grid(side: int, depth: int = 1) -> Grid:
-    """Returns the grid of 2D (depth 1) and 2.5D tensor parallelism: `depth` squares of `side` * `side` ranks.
+    """Return the mesh of 2D (depth 1) and 2.5D tensor parallelism: `depth` * `side` * `side` ranks.
 
     Collective over the world.
 
     Raises:
-        ConfigError: The world has not so many ranks.
+        ConfigError: The world has another size.
     """
     return Grid({"depth": depth, "row": side, "column": side})
 
 
 def cube_grid(side: int) -> Grid:
-    """Returns the grid of 3D tensor parallelism: `side` * `side` * `side` ranks; see Note [3D].
+    """Return the mesh of 3D tensor parallelism: `side` * `side` * `side` ranks; see Note [3D].
 
     Collective over the world.
 
     Raises:
-        ConfigError: The world has not so many ranks.
+        ConfigError: The world has another size.
     """
     return Grid({"output": side, "input": side, "weight": side})

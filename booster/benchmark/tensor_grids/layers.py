@@ -1,4 +1,4 @@
-"""An MLP layer divided over a grid."""
+"""Sharding of an MLP layer over a mesh."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["divide_layer"]
 
 
 def divide_layer(layer: nn.Module, grid: Grid, first: str = "up", second: str = "down") -> None:
-    """Puts this rank's parts in the places of two linear layers of a module, of which one follows the other.
+    """Replace two consecutive linear layers of a module by this rank's shards of them.
 
-    What the module does elsewhere must be elementwise: it sees blocks of the activations, which are cut alike before
-    the first layer and behind the second. Collective over the world.
+    All other operations of the module must be elementwise: they see blocks of the activations, in the same layout
+    before the first layer and after the second. Collective over the world.
 
     Args:
-        layer: The module, with the same numbers on all ranks; changed in place.
-        grid: From `summa_grid` or `cube_grid`.
+        layer: Module with the same weights on all ranks; changed in place.
+        grid: Result of `summa_grid` or `cube_grid`.
         first: Name of the first linear layer.
-        second: Name of the second one.
+        second: Name of the second linear layer.
 
     Raises:
-        ConfigError: The grid does not divide the features.
+        ConfigError: The features are not divisible by the mesh sizes.
     """
     for name, is_second in ((first, False), (second, True)):
         linear = getattr(layer, name)

@@ -1,4 +1,4 @@
-"""A linear layer on squares of ranks: 2D tensor parallelism, and 2.5D where there are several squares."""
+"""Linear layer on 2D meshes of ranks: 2D tensor parallelism (SUMMA), and 2.5D (Tesseract) with several meshes."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ __all__ = ["SUMMA_ACTIVATIONS", "SummaLinear"]
 # Note [SUMMA]
 # 2D: Xu et al., "An Efficient 2D Method for Training Super-Large Deep Learning Models", 2021. 2.5D: Wang et al.,
 # "Tesseract: Parallelize the Tensor Parallelism Efficiently", 2021. Of q*q ranks, the one in row i and column j holds
-# the blocks X_ij of the activations (rows, features) and W_ji of the weight (outputs, inputs), both cut q times along
+# the blocks X_ij of the activations (rows, features) and W_ji of the weight (outputs, inputs), both sharded q ways in
 # both dimensions. With Y the output and an upper index for gradients:
 #     Y_ij  = sum over k of X_ik W_jk^T    X_ik is broadcast along row i, W_jk along column j
 #     X^ik  = sum over j of Y^ij W_jk      W_jk is broadcast along column j, the sum is over row i
 #     W^jk  = sum over i of Y^ij^T X_ik    X_ik is broadcast along row i, the sum is over column j
-# Each broadcast brings one block at a time, so that no rank ever holds a whole row of them. The q sums of a gradient,
-# each for another rank, are one reduce-scatter: the same bytes as q reductions, with the q blocks held at once.
-# 2.5D: `depth` such squares have the same weights and other rows of the activations; gradients of weights are summed
-# over the squares. A bias is cut by columns and held by all ranks of a column, which sum its gradient.
-# Received by a rank in forward: (q-1)/q of a row of blocks of X and of a column of blocks of W. In backward twice that:
-# the same once more, as blocks are not kept, and as much again for the sums; and the sum over the squares.
+# Each broadcast transfers one block at a time, so that no rank ever holds a full row of blocks. The q sums of a
+# gradient, one for each rank, are one reduce-scatter: the same bytes as q reductions, with q blocks held at once.
+# 2.5D: `depth` such meshes hold the same weights and different rows of the activations; gradients of weights are
+# all-reduced over the meshes. A bias is sharded by columns and replicated in a column, whose ranks reduce its gradient.
+# Bytes received in forward: (q-1)/q of a row of blocks of X and of a column of blocks of W. In backward twice that:
+# the same broadcasts again, as blocks are not kept, and as much for the sums; plus the all-reduce over the meshes.
 SUMMA_ACTIVATIONS = Layout((("depth", "row"), ("column",)))
 _WEIGHT = Layout((("column",), ("row",)))
 _BIAS = Layout((("column",),))
 
 
 class SummaLinear(nn.Module):
-    """This rank's part of a linear layer; see Note [SUMMA].
+    """This rank's shard of a linear layer; see Note [SUMMA].
 
     Collective over the world, as are its forward and backward.
 
     Args:
-        linear: The whole layer; its numbers are copied.
-        grid: From `summa_grid`.
+        linear: Unsharded layer; its values are copied.
+        grid: Result of `summa_grid`.
 
     Raises:
-        ConfigError: The grid does not divide the layer's features.
+        ConfigError: The layer's features are not divisible by the mesh sizes.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid) -> None:
@@ -52,10 +52,10 @@ class SummaLinear(nn.Module):
         self.weight = nn.Parameter(grid.block(linear.weight, _WEIGHT, "a weight"))
         self.bias = None if linear.bias is None else nn.Parameter(grid.block(linear.bias, _BIAS, "a bias"))
         for axes in (("row",), ("column",), ("depth",), ("depth", "row")):
-            grid.group(*axes)  # now, as backward does not visit the ranks at one time
+            grid.group(*axes)  # created now, as ranks do not run backward at the same time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the block of the output for the block of the activations, both cut as `SUMMA_ACTIVATIONS`."""
+        """Return the block of the output for the block of the activations, both laid out as `SUMMA_ACTIVATIONS`."""
         output: torch.Tensor = _Summa.apply(x, self.weight, self.bias, self._grid)
         return output
 
@@ -85,12 +85,12 @@ class _Summa(torch.autograd.Function):
 
 
 def _along_row(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
-    """Returns the block of the rank of this row that is in column `source`."""
+    """Broadcast the block of column `source` along this row."""
     return _received(block, source, "column", grid)
 
 
 def _along_column(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
-    """Returns the block of the rank of this column that is in row `source`."""
+    """Broadcast the block of row `source` along this column."""
     return _received(block, source, "row", grid)
 
 
@@ -116,7 +116,7 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.T
 
 
 def _own_sum(terms: torch.Tensor, axis: str, grid: Grid) -> torch.Tensor:
-    """Returns the sum over an axis of the term that is this rank's by its place along it."""
+    """Reduce-scatter the terms along an axis."""
     total = torch.empty_like(terms[0])
     start_reduce_scatter(terms.view(-1), grid.group(axis)).finish(total.view(-1), accumulate=False)
     return total
