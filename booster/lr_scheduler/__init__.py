@@ -1,4 +1,4 @@
-"""Learning rate schedulers, all of which know the total number of steps."""
+"""Learning rate schedulers; all take the total number of steps."""
 
 from booster.lr_scheduler.cosine import CosineAnnealingLR, CosineAnnealingWarmupLR
 from booster.lr_scheduler.decay import ExponentialLR, StepLR

@@ -1,4 +1,4 @@
-"""Half a cosine wave down, at once or after a warm-up."""
+"""Cosine annealing, with and without warmup."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["CosineAnnealingLR", "CosineAnnealingWarmupLR"]
 
 
 class CosineAnnealingLR(Schedule, lr_scheduler.CosineAnnealingLR):
-    """Half a cosine wave from the learning rate to `eta_min`; torch's of `T_max=total_steps`, which then stays there.
+    """Cosine annealing to `eta_min`: torch's CosineAnnealingLR with `T_max=total_steps`, constant afterwards.
 
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", ICLR 2017, without restarts.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run.
-        eta_min: The last learning rate.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps.
+        eta_min: Final learning rate.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+        ConfigError: An argument is invalid, or a group's learning rate is below the final one.
     """
 
     SETTINGS = ("total_steps", "eta_min")
@@ -42,19 +42,19 @@ class CosineAnnealingLR(Schedule, lr_scheduler.CosineAnnealingLR):
 
 
 class CosineAnnealingWarmupLR(CurveSchedule):
-    """A linear warm-up to the learning rate, then half a cosine wave to `eta_min` over the steps that are left.
+    """Linear warmup to the learning rate, then cosine annealing to `eta_min` over the remaining steps.
 
-    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate; the step after it still has all of it.
+    Warmup steps have 1/n, 2/n, ..., n/n of the learning rate; the step after warmup also has all of it.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, warm-up included.
-        warmup_steps: Steps of the warm-up.
-        eta_min: The last learning rate.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, including warmup.
+        warmup_steps: Number of warmup steps.
+        eta_min: Final learning rate.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+        ConfigError: An argument is invalid, or a group's learning rate is below the final one.
     """
 
     SETTINGS = ("total_steps", "warmup_steps", "eta_min")

@@ -1,4 +1,4 @@
-"""The curves of learning rates: what a base learning rate has become after so many steps."""
+"""Closed forms of learning rate schedules: the learning rate after a number of steps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ LearningRate = float | Tensor
 
 
 def warm_up(base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
-    """Return the learning rate at a step of a warm-up: base / n, 2 base / n, ..., base."""
+    """Linear warmup: base / n, 2 base / n, ..., base."""
     return base_lr * ((step + 1) / num_steps)
 
 
 def cosine(base_lr: LearningRate, step: int, num_steps: int, eta_min: float) -> LearningRate:
-    """Return half a cosine wave from `base_lr` at step 0 to `eta_min` at step `num_steps`."""
+    """Cosine annealing from `base_lr` at step 0 to `eta_min` at step `num_steps`."""
     return eta_min + (base_lr - eta_min) * (1 + math.cos(math.pi * step / num_steps)) / 2
 
 
 def polynomial(base_lr: LearningRate, step: int, num_steps: int, end_lr: float, power: float) -> LearningRate:
-    """Return a power of the steps left, from `base_lr` at step 0 to `end_lr` at step `num_steps`."""
+    """Polynomial decay from `base_lr` at step 0 to `end_lr` at step `num_steps`."""
     left: float = (1 - step / num_steps) ** power
     return end_lr + (base_lr - end_lr) * left
 
 
 def multi_step(base_lr: LearningRate, step: int, milestones: Sequence[int], gamma: float) -> LearningRate:
-    """Return the learning rate multiplied by `gamma` once for each milestone up to this step."""
+    """Decay by `gamma` at each milestone up to this step."""
     return base_lr * gamma ** bisect_right(milestones, step)

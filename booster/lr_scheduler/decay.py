@@ -1,4 +1,4 @@
-"""The same factor again and again: every step, or every few steps."""
+"""Exponential and step decay."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["ExponentialLR", "StepLR"]
 
 
 class StepLR(Schedule, lr_scheduler.StepLR):
-    """The learning rate multiplied by `gamma` every `step_size` steps; torch's.
+    """torch's StepLR: the learning rate multiplied by `gamma` every `step_size` steps.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, after which the learning rate stays; not torch's `step_size`.
-        step_size: Steps between two decays.
-        gamma: The factor.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, after which the learning rate is constant; not `step_size`.
+        step_size: Number of steps between two decays.
+        gamma: Decay factor.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     SETTINGS = ("total_steps", "step_size", "gamma")
@@ -41,16 +41,16 @@ class StepLR(Schedule, lr_scheduler.StepLR):
 
 
 class ExponentialLR(Schedule, lr_scheduler.ExponentialLR):
-    """The learning rate multiplied by `gamma` every step; torch's.
+    """torch's ExponentialLR: the learning rate multiplied by `gamma` every step.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, after which the learning rate stays.
-        gamma: The factor.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, after which the learning rate is constant.
+        gamma: Decay factor.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     SETTINGS = ("total_steps", "gamma")

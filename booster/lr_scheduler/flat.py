@@ -1,4 +1,4 @@
-"""A flat stretch and then half a cosine wave down, at once or after a warm-up."""
+"""Constant learning rate followed by cosine annealing, with and without warmup."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["FlatAnnealingLR", "FlatAnnealingWarmupLR"]
 
 
 class FlatAnnealingWarmupLR(CurveSchedule):
-    """A linear warm-up, a flat stretch, then half a cosine wave to `eta_min` over the steps that are left.
+    """Linear warmup, constant learning rate, then cosine annealing to `eta_min` over the remaining steps.
 
-    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate.
+    Warmup steps have 1/n, 2/n, ..., n/n of the learning rate.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, warm-up included.
-        warmup_steps: Steps of the warm-up.
-        pct_start: Part of the steps after the warm-up that are flat, rounded down to whole steps.
-        eta_min: The last learning rate.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, including warmup.
+        warmup_steps: Number of warmup steps.
+        pct_start: Fraction of the steps after warmup with a constant learning rate, rounded down to a step.
+        eta_min: Final learning rate.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+        ConfigError: An argument is invalid, or a group's learning rate is below the final one.
     """
 
     SETTINGS = ("total_steps", "warmup_steps", "pct_start", "eta_min")
@@ -63,16 +63,16 @@ class FlatAnnealingWarmupLR(CurveSchedule):
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):
-    """A flat stretch, then half a cosine wave to 0 over the steps that are left.
+    """Constant learning rate, then cosine annealing to 0 over the remaining steps.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run.
-        pct_start: Part of the steps that are flat, rounded down to whole steps.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps.
+        pct_start: Fraction of the steps with a constant learning rate, rounded down to a step.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, pct_start: float = 0.72, last_epoch: int = -1) -> None:

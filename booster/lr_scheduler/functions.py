@@ -1,4 +1,4 @@
-"""Learning rates by functions of the user's own."""
+"""Learning rate schedules by user-defined functions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ Functions = Function | Sequence[Function]
 
 
 class FunctionSchedule(Schedule):
-    """A schedule by one function of the steps taken for each group.
+    """Schedule defined by one function of the step per param group.
 
-    A state holds the attributes of callable objects, and nothing of functions: build the scheduler with the same ones.
+    As in torch, the state has the attributes of callable objects, but not of functions: build the scheduler with the
+    same functions to resume.
     """
 
     lr_lambdas: list[Function]
@@ -31,45 +32,45 @@ class FunctionSchedule(Schedule):
         if len(self.lr_lambdas) <= index:
             if any(function is not self.lr_lambdas[0] for function in self.lr_lambdas):
                 raise ConfigError(
-                    f"param group {index} was added to the optimizer, and lr_lambda is one function for each of the"
-                    f" {len(self.lr_lambdas)} groups before: build another scheduler with {index + 1} functions, or one"
+                    f"param group {index} was added to the optimizer, but lr_lambda has one function for each of the"
+                    f" first {len(self.lr_lambdas)} groups: build another scheduler with {index + 1} functions, or one"
                     " function for all"
                 )
             self.lr_lambdas.append(self.lr_lambdas[0])
         super()._admit(group, index)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Return if `load_state_dict` can take a state.
+        """Check that `load_state_dict` accepts a state.
 
         Raises:
-            ConfigError: See `Schedule.check_state_dict`, or a function stands where an object with a state was.
+            ConfigError: See `Schedule.check_state_dict`, or a function replaces a callable object with saved state.
         """
         super().check_state_dict(state_dict)
         saved = state_dict.get("lr_lambdas", [])
         if len(saved) > len(self.lr_lambdas):
             raise ConfigError(
-                f"the state is of {len(saved)} functions, and this {type(self).__name__} has {len(self.lr_lambdas)}:"
+                f"the state has {len(saved)} functions, but this {type(self).__name__} has {len(self.lr_lambdas)}:"
                 " build it with as many, in the same order"
             )
         for index, attributes in enumerate(saved):
             if attributes and isinstance(self.lr_lambdas[index], types.FunctionType):
                 raise ConfigError(
-                    f"the state of lr_lambda {index} has {', '.join(map(repr, attributes))}, and a function can't take"
-                    " them: build the scheduler with an object of the class that was saved"
+                    f"the state of lr_lambda {index} has {', '.join(map(repr, attributes))}, which a function can't"
+                    " load: build the scheduler with an object of the saved class"
                 )
 
 
 class LambdaLR(FunctionSchedule, lr_scheduler.LambdaLR):
-    """The learning rate multiplied by a function of the steps taken; torch's.
+    """torch's LambdaLR: the learning rate multiplied by a function of the step.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, after which the learning rate stays.
-        lr_lambda: A function of the number of steps taken, or one for each param group.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, after which the learning rate is constant.
+        lr_lambda: Function of the number of steps taken, or one per param group.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -84,16 +85,16 @@ class LambdaLR(FunctionSchedule, lr_scheduler.LambdaLR):
 
 
 class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
-    """The learning rate of the step before, multiplied by a function of the steps taken; torch's.
+    """torch's MultiplicativeLR: the previous learning rate multiplied by a function of the step.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, after which the learning rate stays.
-        lr_lambda: A function of the number of steps taken, from 1 on, or one for each param group.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, after which the learning rate is constant.
+        lr_lambda: Function of the number of steps taken, from 1, or one per param group.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -110,24 +111,24 @@ class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
 
 
 def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Function]:
-    """Return one function for each group.
+    """Return one function per param group.
 
     Raises:
-        ConfigError: They are no functions, too many or too few, or of a kind whose state can't be asked for.
+        ConfigError: They are not callable, as many as the groups, or of a class whose state can't be saved.
     """
     require_optimizer(optimizer, scheduler)
     num_groups = len(optimizer.param_groups)
     functions = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * num_groups
     if len(functions) != num_groups:
         raise ConfigError(
-            f"lr_lambda has {len(functions)} functions, and the optimizer has {num_groups} param groups: give one for"
+            f"lr_lambda has {len(functions)} functions, but the optimizer has {num_groups} param groups: give one for"
             " each, or one function for all"
         )
     for function in functions:
         if not callable(function):
             raise ConfigError(
-                f"lr_lambda={function!r} can't be called, and {scheduler} asks it for a factor at each step: give a"
-                " function, such as lr_lambda=lambda step: 0.95**step"
+                f"lr_lambda={function!r} is not callable, and {scheduler} calls it at each step: give a function, such"
+                " as lr_lambda=lambda step: 0.95**step"
             )
         if not hasattr(function, "__dict__"):
             raise ConfigError(

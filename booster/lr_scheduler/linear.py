@@ -1,4 +1,4 @@
-"""A straight line up, then a straight line down."""
+"""Linear decay with warmup."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["LinearWarmupLR"]
 
 
 class LinearWarmupLR(CurveSchedule):
-    """A linear warm-up to the learning rate, then a straight line to 0 over the steps that are left.
+    """Linear warmup to the learning rate, then linear decay to 0 over the remaining steps.
 
-    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate, as in all schedulers of this package; the step
-    after it still has all of it.
+    Warmup steps have 1/n, 2/n, ..., n/n of the learning rate, as in all schedulers of this package; the step after
+    warmup also has all of it.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, warm-up included.
-        warmup_steps: Steps of the warm-up.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, including warmup.
+        warmup_steps: Number of warmup steps.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work.
+        ConfigError: An argument is invalid.
     """
 
     SETTINGS = ("total_steps", "warmup_steps")

@@ -1,4 +1,4 @@
-"""A smaller learning rate from each milestone on, at once or after a warm-up."""
+"""Decay at milestones, with and without warmup."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["MultiStepLR", "MultiStepWarmupLR"]
 
 
 class MultiStepLR(Schedule, lr_scheduler.MultiStepLR):
-    """The learning rate multiplied by `gamma` from each milestone on; torch's.
+    """torch's MultiStepLR: the learning rate multiplied by `gamma` at each milestone.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run.
-        milestones: The steps, in order; a step that is named twice counts twice. At least one.
-        gamma: The factor.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps.
+        milestones: Steps in ascending order, at least one; a repeated step counts twice.
+        gamma: Decay factor.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or a milestone that no step reaches.
+        ConfigError: An argument is invalid, or a milestone is out of range.
     """
 
     SETTINGS = ("total_steps", "milestones", "gamma")
@@ -53,21 +53,21 @@ class MultiStepLR(Schedule, lr_scheduler.MultiStepLR):
 
 
 class MultiStepWarmupLR(CurveSchedule):
-    """A linear warm-up to the learning rate, which is then multiplied by `gamma` from each milestone on.
+    """Linear warmup to the learning rate, which is then multiplied by `gamma` at each milestone.
 
-    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate.
+    Warmup steps have 1/n, 2/n, ..., n/n of the learning rate.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, warm-up included.
-        warmup_steps: Steps of the warm-up.
-        milestones: The steps, in order, counted from the beginning of the run; a step that is named twice counts
-            twice. At least one, none in the warm-up.
-        gamma: The factor.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, including warmup.
+        warmup_steps: Number of warmup steps.
+        milestones: Steps in ascending order, counted from the start of the run; at least one, none within warmup. A
+            repeated step counts twice.
+        gamma: Decay factor.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or a milestone that could not be kept.
+        ConfigError: An argument is invalid, or a milestone is out of range or within warmup.
     """
 
     SETTINGS = ("total_steps", "warmup_steps", "milestones", "gamma")

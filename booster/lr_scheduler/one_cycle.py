@@ -1,4 +1,4 @@
-"""Up to the learning rate and down to almost nothing, the momentum the other way."""
+"""One-cycle policy of learning rate and momentum."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["OneCycleLR"]
 
 
 class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
-    """One cycle of learning rate and momentum; torch's, with the optimizer's learning rates as `max_lr`.
+    """torch's OneCycleLR with the optimizer's learning rates as `max_lr`.
 
     Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates", 2018. The
-    last of the `total_steps` steps has the smallest learning rate, and so have all after it, where torch's raises.
+    last of the `total_steps` steps and all later ones have the smallest learning rate, where torch's class raises.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run.
-        pct_start: Part of the steps in which the learning rate rises.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps.
+        pct_start: Fraction of the steps in which the learning rate increases.
         anneal_strategy: "cos" or "linear".
-        cycle_momentum: The momentum, or the first of `betas`, falls while the learning rate rises.
-        base_momentum: The smallest momentum, at the largest learning rate.
-        max_momentum: The largest momentum, at both ends.
-        div_factor: The largest learning rate divided by the first.
-        final_div_factor: The first learning rate divided by the last.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups of an optimizer that was saved.
+        cycle_momentum: If True, the momentum or the first of `betas` decreases while the learning rate increases.
+        base_momentum: Smallest momentum, at the largest learning rate.
+        max_momentum: Largest momentum, at both ends of the cycle.
+        div_factor: Ratio of the largest to the initial learning rate.
+        final_div_factor: Ratio of the initial to the final learning rate.
+        last_epoch: Index of the last step when resuming, with the groups of a saved optimizer; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or an optimizer without momentum.
+        ConfigError: An argument is invalid, or the optimizer has no momentum to cycle.
     """
 
     SETTINGS = (
@@ -93,16 +93,16 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
     def _check_cycle(self, optimizer: Optimizer) -> None:
         require_optimizer(optimizer, "OneCycleLR")
         if self.anneal_strategy not in ("cos", "linear"):
-            raise ConfigError(f"anneal_strategy={self.anneal_strategy!r} is not known: give 'cos' or 'linear'")
+            raise ConfigError(f"anneal_strategy={self.anneal_strategy!r} is unknown: give 'cos' or 'linear'")
         if self.pct_start * self.total_steps == 1:
             raise ConfigError(
                 f"pct_start={self.pct_start} of total_steps={self.total_steps} is one step, in which the learning rate"
-                " can't rise from its first value to its largest: give a larger pct_start, or 0 for no rise"
+                " can't increase from its initial value to its largest: give a larger pct_start, or 0 for no increase"
             )
         if self.cycle_momentum and not max(self.base_momentum, self.max_momentum) < 1:
             raise ConfigError(
-                f"base_momentum={self.base_momentum} and max_momentum={self.max_momentum} must be less than 1, as with"
-                " 1 nothing is ever forgotten: give the defaults 0.85 and 0.95, or others below 1"
+                f"base_momentum={self.base_momentum} and max_momentum={self.max_momentum} must be less than 1: give the"
+                " defaults 0.85 and 0.95, or others below 1"
             )
         if self.cycle_momentum and not {"momentum", "betas"} & optimizer.defaults.keys():
             raise ConfigError(
@@ -113,7 +113,7 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
         require_learning_rate(self._largest_lr(group), index)
 
     def _largest_lr(self, group: dict[str, Any]) -> Any:
-        """Return the top of the cycle: that of a cycle before, the base of another schedule, or `lr`."""
+        """Return the peak learning rate: that of an earlier cycle, the base of another schedule, or `lr`."""
         return group.get("max_lr", group.get("initial_lr", group["lr"]))
 
     def _group_keys(self, optimizer: Optimizer) -> tuple[str, ...]:
@@ -123,9 +123,9 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
         return (*keys, "max_momentum", "base_momentum", "betas" if "betas" in optimizer.defaults else "momentum")
 
     def get_lr(self) -> list[LearningRate]:
-        """Return the learning rates of all groups for `step`, and sets their momentum; users call `get_last_lr`."""
+        """Set the momentum and return the learning rates of all groups; internal to `step`."""
         taken = self.last_epoch
-        self.last_epoch = min(taken, self.total_steps - 1)  # the last step; torch's curve rises again after it
+        self.last_epoch = min(taken, self.total_steps - 1)  # torch's curve increases again after the last step
         try:
             return lr_scheduler.OneCycleLR.get_lr(self)
         finally:

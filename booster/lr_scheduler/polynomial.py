@@ -1,4 +1,4 @@
-"""A power of the steps that are left, at once or after a warm-up."""
+"""Polynomial decay, with and without warmup."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["PolynomialLR", "PolynomialWarmupLR"]
 
 
 class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
-    """From the learning rate to `end_lr` by a power of the steps left; with `end_lr=0` torch's.
+    """Polynomial decay to `end_lr`; torch's PolynomialLR if `end_lr=0`.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run.
-        end_lr: The last learning rate.
-        power: 1 is a straight line; more falls faster at first.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps.
+        end_lr: Final learning rate.
+        power: Exponent; 1 is linear, and a larger one decays faster at first.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+        ConfigError: An argument is invalid, or a group's learning rate is below the final one.
     """
 
     SETTINGS = ("total_steps", "end_lr", "power")
@@ -40,10 +40,10 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
         require_floor("end_lr", self.end_lr, base_lr, index)
 
     def get_lr(self) -> list[LearningRate]:
-        """Return the learning rates of all groups for `step`; users call `get_last_lr`."""
+        """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""
         if self.end_lr == 0 or self._step_count == 1 or self.last_epoch > self.total_steps:
             return super().get_lr()
-        # torch's recursion, whose learning rates fall to 0, over what is above `end_lr`.
+        # torch's recursion decays to 0: it is applied to the part above `end_lr`.
         left, left_before = (1.0 - step / self.total_steps for step in (self.last_epoch, self.last_epoch - 1))
         factor = (left / left_before) ** self.power
         return [(group["lr"] - self.end_lr) * factor + self.end_lr for group in self.optimizer.param_groups]
@@ -53,20 +53,20 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
 
 
 class PolynomialWarmupLR(CurveSchedule):
-    """A linear warm-up to the learning rate, then to `end_lr` by a power of the steps left.
+    """Linear warmup to the learning rate, then polynomial decay to `end_lr`.
 
-    The warm-up's steps have 1/n, 2/n, ..., n/n of the learning rate; the step after it still has all of it.
+    Warmup steps have 1/n, 2/n, ..., n/n of the learning rate; the step after warmup also has all of it.
 
     Args:
-        optimizer: Boosted or not.
-        total_steps: Steps of the whole run, warm-up included.
-        warmup_steps: Steps of the warm-up.
-        end_lr: The last learning rate.
-        power: 1 is a straight line; more falls faster at first.
-        last_epoch: -1 begins; n goes on after n + 1 steps with groups that have their `initial_lr`.
+        optimizer: Optimizer, boosted or not.
+        total_steps: Total number of training steps, including warmup.
+        warmup_steps: Number of warmup steps.
+        end_lr: Final learning rate.
+        power: Exponent; 1 is linear, and a larger one decays faster at first.
+        last_epoch: Index of the last step when resuming, with groups that have `initial_lr`; -1 to start.
 
     Raises:
-        ConfigError: An argument that can't work, or a group whose learning rate would rise.
+        ConfigError: An argument is invalid, or a group's learning rate is below the final one.
     """
 
     SETTINGS = ("total_steps", "warmup_steps", "end_lr", "power")

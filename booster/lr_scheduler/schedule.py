@@ -1,4 +1,4 @@
-"""What all schedulers of this package share: a known end, groups that come later, exact states."""
+"""Base classes of the schedulers: fixed total number of steps, late param groups, exact resumption."""
 
 from __future__ import annotations
 
@@ -17,34 +17,32 @@ from booster.lr_scheduler.curves import LearningRate
 
 __all__ = ["CurveSchedule", "Schedule", "copied", "set_hyperparameter"]
 
-# Note [Curves and recursions]
-# Every schedule is a curve over the steps taken, from 0 to total_steps, whose height is a group's base learning rate.
-# Most of torch's schedulers compute one learning rate from the one before instead, so that changes from outside last
-# and schedulers can be chained. Where torch has the schedule, its own recursion runs, and the curve serves where there
-# is no learning rate before: `last_epoch`, `step(epoch)`, and a group that was added later. Both agree but for
-# rounding. Where torch has none, the curve is all there is.
-
 
 class Schedule(LRScheduler):
-    """A scheduler that knows the number of steps of the run.
+    """Base class of schedulers with a fixed total number of steps.
 
-    A subclass names torch's scheduler after this class among its bases, or is a `CurveSchedule`. Its constructor sets
-    what is in `SETTINGS`, then calls `_check`, then torch's constructor.
+    Every schedule has a closed form, `_curve`, over the steps taken, from 0 to `total_steps`, scaled by a group's base
+    learning rate. Most of torch's schedulers are recursive instead: they compute a learning rate from the previous one,
+    so that external changes persist and schedulers can be chained. Where torch has the schedule, its recursion is used;
+    the closed form, equal up to rounding, serves where there is no previous learning rate: `last_epoch`, `step(epoch)`
+    and late param groups. All other schedules are a `CurveSchedule`, which uses the closed form alone.
 
-    After `total_steps` steps learning rates stay where they are. A group that is added to the optimizer later gets, at
-    the next `step()`, the place on the curve that it would have if it had been there from the beginning with its
-    learning rate.
+    A subclass lists torch's scheduler after this class among its bases, or derives from `CurveSchedule`. Its
+    constructor sets the attributes of `SETTINGS`, then calls `_check`, then torch's constructor.
+
+    After `total_steps` steps learning rates are constant. A param group that is added to the optimizer later gets, at
+    the next `step()`, the learning rate that it would have if it had been there from the start.
 
     Attributes:
-        total_steps: Steps of the whole run, warm-up included.
-        SETTINGS: Attributes that make the curve; a state goes only to a scheduler in which they are the same.
+        total_steps: Total number of training steps, including warmup.
+        SETTINGS: Names of the attributes that define the curve; a state loads only if they are equal.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("total_steps",)
     total_steps: int
 
     def _check(self, optimizer: Optimizer, last_epoch: int) -> None:
-        """Raise ConfigError for what can't work, before the optimizer is touched."""
+        """Raise ConfigError for invalid arguments, before the optimizer is modified."""
         require_optimizer(optimizer, type(self).__name__)
         require_last_epoch(last_epoch, self.total_steps, optimizer.param_groups, self._group_keys(optimizer))
         for index, group in enumerate(optimizer.param_groups):
@@ -56,15 +54,15 @@ class Schedule(LRScheduler):
         self._check_base_lr(base_lr, index)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        """Raise ConfigError if the schedule can't begin at a group's learning rate."""
+        """Raise ConfigError if a group's learning rate is not valid for the schedule."""
 
     def _group_keys(self, optimizer: Optimizer) -> tuple[str, ...]:
-        """Return the names of what the schedule writes into the optimizer's groups."""
+        """Return the keys of the optimizer's groups that the schedule writes."""
         return ("lr", "initial_lr")
 
     @abstractmethod
     def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        """Return the learning rate of a group after so many steps, from 0 to `total_steps`."""
+        """Return the learning rate of a group after `step` steps, from 0 to `total_steps`."""
 
     # Steps.
 
@@ -72,17 +70,17 @@ class Schedule(LRScheduler):
         """Set the learning rates of the next step; call it after the optimizer's `step()`.
 
         Args:
-            epoch: Deprecated in torch: the number of steps taken; None: one more.
+            epoch: Number of steps taken, deprecated in torch; optional, defaults to one more than before.
 
         Raises:
-            ConfigError: A group was added or taken away that the schedule can't go on with.
+            ConfigError: A param group was removed, or an added one is not valid for the schedule.
         """
         self._admit_new_groups()
         super().step(epoch)
 
     def get_lr(self) -> list[LearningRate]:
-        """Return the learning rates of all groups for `step`; users call `get_last_lr`."""
-        if self._step_count == 1 and self.last_epoch > 0:  # being constructed: there is no learning rate before
+        """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""
+        if self._step_count == 1 and self.last_epoch > 0:  # in the constructor: there is no previous learning rate
             return self._get_closed_form_lr()
         if self.last_epoch > self.total_steps:
             return [copied(group["lr"]) for group in self.optimizer.param_groups]
@@ -96,7 +94,7 @@ class Schedule(LRScheduler):
         groups = self.optimizer.param_groups
         if len(groups) < len(self.base_lrs):
             raise ConfigError(
-                f"the optimizer has {len(groups)} param groups, and {type(self).__name__} began with"
+                f"the optimizer has {len(groups)} param groups, but {type(self).__name__} started with"
                 f" {len(self.base_lrs)}: groups may be added, not removed; build another scheduler"
             )
         for index in range(len(self.base_lrs), len(groups)):
@@ -112,7 +110,7 @@ class Schedule(LRScheduler):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state of the scheduler, and what it wrote into the optimizer's groups as they are now."""
+        """Return torch's state of the scheduler, and the current values that it wrote into the optimizer's groups."""
         state: dict[str, Any] = super().state_dict()
         for key in ("base_lrs", "_last_lr"):
             state[key] = [copied(value) for value in state[key]]
@@ -123,12 +121,12 @@ class Schedule(LRScheduler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` returned, and sets the optimizer's learning rates.
+        """Restore a state and set the optimizer's learning rates.
 
-        So the order in which optimizer and scheduler are loaded does not matter, nor whether the optimizer is.
+        So the optimizer may be loaded before, after or not at all.
 
         Raises:
-            ConfigError: See `check_state_dict`. Nothing was changed.
+            ConfigError: See `check_state_dict`; nothing was changed.
         """
         self.check_state_dict(state_dict)
         known = super().state_dict().keys()
@@ -138,45 +136,45 @@ class Schedule(LRScheduler):
             for key in self._group_keys(self.optimizer):
                 if key in saved:
                     set_hyperparameter(group, key, saved[key], like=group["lr"])
-                else:  # of a group that was added since the last step
+                else:  # the group was added after the last step
                     group.pop(key, None)
         for name in ("base_lrs", "_last_lr"):
             values = [_like(value, group["lr"]) for value, group in zip(state_dict[name], groups, strict=False)]
             setattr(self, name, values)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Return if `load_state_dict` can take a state.
+        """Check that `load_state_dict` accepts a state.
 
         Raises:
-            ConfigError: It is of another class, of other settings, or of an optimizer with other param groups.
+            ConfigError: The state has another class, other settings, or other param groups of the optimizer.
         """
         name = type(self).__name__
         wanted = (*self.SETTINGS, "last_epoch", "base_lrs", "_last_lr", "param_groups")
         missing = [key for key in wanted if key not in state_dict]
         if missing:
             raise ConfigError(
-                f"the state has no {missing[0]!r}, so it is not of booster.lr_scheduler.{name}: load what state_dict()"
-                f" of this class returned, or load the optimizer alone and build {name}(optimizer, total_steps, ...,"
+                f"the state has no {missing[0]!r}, so it is not of booster.lr_scheduler.{name}: load a state_dict() of"
+                f" this class, or load the optimizer alone and build {name}(optimizer, total_steps, ...,"
                 " last_epoch=steps_taken - 1)"
             )
         if not isinstance(state_dict["last_epoch"], int):
             raise ConfigError(
-                f"the state has last_epoch={state_dict['last_epoch']!r:.80}, which is no number of steps: load what"
-                " state_dict() returned"
+                f"the state has last_epoch={state_dict['last_epoch']!r:.80}, which is not an int: load a result of"
+                " state_dict()"
             )
         self._check_settings(state_dict)
         groups, num_groups = state_dict["param_groups"], len(self.optimizer.param_groups)
         if len(groups) != num_groups or max(len(state_dict[key]) for key in ("base_lrs", "_last_lr")) > num_groups:
             raise ConfigError(
-                f"the state is of an optimizer with {len(groups)} param groups, and this one has {num_groups}: build"
-                " the optimizer with the groups that it was saved with"
+                f"the state is of an optimizer with {len(groups)} param groups, but this one has {num_groups}: build"
+                " the optimizer with the saved groups"
             )
         own = [key for key in self._group_keys(self.optimizer) if key in self.optimizer.defaults]
         missing = [key for key in own for group in groups if key not in group]
         if missing:
             raise ConfigError(
-                f"the state has no {missing[0]!r} of a param group, and this is a schedule of the {missing[0]} of"
-                f" {type(self.optimizer).__name__}: build the kind of optimizer that it was saved with"
+                f"the state has no {missing[0]!r} of a param group, but this schedule sets the {missing[0]} of"
+                f" {type(self.optimizer).__name__}: build the optimizer class that was saved"
             )
 
     def _check_settings(self, state_dict: Mapping[str, Any]) -> None:
@@ -185,33 +183,33 @@ class Schedule(LRScheduler):
             saved = ", ".join(f"{key}={_shown(state_dict[key])}" for key in changed)
             given = ", ".join(f"{key}={_shown(getattr(self, key))}" for key in changed)
             raise ConfigError(
-                f"the state is of a {type(self).__name__} with {saved}, and this one has {given}, so it is no longer"
-                f" the same schedule: build it with {saved} to go on exactly; for another schedule load the optimizer"
-                f" alone and build this one with last_epoch={state_dict['last_epoch'] - 1}"
+                f"the state is of a {type(self).__name__} with {saved}, but this one has {given}: build it with {saved}"
+                " to resume exactly; for another schedule load the optimizer alone and build this one with"
+                f" last_epoch={state_dict['last_epoch'] - 1}"
             )
 
 
 class CurveSchedule(Schedule):
-    """A schedule that torch does not have: the curve is all there is."""
+    """Base class of schedules that torch does not have: closed form only."""
 
     def get_lr(self) -> list[LearningRate]:
-        """Return the learning rates of all groups for `step`; users call `get_last_lr`."""
+        """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""
         return self._get_closed_form_lr()
 
 
 def copied(value: Any) -> Any:
-    """Return a hyperparameter that shares no memory with the given one."""
+    """Return a copy of a hyperparameter that shares no memory with it."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def set_hyperparameter(group: dict[str, Any], key: str, value: Any, like: Any = None) -> None:
-    """Set a hyperparameter of a group; a tensor stays the same tensor, as compiled steps hold on to it.
+    """Set a hyperparameter of a group. A tensor is filled in place, as compiled steps refer to it.
 
     Args:
-        group: The group.
-        key: The hyperparameter's name.
-        value: A number, or a tensor with one.
-        like: Where the group does not have it yet: tells whether it becomes a tensor.
+        group: Param group.
+        key: Name of the hyperparameter.
+        value: Number, or tensor with one element.
+        like: Value whose type is used if the group does not have the key.
     """
     current = group.get(key, like)
     if isinstance(group.get(key), Tensor):
@@ -221,7 +219,6 @@ def set_hyperparameter(group: dict[str, Any], key: str, value: Any, like: Any = 
 
 
 def _like(value: Any, other: Any) -> Any:
-    """Return a hyperparameter as a number or as a tensor, whichever another one is."""
     if isinstance(other, Tensor):
         return torch.as_tensor(value, dtype=other.dtype, device=other.device).detach().clone()
     return value.item() if isinstance(value, Tensor) else value

@@ -50,6 +50,7 @@ def test_a_block_is_a_copy():
 
 @pytest.mark.parametrize(("size", "advice"), [(6, "4 or 8"), (3, "4"), (0, "4"), (9, "8 or 12")])
 def test_what_cannot_be_divided_names_the_next_sizes(size, advice):
-    message = rf"dimension 0 of the batch is {size}, which is not divisible by 4 ranks: use {advice}$"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(
+        ConfigError, match=rf"0 of the batch is {size}, which is not divisible by 4 ranks: use {advice}$"
+    ):
         SUMMA_ACTIVATIONS.block(torch.zeros(size, 2), SUMMA, {"depth": 0, "row": 0, "column": 0}, "the batch")

@@ -83,7 +83,7 @@ def test_a_mode_without_a_configuration_says_what_would_do(num_ranks, mode, poss
         (8, "3d", {"batch": 6, "sequence": 1}, r"tokens .* is 6, which is not divisible by 4 ranks: use 4 or 8"),
         (8, "3d", {"hidden": 2}, r"hidden .* is 2, which is not divisible by 4 ranks: use 4"),
         (4, "zero2", {"batch": 2}, r"zero2 dp=4: the batch \(-b\) is 2, which is not divisible by 4 ranks: use 4"),
-        (3, "2d", {}, r"-g 3 makes none"),
+        (3, "2d", {}, r"not possible with -g 3"),
     ],
 )
 def test_nothing_to_measure_is_an_error_with_all_reasons(num_ranks, mode, sizes, message):

@@ -119,7 +119,7 @@ def test_the_cause_is_not_who_only_followed():
 
 
 def test_how_a_process_ended():
-    assert _ending(3) == "the process ended with exit code 3 before it had a result"
+    assert _ending(3) == "the process exited with code 3 without a result"
     assert _ending(-9) == "the process was killed by SIGKILL, as the system does when memory runs out"
     assert _ending(-11) == "the process was killed by SIGSEGV"
 
@@ -167,8 +167,8 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["-g", "0"], "-g/--nproc=0"),
-        (["-m", "4d"], "'4d' is no mode"),
-        (["-g", "4", "-m", "3d"], "leaves nothing to measure. 3d: -g 4 makes none"),
+        (["-m", "4d"], "'4d' is not a mode"),
+        (["-g", "4", "-m", "3d"], "leaves nothing to measure. 3d: not possible with -g 4"),
         (["--plot", "/nowhere/a.png"], "there is no directory /nowhere"),
         (["--plot", "a"], "a has no suffix of an image format"),
         (["--plot", "a.doc"], "such as a.png"),
@@ -188,4 +188,4 @@ def test_more_ranks_than_accelerators_are_refused(capsys, monkeypatch):
     monkeypatch.setattr("booster.device.device_type", lambda: "cuda")
     monkeypatch.setattr("booster.device.num_devices", lambda: 2)
     assert main(["benchmark", "-g", "4"]) == 2
-    assert "-g 4, but this machine shows 2 cuda device(s)" in capsys.readouterr().err
+    assert "-g 4 is more than the 2 cuda device(s) of this machine" in capsys.readouterr().err
