@@ -1,4 +1,4 @@
-"""How much memory a rank will need, found without allocating it."""
+"""Memory estimation: training memory per rank, without allocating it."""
 
 from booster.estimate.estimation import MemoryEstimate, estimate_memory
 

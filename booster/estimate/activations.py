@@ -1,4 +1,4 @@
-"""What a forward and a backward keep in memory, measured on tensors without memory."""
+"""Activation memory of a forward and backward, measured on fake tensors."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ from booster.tensor_tree import map_tensors
 
 __all__ = ["Event", "Recording", "peak_of", "profile_of", "record"]
 
-# Note [Measuring activations]
-# The model runs forward and backward on fake tensors, which have shapes, formats and storages of the right size, and no
-# memory. After each operator, storages that are new are counted until nothing refers to them any more: the same moments
-# at which an allocator would take and return memory, because autograd keeps and lets go of fake tensors as of others.
-# What the model had before is not counted. Gradients of parameters are counted apart: a plugin may keep them whole, in
-# part, or not at all. How much there is of both changes all the time; the largest sum of activations and a share of the
-# gradients is at one of a few moments, those at which no other moment has more of the one and not less of the other.
-# A plugin that holds more or less as a backward goes on follows its *course*, from one event to the next.
+# Note [Activation memory]
+# The model runs forward and backward on fake tensors, which have shapes, dtypes and storage sizes, but no memory. Each
+# new storage is counted from the operator that creates it until its last reference is dropped. These are the times at
+# which an allocator would allocate and free it, because autograd saves and releases fake tensors as any others. Tensors
+# that existed before are not counted. Gradients of parameters are counted separately: a plugin may keep them full,
+# sharded, or not at all. So the peak of activations plus a fraction of the gradients is at one of the Pareto-optimal
+# pairs of the two, which are few. A plugin whose own memory changes during backward uses the timeline of events.
 
-
-# What happens: (event, module's or parameter's name, bytes returned, 0), or ("", "", bytes of activations that come,
-# bytes of gradients that come).
+# (event, name of module or parameter, bytes of outputs, 0), or ("", "", change in bytes of activations, change in bytes
+# of gradients).
 Event: TypeAlias = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """All that happens, one after the other.
+    """Timeline of memory events of a forward and backward.
 
     Attributes:
-        forward: Until there is the loss.
-        backward: Thereafter.
-        sent: Bytes that this rank sent meanwhile.
+        forward: Events of the forward including the loss.
+        backward: Events of the backward.
+        sent: Bytes sent by this rank.
     """
 
     forward: Sequence[Event]
@@ -50,12 +48,12 @@ class Recording:
 
 
 def record(model: nn.Module, run: Callable[[], torch.Tensor], *, before: Sequence[torch.Tensor]) -> Recording:
-    """Return what happens in `run` and the backward of the loss that it returns. Within a `FakeTensorMode`.
+    """Record the memory events of `run` and of the backward of its loss. Must be called within a `FakeTensorMode`.
 
     Args:
-        model: Whose parameters get the gradients.
-        run: Runs the model's forward on fake tensors.
-        before: What is there before: parameters, buffers, the batch.
+        model: Model whose parameters get the gradients.
+        run: Function that runs the model's forward on fake tensors and returns the loss.
+        before: Existing tensors, which are not counted: parameters, buffers, the batch.
     """
     meter = _Meter(before)
     with meter, _gradients_reported(model, meter), _course_noted(model, meter):
@@ -68,7 +66,7 @@ def record(model: nn.Module, run: Callable[[], torch.Tensor], *, before: Sequenc
 
 
 def profile_of(recording: Recording) -> ActivationProfile:
-    """Return what is to be known of all that happens."""
+    """Summarize a recording; see Note [Activation memory]."""
     activations = gradients = kept = 0
     moments: list[tuple[int, int]] = []
     course: list[tuple[str, str, int, int, int]] = []
@@ -98,11 +96,11 @@ def _those_that_matter(moments: Sequence[tuple[int, int]]) -> tuple[tuple[int, i
 
 
 def peak_of(run: Callable[[], Any], before: Sequence[torch.Tensor]) -> int:
-    """Return the most bytes that tensors take at a time that come while something runs, within a `FakeTensorMode`.
+    """Return the peak bytes of tensors allocated by `run`. Must be called within a `FakeTensorMode`.
 
     Args:
-        run: What runs.
-        before: Tensors that are there before, which don't count.
+        run: Function to measure.
+        before: Existing tensors, which are not counted.
     """
     meter = _Meter(before)
     with meter:
@@ -111,7 +109,7 @@ def peak_of(run: Callable[[], Any], before: Sequence[torch.Tensor]) -> int:
 
 
 class _Meter(TorchDispatchMode):
-    """Count the storages that are alive."""
+    """Records allocation and release of storages."""
 
     def __init__(self, before: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -135,11 +133,9 @@ class _Meter(TorchDispatchMode):
         return result
 
     def begin_stretch(self, event: str, name: str, returned: int = 0) -> None:
-        """Notes that something happens."""
         self.events.append((event, name, returned, 0))
 
     def count_as_gradient(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage as a gradient from now on."""
         key = _key(tensor)
         if key in self._known and key not in self._gradients:
             self._gradients.add(key)
@@ -164,7 +160,7 @@ class _Meter(TorchDispatchMode):
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-        # Without values it knows no other format, with values it does. What comes in between here isn't counted.
+        # Its fake implementation supports bf16 only, unlike the real one. The casts are not counted.
         return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
 
@@ -200,7 +196,7 @@ def _course_noted(model: nn.Module, meter: _Meter) -> Iterator[None]:
             meter.begin_stretch("backward", name)
 
         def expect_backward(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad and isinstance(tensor, FakeTensor):  # split logits refuse to be watched
+            if tensor.requires_grad and isinstance(tensor, FakeTensor):  # vocab-parallel logits refuse hooks
                 tensor.register_hook(begin_backward)
             return tensor
 
@@ -212,7 +208,7 @@ def _course_noted(model: nn.Module, meter: _Meter) -> Iterator[None]:
 
         return [
             module.register_forward_pre_hook(lambda *_: meter.begin_stretch("enter", name)),
-            # Checkpointing leaves what it computes again by an exception, once it has all that it needs.
+            # Checkpointing ends recomputation by an exception, once it has all tensors that it needs.
             module.register_forward_hook(leave, always_call=True),
         ]
 

@@ -1,4 +1,4 @@
-"""An example batch for a model of transformers: what its forward takes, in shapes and formats."""
+"""Example batches for transformers models: shapes and dtypes of their inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["DEFAULT_SEQUENCE", "ExampleBatch", "example_batch"]
 
 DEFAULT_SEQUENCE = 2048
 
-# What configs call the most positions that a model has embeddings for.
+# Config entries for the maximum number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
-# What heads that give one answer an example are called, of which labels have one number.
+# Suffixes of classes with one label per example.
 _ONE_ANSWER = (
     "ForSequenceClassification",
     "ForImageClassification",
@@ -30,12 +30,12 @@ _GIVE_ANOTHER = "give --model script.py:build_model with a function that returns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleBatch:
-    """A batch on the meta device.
+    """Batch on the meta device.
 
     Attributes:
-        inputs: What the forward takes, by name.
-        text: What it is, in words.
-        has_labels: Whether the model makes a loss of it.
+        inputs: Keyword arguments of the model's forward.
+        text: Description of the batch.
+        has_labels: Whether the model returns a loss for it.
     """
 
     inputs: dict[str, torch.Tensor | bool]
@@ -44,27 +44,27 @@ class ExampleBatch:
 
 
 def example_batch(model: nn.Module, *, batch: int = 1, sequence: int | None = None) -> ExampleBatch:
-    """Return a batch of text, images or sound, with labels where the model takes them.
+    """Return a batch of text, images or audio, with labels if the model accepts them.
 
     Args:
-        model: Of transformers.
-        batch: Examples.
-        sequence: Tokens of each, where they have tokens; None: 2048, or the most that the model has positions for.
+        model: transformers model.
+        batch: Batch size.
+        sequence: Sequence length, for text; optional, defaults to 2048 or the model's maximum.
 
     Raises:
-        ConfigError: What the model takes isn't known, or it has fewer positions.
+        ConfigError: The inputs of the model are unknown, or the sequence exceeds its positions.
     """
     takes = set(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", None)
-    if main == "pixel_values" and "input_ids" in takes:  # pairs of pictures and texts
+    if main == "pixel_values" and "input_ids" in takes:  # pairs of images and texts
         main = "input_ids"
     make = _INPUTS.get(main if isinstance(main, str) else "")
     config = getattr(model, "config", None)
     if make is None or config is None or main not in takes:
         what = f"takes {', '.join(takes)}" if main is None or config is None else f"takes {main} above all"
         raise ConfigError(
-            f"what a batch of {type(model).__name__} looks like is not known: its forward {what}, and known are models"
-            f" of transformers that take {', '.join(_INPUTS)}: {_GIVE_ANOTHER}"
+            f"no example batch for {type(model).__name__}: its forward {what}, but supported are transformers models"
+            f" that take {', '.join(_INPUTS)}: {_GIVE_ANOTHER}"
         )
     length = _length(config, type(model).__name__, sequence)
     inputs, text = make(config, batch, length)
@@ -82,10 +82,7 @@ def _texts(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
 def _pictures(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
     size = getattr(config, "image_size", None)
     if size is None:
-        raise ConfigError(
-            f"the config ({type(config).__name__}) does not say how large its pictures are (image_size):"
-            f" {_GIVE_ANOTHER}"
-        )
+        raise ConfigError(f"the config ({type(config).__name__}) has no image_size: {_GIVE_ANOTHER}")
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     shape = (batch, getattr(config, "num_channels", 3), height, width)
     return {"pixel_values": torch.empty(shape, device="meta")}, f"{batch} x {height} x {width} pixels"
@@ -95,7 +92,7 @@ def _spectra(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]
     frames = 2 * getattr(config, "max_source_positions", 1500)
     bands = getattr(config, "num_mel_bins", 80)
     features = torch.empty((batch, bands, frames), device="meta")
-    return {"input_features": features}, f"{batch} x {frames} frames of sound and {length} tokens"
+    return {"input_features": features}, f"{batch} x {frames} frames of audio and {length} tokens"
 
 
 _INPUTS: dict[str, Callable[[Any, int, int], tuple[dict[str, Any], str]]] = {
@@ -108,12 +105,12 @@ _INPUTS: dict[str, Callable[[Any, int, int], tuple[dict[str, Any], str]]] = {
 def _labels(name: str, takes: set[str], batch: int, length: int) -> dict[str, Any]:
     if {"start_positions", "end_positions"} <= takes:
         return {"start_positions": _numbers(batch), "end_positions": _numbers(batch)}
-    if "return_loss" in takes and "labels" not in takes:  # pictures compared with texts
+    if "return_loss" in takes and "labels" not in takes:  # contrastive loss of images and texts
         return {"return_loss": True}
     if "labels" not in takes:
         return {}
     if name.endswith("ForMultipleChoice"):
-        raise ConfigError(f"how many answers {name} chooses from is not known: {_GIVE_ANOTHER}")
+        raise ConfigError(f"the number of choices of {name} is unknown: {_GIVE_ANOTHER}")
     if name.endswith((*_ONE_ANSWER, "ForNextSentencePrediction")):
         return {"labels": _numbers(batch)}
     others = {"next_sentence_label", "sentence_order_label"} & takes
@@ -123,14 +120,14 @@ def _labels(name: str, takes: set[str], batch: int, length: int) -> dict[str, An
 def _length(config: Any, name: str, sequence: int | None) -> int:
     own = getattr(config, "text_config", config)
     most = next((getattr(own, one) for one in _POSITIONS if isinstance(getattr(own, one, None), int)), None)
-    if most is not None and most < 1:  # XLNet's way of saying that there is no limit
+    if most is not None and most < 1:  # XLNet: no limit
         most = None
     elif getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") and most is not None:
-        most -= 2  # positions are counted from behind the padding's index
+        most -= 2  # positions start after the padding index
     if sequence is None:
         return DEFAULT_SEQUENCE if most is None else min(DEFAULT_SEQUENCE, most)
     if most is not None and sequence > most:
-        raise ConfigError(f"--seq {sequence}, but {name} has {most} positions: give at most {most}")
+        raise ConfigError(f"--seq {sequence} exceeds the {most} positions of {name}: give at most {most}")
     return sequence
 
 

@@ -1,4 +1,4 @@
-"""One model under many plugins and settings: what each takes, and which that fits communicates the least."""
+"""Comparison of plugins and settings for a model: memory of each, and least communication among those that fit."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from booster.single_device import SingleDevicePlugin
 
 __all__ = ["ONE_DEVICE", "Candidate", "Outcome", "cheapest", "compare", "find_candidates", "smallest", "written"]
 
-ONE_DEVICE = "none"  # what Booster(plugin=None) is called on the command line
-_PRECISIONS = (None, "bf16")  # worth a look where the Booster has the say
+ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
+_PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to train.
+    """Plugin and settings to estimate.
 
     Attributes:
-        plugin: Its name; `ONE_DEVICE`: none.
-        settings: Its arguments.
-        mixed_precision: The Booster's; None: none, or the plugin has one of its own.
+        plugin: Name of the plugin, or `ONE_DEVICE`.
+        settings: Arguments of the plugin.
+        mixed_precision: Mixed precision of the Booster; None if unused or controlled by the plugin.
     """
 
     plugin: str
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The plugin and what was set."""
+        """Name of the plugin and its settings."""
         shown = dict(self.settings)
         if self.mixed_precision is not None:
             shown["mixed_precision"] = self.mixed_precision
@@ -49,15 +49,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a candidate.
+    """Result of a candidate.
 
     Attributes:
-        candidate: The way to train.
-        estimate: What it takes; None: it can't be used, for the `reason`.
-        dp_size: Into how many parts the data is split.
-        reason: Why there is no estimate.
-        is_fault: The reason is no mistake of the user's.
-        seconds: That it took to find out.
+        candidate: Plugin and settings.
+        estimate: Memory estimate; None if the candidate can't be used, see `reason`.
+        dp_size: Data parallel size.
+        reason: Error message if there is no estimate.
+        is_fault: If True, the error is not a `BoosterError`: a bug rather than unusable settings.
+        seconds: Time of the estimate.
     """
 
     candidate: Candidate
@@ -69,12 +69,12 @@ class Outcome:
 
     @property
     def sent_for_batch(self) -> float:
-        """Bytes that all ranks together send for every batch of those that they train with in a step."""
+        """Bytes sent by all ranks in a step, per batch of the step."""
         return 0.0 if self.estimate is None else self.estimate.sent * self.estimate.num_ranks / self.dp_size
 
 
 def written(value: Any) -> str:
-    """Return an argument in few words: of a policy what differs from its defaults."""
+    """Format an argument briefly: of a dataclass only non-default fields."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if is_dataclass(value) and not isinstance(value, type):
@@ -86,22 +86,22 @@ def written(value: Any) -> str:
 def find_candidates(
     plugins: str, num_ranks: int, settings: Mapping[str, Any] | None = None, mixed_precision: str | None = None
 ) -> list[Candidate]:
-    """Return the ways to train that are to be looked at.
+    """Return the plugins and settings to estimate.
 
     Args:
-        plugins: Names with commas between them, or "all".
-        num_ranks: Of the world.
-        settings: Arguments of the one plugin, in place of those that it finds worth a look.
-        mixed_precision: The Booster's, for plugins that leave it the say; None: those worth a look.
+        plugins: Comma-separated names, or "all".
+        num_ranks: World size.
+        settings: Arguments of the single plugin; optional, defaults to the plugin's own candidates.
+        mixed_precision: Mixed precision for plugins without their own; optional, defaults to none and bf16.
 
     Raises:
-        ConfigError: No such plugin, or no way to use it on so many ranks.
+        ConfigError: A plugin is unknown, or has no settings for this number of ranks.
     """
     names = _names(plugins, num_ranks)
     if settings and (len(names) > 1 or names == [ONE_DEVICE]):
         raise ConfigError(
-            f"--settings {' '.join(settings)} are arguments of one plugin, and --plugin {plugins} is"
-            f" {'no plugin' if names == [ONE_DEVICE] else f'{len(names)} of them'}: give one plugin's name"
+            f"--settings {' '.join(settings)} are arguments of one plugin, but --plugin {plugins} is"
+            f" {'no plugin' if names == [ONE_DEVICE] else f'{len(names)} of them'}: give the name of one plugin"
         )
     if mixed_precision not in (None, "fp32"):
         mixed_precision_from_name(str(mixed_precision))
@@ -128,14 +128,14 @@ def compare(
     device_memory: int | None = None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> list[Outcome]:
-    """Return what becomes of each candidate.
+    """Estimate each candidate.
 
     Args:
-        question: The model, its optimizer and batch.
-        candidates: The ways to train.
-        num_ranks: Of the world, which is imagined.
-        device_memory: Bytes that a rank has.
-        tell: Is called with the name of each before it is looked at.
+        question: Model, optimizer and batch.
+        candidates: Plugins and settings.
+        num_ranks: World size of the fake process group.
+        device_memory: Available memory per rank in bytes.
+        tell: Callback for progress, called with the name of each candidate before its estimate.
     """
     precisions: dict[str, MixedPrecision] = {}
     outcomes: list[Outcome] = []
@@ -148,13 +148,13 @@ def compare(
 
 
 def cheapest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return which of those that fit sends the least for every batch, then takes the least memory."""
+    """Return the fitting candidate that sends the fewest bytes per batch, then uses the least memory."""
     fitting = [one for one in outcomes if one.estimate is not None and one.estimate.fits]
     return min(fitting, key=lambda one: (one.sent_for_batch, _total(one)), default=None)
 
 
 def smallest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return which takes the least memory."""
+    """Return the candidate that uses the least memory."""
     return min((one for one in outcomes if one.estimate is not None), key=_total, default=None)
 
 
@@ -163,20 +163,20 @@ def _names(plugins: str, num_ranks: int) -> list[str]:
         return [*([ONE_DEVICE] if num_ranks == 1 else []), *plugin_names()]
     names = list(dict.fromkeys(one.strip() for one in plugins.split(",")))
     if "all" in names or not all(names):
-        raise ConfigError(f"--plugin {plugins!r} is no list of plugins: give names with a comma between them, or all")
+        raise ConfigError(f"--plugin {plugins!r} is not a list of plugins: give comma-separated names, or all")
     for name in names:
         if name != ONE_DEVICE:
             plugin_class(name)
         elif num_ranks > 1:
             raise ConfigError(
-                f"--plugin {ONE_DEVICE} is one device without a plugin, and --nproc is {num_ranks}: give --nproc 1, or"
+                f"--plugin {ONE_DEVICE} is one device without a plugin, but --nproc is {num_ranks}: give --nproc 1, or"
                 f" one of {', '.join(plugin_names())}"
             )
     return names
 
 
 def _controls_precision(candidate: Candidate, num_ranks: int) -> bool:
-    """Return whether the plugin leaves the Booster no say; where it can't be made, why will be told later."""
+    """Return whether the plugin controls the precision; True if it can't be created, which is reported later."""
     try:
         with imagined_world(num_ranks):
             return _made(candidate).control_precision()
@@ -200,14 +200,14 @@ def _outcome(
             plugin = _made(candidate)
             precision = None
             if candidate.mixed_precision not in (None, "fp32"):
-                # One object for all: what was measured with it is known the next time.
+                # One object for all candidates: cached measurements are keyed by it.
                 name = str(candidate.mixed_precision)
                 precision = precisions.setdefault(name, mixed_precision_from_name(name))
             estimate = answer(question, plugin, mixed_precision=precision, device_memory=device_memory)
             dp_size = plugin.dp_size
     except BoosterError as error:
         return Outcome(candidate=candidate, reason=str(error))
-    except Exception as error:  # one plugin's fault must not hide what the others need: it is told, and the exit code 1
+    except Exception as error:  # a bug in one plugin must not hide other estimates: it is reported, with exit code 1
         return Outcome(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_fault=True)
     return Outcome(candidate=candidate, estimate=replace(estimate, settings=candidate.settings), dp_size=dp_size)
 

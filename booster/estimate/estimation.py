@@ -1,4 +1,4 @@
-"""`booster.estimate_memory`: what a plugin would take on each rank, without a byte of it being allocated."""
+"""`booster.estimate_memory`: memory per rank under a plugin, without allocating it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["MemoryEstimate", "answer", "estimate_memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What training takes on the rank that needs the most; bytes.
+    """Estimated memory of the rank that needs the most, in bytes.
 
     Attributes:
-        plugin: Name of the plugin's class.
-        settings: Its arguments, where they were given by name.
-        num_ranks: Of the world.
-        memory: At the worst moments of a step, and between steps.
-        device_memory: What there is; None: not said.
+        plugin: Class name of the plugin.
+        settings: Arguments of the plugin that were given by name.
+        num_ranks: World size.
+        memory: Peak memory in backward and the optimizer step, and memory between steps.
+        device_memory: Available memory per rank; None if not given.
     """
 
     plugin: str
@@ -45,17 +45,17 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> MemoryParts:
-        """What the rank holds at the worst moment."""
+        """Memory at the peak, by category."""
         return self.memory.peak
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment."""
+        """Peak memory in bytes."""
         return self.peak.total
 
     @property
     def sent(self) -> int:
-        """Bytes that the rank sends in a step."""
+        """Bytes sent by the rank in a step."""
         return self.memory.sent
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has room for it; None: its memory was not said."""
+        """Whether the peak fits into the device memory; None if that was not given."""
         return None if self.device_memory is None else self.total <= self.device_memory
 
 
@@ -85,28 +85,27 @@ def estimate_memory(
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
 ) -> MemoryEstimate:
-    """Return how much memory a rank needs to train a model: parameters, gradients, states, activations, buffers.
+    """Estimate the memory for training a model on a rank: parameters, gradients, states, activations, buffers.
 
-    Nothing of that size is allocated, and nothing is communicated. Activations are measured: forward and backward run
-    on tensors without values.
+    The model is not allocated, and nothing is communicated. Activations are measured by a forward and backward on fake
+    tensors. Not a collective: may be called on a single rank.
 
     Args:
-        model: Real, on the meta device (`with torch.device("meta")`) or built in a `LazyInitContext`. It isn't changed.
-        plugin: A name, built in or registered, with `settings` and `num_ranks`; or a `Plugin`, for the world that was
-            launched. None: one device.
-        batch: Of one rank: what `execute_pipeline` takes, a mapping of keyword arguments, a tuple, or a tensor. Only
-            shapes and formats count, so meta tensors will do.
-        optimizer: Over parameters of the model, or what makes one.
-        criterion: Returns the loss of (outputs, batch); None: the model's own.
-        num_ranks: Of the world to be imagined, with a plugin's name.
-        settings: The plugin's arguments, with its name.
-        mixed_precision: As `Booster` takes it.
-        device_memory: Bytes that there are.
-
-    Call it on any rank, on its own.
+        model: Model with real values, on the meta device (`with torch.device("meta")`) or built in a `LazyInitContext`.
+            Not modified.
+        plugin: Name of a plugin, with `settings` and `num_ranks`; or a `Plugin` of the launched world; optional,
+            defaults to a single device.
+        batch: Batch of one rank, as for `execute_pipeline`: a mapping of keyword arguments, a tuple, or a tensor. Only
+            shapes and dtypes matter, so meta tensors may be used.
+        optimizer: Optimizer over parameters of the model, or a function that creates one from a list of parameters.
+        criterion: Function of (outputs, batch) that returns the loss; optional, defaults to the model's own loss.
+        num_ranks: World size to estimate for, with the name of a plugin; optional, defaults to the launched world.
+        settings: Arguments of the plugin, with its name.
+        mixed_precision: Mixed precision, as for `Booster`.
+        device_memory: Available memory per rank in bytes, for `MemoryEstimate.fits`.
 
     Raises:
-        ConfigError: Arguments that don't go together, a plugin that can't tell, or a model that can't be measured.
+        ConfigError: Arguments conflict, the plugin has no estimate, or the model can't be measured.
 
     Example:
         >>> import torch
@@ -116,7 +115,7 @@ def estimate_memory(
         >>> batch = torch.empty(8, 1024, device="meta")
         >>> arguments = {"batch": batch, "criterion": lambda outputs, batch: outputs.mean(), "num_ranks": 4}
         >>> estimate = estimate_memory(model, "low_level_zero", settings={"stage": 2}, **arguments)
-        >>> f"{estimate.peak.parameters:,}"  # fp16 by default, with what makes the flat buffer divide
+        >>> f"{estimate.peak.parameters:,}"  # fp16 by default, with padding of the flat buffer
         '8,405,248'
     """
     trained = None
@@ -142,22 +141,22 @@ def answer(
     mixed_precision: str | MixedPrecision | None = None,
     device_memory: int | None = None,
 ) -> MemoryEstimate:
-    """Return the estimate for a question that may be put to several plugins; see `estimate_memory`."""
+    """Return the estimate for a request that is reused for several plugins; see `estimate_memory`."""
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigError(
             f"settings={settings!r} is a {type(settings).__name__}: give the plugin's arguments by name, such as"
-            " {'stage': 2}, or leave it out"
+            " {'stage': 2}, or omit it"
         )
     if device_memory is not None and not (is_number(device_memory) and device_memory > 0):
         raise ConfigError(
-            f"device_memory={device_memory!r} is no number of bytes: give what a device has, such as 80 * 2**30, or"
-            " leave it out"
+            f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
+            " 80 * 2**30, or omit it"
         )
     with _asked(plugin, num_ranks, settings) as asked, _without_garbage_collection():
         if mixed_precision not in (None, "fp32") and asked.control_precision():
             raise ConfigError(
-                f"mixed_precision={mixed_precision!r} was given with {type(asked).__name__}, which has number formats"
-                " of its own: give them in settings=, such as {'precision': 'bf16'}"
+                f"mixed_precision={mixed_precision!r} was given with {type(asked).__name__}, which has its own"
+                " precision: give it in settings=, such as {'precision': 'bf16'}"
             )
         question.precision = _precision(mixed_precision)
         memory = asked.estimate_memory(question)
@@ -172,7 +171,7 @@ def answer(
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for cycles: it finds hardly any, and would free those at any moment."""
+    """Disable garbage collection of cycles, which would free tensors at arbitrary times and so change the peak."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -184,11 +183,11 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _asked(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None) -> Iterator[Plugin]:
-    """Yield the plugin, in its world, or in one that is imagined for it."""
+    """Yield the plugin, with its process group or a fake one."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
             raise ConfigError(
-                f"plugin is a {type(plugin).__name__} of a world of {group_size()} ranks, with settings of its own, and"
+                f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
         with imagine_others():
@@ -200,9 +199,9 @@ def _asked(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping
         )
     wanted = group_size() if num_ranks is None else num_ranks
     if not isinstance(wanted, int) or wanted < 1:
-        raise ConfigError(f"num_ranks={num_ranks!r} is no number of ranks: give 1 or more")
+        raise ConfigError(f"num_ranks={num_ranks!r} is not a positive int: give 1 or more")
     if plugin is None and wanted > 1:
-        raise ConfigError(f"num_ranks={wanted} without a plugin: say how they work together, such as 'torch_ddp'")
+        raise ConfigError(f"num_ranks={wanted} needs a plugin: give plugin=, such as 'torch_ddp'")
     if is_initialized() and wanted == group_size():
         with imagine_others():
             yield plugin_from_name(plugin, **(settings or {})) if plugin else _single_device()

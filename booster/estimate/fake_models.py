@@ -1,4 +1,4 @@
-"""Copies of models and batches without memory: shapes, formats and layout are there, values are not."""
+"""Fake or meta copies of models and batches, with the same shapes, dtypes and strides."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["fake_batch", "fake_copy", "meta_copy", "new_fake_mode"]
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """Return a mode in which every new tensor is a fake one; constants that a model's code keeps may be real."""
+    """Return a `FakeTensorMode` that accepts real tensors as inputs, such as constants of a model's code."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are fake tensors on the CPU; ties are kept.
+    """Return a copy of a model with fake parameters and buffers on the CPU; tied ones stay tied.
 
     Args:
-        model: Real, on the meta device, or built lazily. It is not changed.
-        mode: See `new_fake_mode`.
+        model: Model with real values, on the meta device, or lazily initialized. Not modified.
+        mode: Result of `new_fake_mode`.
 
     Raises:
         ConfigError: The model can't be copied.
@@ -49,19 +49,19 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"{type(model).__name__} can't be copied, and an estimate works with a copy of it ({error}): keep what"
-            " can't be copied out of the model's attributes"
+            f"{type(model).__name__} can't be copied, which an estimate requires ({error}): remove the attributes that"
+            " can't be copied from the model"
         ) from error
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return a batch of fake tensors on the CPU of the same shapes."""
+    """Return a copy of a batch with fake tensors on the CPU."""
     with mode:
         return map_tensors(lambda tensor: _like(tensor, "cpu"), batch)
 
 
 def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    # Dense, in the order of its strides: a view may have gaps that a copy has not.
+    # Dense, in the order of its strides: a view may have gaps, a copy has none.
     given: tuple[int, ...] = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-given[dim], dim))
     strides, step = [0] * tensor.dim(), 1

@@ -1,4 +1,4 @@
-"""Where the model comes from that is asked about: a known name, a config of transformers, or a function of the user."""
+"""Loading of the model to estimate: from a preset, a transformers config, or a function of a script."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from booster.tensor_tree import map_tensors
 
 __all__ = ["ModelSource", "checkpoint_layers", "load_model"]
 
-# By which task a config without `architectures` is read: the first that transformers has a model for.
+# Auto classes for a config without `architectures`: the first that has a model for it is used.
 _TASKS = (
     "AutoModelForCausalLM",
     "AutoModelForSeq2SeqLM",
@@ -39,15 +39,15 @@ _Criterion = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model without memory, and what to train it with.
+    """Model on the meta device, with a batch and criterion.
 
     Attributes:
-        name: Of the preset, of the file and class, or of the function.
-        model: On the meta device.
-        batch: Of one rank.
-        batch_text: What it is, in words; empty where the user gave it.
-        criterion: Returns the loss of (outputs, batch).
-        notes: What the user should know.
+        name: Preset, class and config file, or function.
+        model: Model on the meta device.
+        batch: Batch of one rank.
+        batch_text: Description of the batch; empty if the user provided it.
+        criterion: Function of (outputs, batch) that returns the loss.
+        notes: Notes for the user.
     """
 
     name: str
@@ -61,16 +61,16 @@ class ModelSource:
 def load_model(
     text: str, *, batch: int | None = None, sequence: int | None = None, dtype: torch.dtype = torch.float32
 ) -> ModelSource:
-    """Return the model that a text names, made on the meta device.
+    """Create a model on the meta device.
 
     Args:
         text: One of `PRESETS`, the path of a transformers config, or `script.py:function`.
-        batch: Examples of a batch; None: one, or what the function gives.
-        sequence: Tokens of an example; None: as many as usual, or what the function gives.
-        dtype: Of the weights.
+        batch: Batch size; optional, defaults to 1 or the function's batch.
+        sequence: Sequence length; optional, defaults to that of `example_batch` or the function's batch.
+        dtype: dtype of the weights.
 
     Raises:
-        ConfigError: There is no such model, or what its batches are isn't known.
+        ConfigError: The model is unknown or invalid, or it has no example batch.
     """
     if ".py:" in text or text.endswith(".py"):
         return _from_function(text, batch, sequence, dtype)
@@ -81,7 +81,7 @@ def load_model(
         near = difflib.get_close_matches(text.lower(), PRESETS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"--model {text} is neither a known model nor a file{f' seen from {Path.cwd()}' if '.' in text else ''}."
+            f"--model {text} is not a known model or a file{f' relative to {Path.cwd()}' if '.' in text else ''}."
             f"{hint} Known: {', '.join(PRESETS)}; or give the path of a transformers config.json, or"
             " script.py:build_model"
         )
@@ -89,20 +89,20 @@ def load_model(
 
 
 def checkpoint_layers(source: ModelSource) -> None:
-    """Let a model of transformers compute its layers again in backward instead of keeping their activations.
+    """Enable gradient checkpointing of a transformers model.
 
     Raises:
-        ConfigError: It is no such model, or can't.
+        ConfigError: The model does not support it.
     """
     enable = getattr(source.model, "gradient_checkpointing_enable", None)
     if enable is None or not getattr(source.model, "supports_gradient_checkpointing", False):
         raise ConfigError(
-            f"--gradient-checkpointing with {source.name}, whose layers transformers can't checkpoint: leave it out,"
-            " and let script.py:build_model use torch.utils.checkpoint, or for hybrid_parallel give --settings"
+            f"--gradient-checkpointing is not supported by {source.name} in transformers: omit it, and use"
+            " torch.utils.checkpoint in script.py:build_model, or for hybrid_parallel give --settings"
             " gradient_checkpoint_config=True"
         )
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    source.notes.append("layers are computed again in backward")
+    source.notes.append("layers are recomputed in backward")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -112,13 +112,13 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--model {path} can't be read as JSON ({error}): give a transformers config.json") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ConfigError(
-            f"--model {path} has no entry model_type, by which transformers knows what it describes: give the"
-            " config.json of a model of transformers, or script.py:build_model"
+            f"--model {path} has no entry model_type, which transformers requires: give the config.json of a"
+            " transformers model, or script.py:build_model"
         )
     if "quantization_config" in found:
         raise ConfigError(
-            f"--model {path} describes quantized weights (quantization_config), which are not trained as they are: take"
-            " that entry out to ask about training the weights in full"
+            f"--model {path} has quantized weights (quantization_config), which can't be trained: remove that entry to"
+            " estimate training of the unquantized weights"
         )
     return found
 
@@ -132,9 +132,9 @@ def _from_config(
         entries.pop(unused, None)
     try:
         config = transformers.AutoConfig.for_model(**entries)
-    except Exception as error:  # transformers checks entries with many kinds of errors, its own among them
+    except Exception as error:  # transformers validates entries with many types of errors, its own among them
         raise ConfigError(
-            f"--model {name}: transformers {transformers.__version__} makes no config of it ({_brief(error)}): correct"
+            f"--model {name}: transformers {transformers.__version__} rejects this config ({_brief(error)}): correct"
             " it, install another transformers, or give script.py:build_model"
         ) from error
     with _on_meta(dtype):
@@ -143,7 +143,7 @@ def _from_config(
     title = name if name in PRESETS else f"{type(model).__name__} of {name}"
     if example.has_labels:
         return ModelSource(name=title, model=model, batch=example.inputs, batch_text=example.text)
-    note = f"{type(model).__name__} gives no loss: the mean of its first output stands for one"
+    note = f"{type(model).__name__} returns no loss: the mean of its first output is used instead"
     return ModelSource(
         name=title,
         model=model,
@@ -159,23 +159,23 @@ def _made(transformers: Any, name: str, config: Any, architecture: str | None) -
     if architecture is not None and cls is None:
         raise ConfigError(
             f"--model {name}: transformers {transformers.__version__} has no {architecture} (entry architectures):"
-            " install one that has it, take the entry out for the usual class, or give script.py:build_model"
+            " install one that has it, remove the entry for the default class, or give script.py:build_model"
         )
     try:
         if cls is None:
             mappings = (getattr(transformers, task)._model_mapping for task in _TASKS)
             cls = next((one[type(config)] for one in mappings if type(config) in one), None)
         made: nn.Module | None = None if cls is None else cls(config)
-    except Exception as error:  # whatever the model's code raises at sizes that don't go together
+    except Exception as error:  # any error that the model's code raises for inconsistent sizes
         raise ConfigError(
-            f"--model {name}: {architecture or type(config).__name__} can't be made of its config ({_brief(error)}):"
-            " correct the entries"
+            f"--model {name}: {architecture or type(config).__name__} can't be created from its config"
+            f" ({_brief(error)}): correct the entries"
         ) from error
     if made is not None:
         return made
     raise ConfigError(
-        f"--model {name}: transformers has no model for {type(config).__name__} that is known to train: name the class"
-        " in the entry architectures, or give script.py:build_model"
+        f"--model {name}: transformers has no default model for training {type(config).__name__}: give the class in the"
+        " entry architectures, or give script.py:build_model"
     )
 
 
@@ -183,9 +183,9 @@ def _from_function(text: str, batch: int | None, sequence: int | None, dtype: to
     file, _, function = text.rpartition(":") if ".py:" in text else (text, "", "")
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"--model {text}: there is no file {path}, seen from {Path.cwd()}: correct the path")
+        raise ConfigError(f"--model {text}: there is no file {path}, relative to {Path.cwd()}: correct the path")
     if not function:
-        raise ConfigError(f"--model {text} names no function of the script: write {text}:build_model")
+        raise ConfigError(f"--model {text} has no function of the script: write {text}:build_model")
     build = _function_of(path, function)
     try:
         with _on_meta(dtype):
@@ -195,7 +195,7 @@ def _from_function(text: str, batch: int | None, sequence: int | None, dtype: to
     except Exception as error:
         raise ConfigError(
             f"--model {text}: {function}() failed with {_brief(error)}; it runs under torch.device('meta'), where"
-            " tensors have no values: make those whose values are looked at with device='cpu'"
+            " tensors have no values: create those whose values are read with device='cpu'"
         ) from error
     parts = built if isinstance(built, tuple) else (built,)
     if not isinstance(parts[0] if parts else None, nn.Module) or len(parts) > 3:
@@ -212,27 +212,27 @@ def _of_parts(text: str, parts: tuple[Any, ...], batch: int | None, sequence: in
         example = example_batch(model, batch=1 if batch is None else batch, sequence=sequence)
         if not example.has_labels:
             raise ConfigError(
-                f"--model {text}: {type(model).__name__} makes no loss of a batch of its own: return (model, batch,"
-                " criterion), where criterion(outputs, batch) returns the loss"
+                f"--model {text}: {type(model).__name__} returns no loss: return (model, batch, criterion), where"
+                " criterion(outputs, batch) returns the loss"
             )
         return ModelSource(name=text, model=model, batch=example.inputs, batch_text=example.text)
     if batch is not None or sequence is not None:
         raise ConfigError(
-            f"--model {text} gives a batch of its own, and --batch or --seq was given too: leave them out, or let the"
-            " function return the model alone"
+            f"--model {text} returns its own batch, but --batch or --seq was given too: omit them, or return the model"
+            " alone"
         )
     found: list[torch.Tensor] = []
     map_tensors(lambda tensor: found.append(tensor), parts[1])
     if not found:
         raise ConfigError(
-            f"--model {text} gave {_described(parts[1])} as a batch, which has no tensor in it: give what the model's"
-            " forward takes: a tensor, a tuple, or a dict by name"
+            f"--model {text} returned {_described(parts[1])} as a batch, which has no tensor: return the inputs of the"
+            " model's forward: a tensor, a tuple, or a dict by name"
         )
     if len(parts) == 2:
         return ModelSource(name=text, model=model, batch=parts[1])
     if not callable(parts[2]):
         raise ConfigError(
-            f"--model {text} gave {_described(parts[2])} as a criterion: give a function of (outputs, batch) that"
+            f"--model {text} returned {_described(parts[2])} as a criterion: return a function of (outputs, batch) that"
             " returns the loss"
         )
     return ModelSource(name=text, model=model, batch=parts[1], criterion=parts[2])
@@ -241,15 +241,15 @@ def _of_parts(text: str, parts: tuple[Any, ...], batch: int | None, sequence: in
 def _function_of(path: Path, name: str) -> Callable[[], Any]:
     spec = importlib.util.spec_from_file_location("booster_estimated_script", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"--model {path} is no Python file: give script.py:build_model")
+        raise ConfigError(f"--model {path} is not a Python file: give script.py:build_model")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.absolute().parent))  # it imports its neighbours, as when it is run
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.path.insert(0, str(path.absolute().parent))  # for imports of its neighbours, as when it is run
+    sys.modules[spec.name] = module  # required by dataclasses
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a script does
+    except (Exception, SystemExit) as error:  # any error of the script
         raise ConfigError(
-            f"--model {path}: the script failed when it was imported, with {_brief(error)}: put what trains below"
+            f"--model {path}: importing the script failed with {_brief(error)}: put the training code below"
             ' if __name__ == "__main__":'
         ) from error
     build = getattr(module, name, None)

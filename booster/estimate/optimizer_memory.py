@@ -1,4 +1,4 @@
-"""How much an optimizer keeps for a parameter, found by a step of a small copy of it."""
+"""Memory of optimizer states, measured by a step on small parameters."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from booster.interface import FusedUpdate
 
 __all__ = ["OptimizerMemory"]
 
-# Sizes of the small parameters' dimensions: where a state has one of them, it has that dimension of the parameter.
+# Dimensions of the small parameters: a state's dimension of this size is the parameter's.
 _SIZES = (7, 11, 13, 17, 19, 23)
 _TRIAL_NUMEL = 4096
-_NEGLIGIBLE = 0.05  # of a parameter: small tensors such as factors
+_NEGLIGIBLE = 0.05  # fraction of a parameter: small tensors such as factors
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state tensor of a parameter.
+    """Shape of a state tensor relative to its parameter.
 
     Attributes:
-        dims: Which of the parameter's dimensions it has; None: none of its own, `constant` elements.
-        constant: Further factor of its number of elements.
-        element_bytes: Of its format.
+        dims: Dimensions that it shares with the parameter.
+        constant: Product of its other dimensions.
+        element_bytes: Bytes per element.
     """
 
     dims: tuple[int, ...]
@@ -41,10 +41,10 @@ class _State:
 
 
 class OptimizerMemory:
-    """What an optimizer keeps and computes with.
+    """Memory of an optimizer's states and of the temporaries of its step.
 
     Args:
-        make: Returns the optimizer for some parameters.
+        make: Function that creates the optimizer for a list of parameters.
     """
 
     def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -55,17 +55,17 @@ class OptimizerMemory:
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerMemory:
-        """Return it for an optimizer, or for a function that makes one.
+        """Create it from an optimizer, or from a function that creates one for a list of parameters.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: The argument is neither.
         """
         if isinstance(optimizer, Optimizer):
             return cls(lambda parameters: _alike(optimizer, parameters))
         if not callable(optimizer):
             raise ConfigError(
-                f"optimizer={optimizer!r} is no optimizer: give one over the model's parameters, or what makes one of a"
-                " list of parameters, such as torch.optim.AdamW"
+                f"optimizer={optimizer!r} is not an optimizer: give one over the model's parameters, or a function that"
+                " creates one from a list of parameters, such as torch.optim.AdamW"
             )
         return cls(lambda parameters: _made(optimizer, parameters))
 
@@ -103,11 +103,11 @@ class OptimizerMemory:
         ]
 
     def _ratio(self, dtype: torch.dtype) -> tuple[float, bool]:
-        """Return what a step takes for a moment, in parameters, and whether that is of all of them or the largest."""
+        """Return temporary memory of a step relative to a parameter, and whether it scales with all or the largest."""
         if dtype not in self._ratios:
             try:
                 one, two = (self._taken_by_step(number, dtype) for number in (1, 2))
-            except (RuntimeError, NotImplementedError, TypeError):  # a compiled step, which knows no fake tensors
+            except (RuntimeError, NotImplementedError, TypeError):  # a compiled step, which rejects fake tensors
                 one = two = 0.0
             is_of_all = two > 1.5 * one
             self._ratios[dtype] = (one if one > _NEGLIGIBLE else 0.0, is_of_all)
@@ -119,7 +119,7 @@ class OptimizerMemory:
         with new_fake_mode():
             parameters = [nn.Parameter(torch.empty(_TRIAL_NUMEL, dtype=dtype)) for _ in range(num_parameters)]
             optimizer = self._make(parameters)
-            for _ in range(2):  # the states are there from the first on
+            for _ in range(2):  # the first step allocates the states
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)
                 states = [one for state in optimizer.state.values() for one in state.values()]
@@ -141,7 +141,7 @@ def _described(state: torch.Tensor, shape: tuple[int, ...]) -> _State:
 
 
 def _alike(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer of the same class and settings as the first group has, over other parameters."""
+    """Return a copy of an optimizer with the settings of its first group, over other parameters."""
     first = optimizer.param_groups[0]
     memo: dict[int, Any] = {id(optimizer.state): type(optimizer.state)(dict)}
     for group in optimizer.param_groups:
@@ -157,7 +157,7 @@ def _made(make: Callable[..., Any], parameters: list[nn.Parameter]) -> Optimizer
     optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer={make!r} made a {type(optimizer).__name__} of a list of parameters: give what makes a"
-            " torch.optim.Optimizer"
+            f"optimizer={make!r} returned a {type(optimizer).__name__} for a list of parameters: give a function that"
+            " returns a torch.optim.Optimizer"
         )
     return optimizer

@@ -1,4 +1,4 @@
-"""The sizes of models that many train, as entries of transformers' configs: nothing has to be downloaded for them."""
+"""transformers config entries of well-known models, so that nothing has to be downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _Config = dict[str, Any]
 def _decoder(
     kind: tuple[str, str], width: int, inner: int, layers: int, heads: int, vocabulary: int, **others: Any
 ) -> _Config:
-    """Return the config of a decoder with the entries that Llama brought."""
     return {
         "model_type": kind[0],
         "architectures": [kind[1]],

@@ -1,4 +1,4 @@
-"""What a plugin is asked: a model, an optimizer and a batch, and what their forward and backward take."""
+"""Memory request to a plugin: model, optimizer and batch, with measured states and activations."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _Key = tuple[Any, ...]
 
 
 def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
-    """Return the loss that a model gives itself: `outputs.loss`, or its only output where that is one number.
+    """Return the model's own loss: `outputs.loss`, or its output if that is a single number.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The outputs have no loss.
     """
     loss = outputs.get("loss") if hasattr(outputs, "get") else getattr(outputs, "loss", None)
     loss = outputs if loss is None and isinstance(outputs, torch.Tensor) and outputs.numel() == 1 else loss
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"the model returned a {_kind(outputs)} without a loss, so there is nothing to go backward from: give"
-            " criterion=, a function of (outputs, batch) that returns the loss, as to execute_pipeline; or let the"
-            " function that `booster estimate` calls return (model, batch, criterion)"
+            f"the model returned a {_kind(outputs)} without a loss to run backward from: give criterion=, a function of"
+            " (outputs, batch) that returns the loss, as for execute_pipeline; or return (model, batch, criterion) from"
+            " the function that `booster estimate` calls"
         )
     return loss
 
@@ -46,14 +46,14 @@ def _kind(outputs: Any) -> str:
 
 
 class Question(MemoryQuestion):
-    """See `MemoryQuestion`.
+    """Implementation of `MemoryQuestion` by fake tensors.
 
     Args:
-        model: The user's; real, on the meta device or built lazily.
-        optimizer: What it keeps.
-        batch: Of one rank, as `execute_pipeline` takes it; only shapes and formats count.
-        criterion: Returns the loss of (outputs, batch).
-        trained: The `id`s of the parameters that the optimizer updates; None: all that require gradients.
+        model: User's model; with real values, on the meta device or lazily initialized.
+        optimizer: Memory of the optimizer.
+        batch: Batch of one rank, as for `execute_pipeline`; only shapes and dtypes matter.
+        criterion: Function of (outputs, batch) that returns the loss.
+        trained: `id`s of the parameters that the optimizer updates; optional, defaults to all that require gradients.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Question(MemoryQuestion):
                 raise
             except Exception as error:
                 raise ConfigError(
-                    f"{type(model).__name__} could not be run on tensors without values, so what its activations take"
-                    f" is not known ({type(error).__name__}: {_first_line(error)}): {_advice(error)}"
+                    f"{type(model).__name__} can't be run on fake tensors to measure its activations"
+                    f" ({type(error).__name__}: {_first_line(error)}): {_advice(error)}"
                 ) from error
 
     def _loss(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, outputs_fp32: bool) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Question(MemoryQuestion):
         inputs = batch if dtype is None else cast_floats(dtype, batch)
         if precision is None:
             outputs = call_with_batch(model, inputs)
-            if dtype is not None and outputs_fp32:  # not kept beside what is made of them
+            if dtype is not None and outputs_fp32:  # replaced, so that the uncast outputs are freed
                 outputs = cast_floats(torch.float32, outputs)
             return self._criterion(outputs, batch)
         _, kwargs = precision.convert_inputs((), {"batch": inputs})
@@ -166,7 +166,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _part(batch: Any, num_parts: int) -> Any:
-    """Return the largest of so many parts of a batch, cut along dimension 0."""
+    """Return the largest microbatch of a batch split along dimension 0."""
     if num_parts == 1:
         return batch
     return map_tensors(lambda one: one[: -(-one.shape[0] // num_parts)].clone() if one.dim() else one, batch)
@@ -174,11 +174,8 @@ def _part(batch: Any, num_parts: int) -> Any:
 
 def _advice(error: Exception) -> str:
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return (
-            "a forward whose course depends on numbers that it computed can't be measured; give a batch with which it"
-            " does not"
-        )
-    return "look whether it runs on a real batch of these shapes, and with this criterion"
+        return "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
+    return "check that it runs on a real batch of these shapes and with this criterion"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What many equal layers keep in memory, found from a few of them."""
+"""Activation memory of many identical layers, extrapolated from a few of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from booster.interface.rank_memory import ActivationProfile
 
 __all__ = ["find_stack", "join_recordings", "measure_activations"]
 
-# Note [Repeated layers]
-# A model of eighty equal layers does eighty times the same. It is run with the first three, four and five of them, and
-# what happens is written down, each byte that comes or goes. Where a layer more inserts the same events at the same
-# place each time, between any two events of the rest of the model, the whole is known without running it: these events
-# as often as there are layers. Where anything else changes, or layers differ in anything that can be seen, the whole
-# model is run.
+# Note [Layer extrapolation]
+# A model of eighty identical layers is run with the first three, four and five of them, and all memory events are
+# recorded. If each additional layer inserts the same events at the same position, between any two events of the rest
+# of the model, the events of the full model follow without running it. If anything else changes, or the layers differ
+# in any visible attribute, the full model is run.
 _DEPTHS = (3, 4, 5)
 _FEWEST = 1 + sum(_DEPTHS)
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, tuple)
@@ -29,12 +28,12 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, tuple)
 def measure_activations(
     model: nn.Module, run: Callable[[], torch.Tensor], *, before: Sequence[torch.Tensor] = ()
 ) -> ActivationProfile:
-    """Return what `run` and the backward of the loss that it returns take. To be called within a `FakeTensorMode`.
+    """Measure the memory of `run` and of the backward of its loss. Must be called within a `FakeTensorMode`.
 
     Args:
-        model: Whose parameters get the gradients.
-        run: Runs the model's forward on fake tensors.
-        before: Further tensors that are there before, such as the batch.
+        model: Model whose parameters get the gradients.
+        run: Function that runs the model's forward on fake tensors and returns the loss.
+        before: Further existing tensors, such as the batch.
     """
     before = [*model.parameters(), *model.buffers(), *before]
     name = find_stack(model)
@@ -43,7 +42,7 @@ def measure_activations(
 
 
 def find_stack(model: nn.Module) -> str | None:
-    """Return the name of the longest list of layers that are alike and worth a shorter way; None: there is none."""
+    """Return the name of the longest `ModuleList` of identical layers that is worth extrapolating, or None."""
     lists = {name: one for name, one in model.named_modules() if type(one) is nn.ModuleList and len(one) >= _FEWEST}
     alike = [name for name, one in lists.items() if _are_alike(list(one)) and _are_apart(model, one)]
     name = max(alike, key=lambda one: len(lists[one]), default=None)
@@ -51,12 +50,12 @@ def find_stack(model: nn.Module) -> str | None:
 
 
 def join_recordings(few: Sequence[Recording], name: str, num_layers: int) -> Recording | None:
-    """Return what the whole model does; None: it doesn't follow from what a part of its layers does.
+    """Extrapolate to the full model; None if its events do not follow from those of fewer layers.
 
     Args:
-        few: With three, four and five of the layers.
-        name: Of the list of layers.
-        num_layers: That there are.
+        few: Recordings with three, four and five layers.
+        name: Name of the list of layers.
+        num_layers: Number of layers of the full model.
     """
     halves: list[list[Event]] = []
     for half in ("forward", "backward"):
@@ -86,7 +85,7 @@ def _from_few(
         try:
             with _shortened(stack, depth):
                 few.append(record(model, run, before=before))
-        except Exception:  # whatever a model does that counts on its layers: run whole, it tells what is wrong itself
+        except Exception:  # any error of a model that depends on its layers: the full run reports real ones
             return None
     return join_recordings(few, name, num_layers)
 
@@ -94,7 +93,7 @@ def _from_few(
 @contextmanager
 def _shortened(stack: nn.Module, depth: int) -> Iterator[None]:
     def refuse(*_: Any) -> None:
-        raise RuntimeError("a layer that was left out was called")
+        raise RuntimeError("a removed layer was called")
 
     layers = stack._modules
     kept = dict(list(layers.items())[:depth])
@@ -109,7 +108,7 @@ def _shortened(stack: nn.Module, depth: int) -> Iterator[None]:
             hook.remove()
 
 
-# An event, whose name is split into the layer's number (-1: of no layer) and the rest.
+# An event whose name is split into the layer's index (-1 if of no layer) and the rest.
 _Split = tuple[str, int, str, int, int]
 
 
@@ -128,7 +127,7 @@ def _joined(event: _Split, name: str) -> Event:
 
 
 def _stretches(events: Sequence[_Split]) -> list[list[_Split]]:
-    """Return the events from one of the rest of the model to the next."""
+    """Split the events at those of the rest of the model."""
     found: list[list[_Split]] = [[]]
     for event in events:
         if event[0] and event[1] < 0:
@@ -140,7 +139,7 @@ def _stretches(events: Sequence[_Split]) -> list[list[_Split]]:
 def _repeated(
     three: Sequence[_Split], four: Sequence[_Split], num_layers: int, is_forward: bool
 ) -> list[_Split] | None:
-    """Return the events of so many layers; None: four layers do not do once more what three do."""
+    """Return the events of `num_layers` layers; None if those of four layers do not extend those of three."""
     size = len(four) - len(three)
     if size < 0:
         return None
@@ -164,7 +163,7 @@ def _moved(event: _Split, by: int) -> _Split:
 
 
 def _are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Return whether layers differ in nothing but their number."""
+    """Return whether layers differ in their index only."""
     described = [_description(layer) for layer in layers]
     if any(one.keys() != described[0].keys() for one in described):
         return False
@@ -172,7 +171,6 @@ def _are_alike(layers: Sequence[nn.Module]) -> bool:
 
 
 def _description(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return what can be seen of a layer."""
     found: dict[tuple[str, str], Any] = {}
     for name, module in layer.named_modules():
         found[name, "type"] = type(module)
@@ -194,13 +192,13 @@ def _is_equal_or_counts(values: Sequence[Any]) -> bool:
 
 
 def _are_apart(model: nn.Module, stack: nn.Module) -> bool:
-    """Return whether the layers share no parameter with each other or with the rest of the model."""
+    """Return whether no parameter of the layers is tied."""
     uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     return all(uses[id(one)] == 1 for one in stack.parameters())
 
 
 def _is_told_apart(model: nn.Module, num_layers: int) -> bool:
-    """Return whether a list has something else for each layer, such as the kinds of their attention."""
+    """Return whether the model or its config has a list of settings that differ by layer, such as attention types."""
     holders = [vars(one) for one in model.modules()]
     configs = {id(one["config"]): one["config"] for one in holders if hasattr(one.get("config"), "__dict__")}
     for holder in [*holders, *map(vars, configs.values())]:

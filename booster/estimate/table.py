@@ -1,4 +1,4 @@
-"""What was found out about ways to train, as a table for people and as plain data."""
+"""Estimates of all candidates as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ _SIZES: dict[str, int] = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
 }
 
-_LEAST_BARE_NUMBER = 2**20  # no device has less: the unit was forgotten
+_LEAST_BARE_NUMBER = 2**20  # a smaller number without unit is taken for a forgotten unit
 
 
 def bytes_from_text(text: str, option: str) -> int:
-    """Return a number of bytes, written as 80GiB (2^30 each), 80GB (10^9 each) or 85899345920.
+    """Parse a size such as 80GiB (2^30 bytes each), 80GB (10^9 bytes each) or 85899345920.
 
     Args:
-        text: What the user wrote.
-        option: Where.
+        text: Size to parse.
+        option: Name of the option, for errors.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: The text is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = found[2].lower() if found else ""
     if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < (1 if unit else _LEAST_BARE_NUMBER):
         number = re.match(r"\s*(\d+(?:\.\d+)?)", text)
         hint = f"{number[1]}GiB or {number[1]}GB" if number and float(number[1]) else "80GiB or 80GB"
-        raise ConfigError(f"{option} {text} is no size: write a number and its unit, such as {hint}")
+        raise ConfigError(f"{option} {text} is not a size: write a number and its unit, such as {hint}")
     return round(float(found[1]) * _SIZES[unit])
 
 
 def shown(num_bytes: float) -> str:
-    """Return a size with its unit."""
+    """Format a size with a binary unit."""
     unit, size = _unit_for(num_bytes)
     return f"{num_bytes / size:.1f} {unit}"
 
 
 def format_table(outcomes: Sequence[Outcome]) -> str:
-    """Return a row for each outcome that has an estimate, in one unit; empty where there is none."""
+    """Return a table with a row for each estimate, in one unit; empty if there is none."""
     found = [one for one in outcomes if one.estimate is not None]
     if not found:
         return ""
@@ -69,7 +69,7 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def format_notes(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
-    """Return what can't be used and why, a line for each reason; empty where there is nothing to say."""
+    """Return the notes and the unusable candidates, grouped by reason; empty if there are none."""
     lines = list(notes)
     told: dict[str, list[str]] = {}
     for one in outcomes:
@@ -82,20 +82,20 @@ def format_notes(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
 
 
 def format_verdict(outcomes: Sequence[Outcome], device_memory: int | None) -> str:
-    """Return which to take."""
+    """Return the recommended candidate, or how to reduce memory if none fits."""
     least = smallest(outcomes)
     if least is None or least.estimate is None:
         return "no setting can train this model"
     if device_memory is None:
         return (
             f"least memory: {least.candidate.name}, {shown(least.estimate.total)}\n"
-            "give --device-memory, such as 80GiB, to learn what fits"
+            "give --device-memory, such as 80GiB, to find what fits"
         )
     best = cheapest(outcomes)
     if best is None or best.estimate is None:
         over = least.estimate.total - device_memory
         return (
-            f"nothing fits in {shown(device_memory)}: {least.candidate.name} takes the least,"
+            f"no setting fits in {shown(device_memory)}: {least.candidate.name} needs the least,"
             f" {shown(least.estimate.total)}, which is {shown(over)} too much: {_way_out(least)}"
         )
     return (
@@ -105,7 +105,7 @@ def format_verdict(outcomes: Sequence[Outcome], device_memory: int | None) -> st
 
 
 def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return all that is known as plain data, in bytes."""
+    """Return all results as JSON-serializable data, in bytes."""
     return [
         {
             "plugin": one.candidate.plugin,
@@ -139,17 +139,16 @@ def _fits(outcome: Outcome) -> str:
 
 
 def _for_batch(outcome: Outcome) -> str:
-    """Return what makes the step of a setting another than that of others: how many batches it trains with."""
+    # Bytes per step are comparable only with the number of batches per step.
     batches = "batch" if outcome.dp_size == 1 else "batches"
     return f", which trains with {outcome.dp_size} {batches}"
 
 
 def _way_out(outcome: Outcome) -> str:
-    """Return what would make it less."""
     estimate = outcome.estimate
     if estimate is not None and estimate.peak.activations > estimate.total - estimate.peak.activations:
-        return "most of it are activations: give a smaller --batch or --seq"
-    return "most of it is the model: give more ranks (--nproc), or --dtype bf16 for weights that are kept in bf16"
+        return "most of it is activations: give a smaller --batch or --seq"
+    return "most of it is the model: give more ranks (--nproc), or --dtype bf16 to keep the weights in bf16"
 
 
 def _unit_for(most: float) -> tuple[str, float]:

@@ -76,7 +76,9 @@ def test_formats_batches_and_lengths():
     sounds = load_model("whisper-small").batch
     assert tuple(sounds["input_features"].shape) == (1, 80, 3000)
     assert tuple(sounds["labels"].shape) == (1, 448)
-    with pytest.raises(ConfigError, match="--seq 1025, but GPT2LMHeadModel has 1024 positions: give at most 1024"):
+    with pytest.raises(
+        ConfigError, match="--seq 1025 exceeds the 1024 positions of GPT2LMHeadModel: give at most 1024"
+    ):
         load_model("gpt2", sequence=1025)
 
 
@@ -91,15 +93,15 @@ def test_a_config_is_read_by_its_class_or_by_its_task(tmp_path):
     assert tuple(load_model(str(path), batch=4).batch["labels"].shape) == (4,)
     path.write_text(json.dumps({**TINY, "architectures": ["LlamaModel"]}))
     source = load_model(str(path))
-    assert "LlamaModel gives no loss" in source.notes[0]
+    assert "LlamaModel returns no loss" in source.notes[0]
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({**TINY, "model_type": "llama9"}, "makes no config of it"),
+        ({**TINY, "model_type": "llama9"}, "rejects this config"),
         ({**TINY, "architectures": ["LlamaForEverything"]}, "has no LlamaForEverything"),
-        ({**TINY, "quantization_config": {"bits": 4}}, "describes quantized weights"),
+        ({**TINY, "quantization_config": {"bits": 4}}, "has quantized weights"),
         ({"hidden_size": 3}, "has no entry model_type"),
         ([1], "has no entry model_type"),
         ("{", "can't be read as JSON"),
@@ -138,13 +140,13 @@ def test_functions_of_a_script(tmp_path):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (":alone", "what a batch of Linear looks like is not known"),
+        (":alone", "no example batch for Linear"),
         (":three", r"three\(\) returned a int: return the model"),
-        (":looks", r"looks\(\) failed with .*make those whose values are looked at with device='cpu'"),
-        (":no_tensor", "as a batch, which has no tensor in it"),
-        (":no_criterion", "as a criterion: give a function"),
+        (":looks", r"looks\(\) failed with .*create those whose values are read with device='cpu'"),
+        (":no_tensor", "as a batch, which has no tensor"),
+        (":no_criterion", "as a criterion: return a function"),
         (":missing", "has no function missing; it has alone, with_batch"),
-        ("", "names no function of the script: write .*train.py:build_model"),
+        ("", "has no function of the script: write .*train.py:build_model"),
     ],
 )
 def test_functions_that_cannot_work(tmp_path, function, message):
@@ -157,11 +159,11 @@ def test_functions_that_cannot_work(tmp_path, function, message):
 def test_scripts_and_names_that_cannot_work(tmp_path):
     with pytest.raises(ConfigError, match="there is no file"):
         load_model(str(tmp_path / "nowhere.py:build"))
-    with pytest.raises(ConfigError, match=r"neither a known model nor a file.*Did you mean llama-7b"):
+    with pytest.raises(ConfigError, match=r"is not a known model or a file.*Did you mean llama-7b"):
         load_model("llama7b")
     path = tmp_path / "train.py"
     path.write_text("raise SystemExit(3)")
-    with pytest.raises(ConfigError, match="failed when it was imported, with SystemExit: 3"):
+    with pytest.raises(ConfigError, match="importing the script failed with SystemExit: 3"):
         load_model(f"{path}:build")
     path.write_text(SCRIPT)
     with pytest.raises(ConfigError, match="--batch or --seq was given too"):
@@ -169,5 +171,5 @@ def test_scripts_and_names_that_cannot_work(tmp_path):
 
 
 def test_models_whose_batches_are_not_known_are_told():
-    with pytest.raises(ConfigError, match="its forward takes input, and known are"):
+    with pytest.raises(ConfigError, match="its forward takes input, but supported are"):
         example_batch(torch.nn.Linear(2, 2))
