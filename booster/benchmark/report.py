@@ -12,7 +12,7 @@ from booster.benchmark.settings import INNER_FACTOR, BenchmarkSettings
 
 __all__ = ["describe", "format_notes", "format_table", "to_json"]
 
-_HEADINGS = ("configuration", "forward", "backward", "step", "whole", "memory", "sent", "received", "loss")
+_HEADINGS = ("configuration", "forward", "backward", "step", "total", "memory", "sent", "received", "loss")
 _SECONDS = ("forward_seconds", "backward_seconds", "step_seconds", "whole_seconds")
 _BYTES = ("peak_bytes", "sent_bytes", "received_bytes")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

@@ -26,7 +26,7 @@ models:
                           under torch.device("meta"), so that no memory is allocated
 
 All figures are peak memory of a step on the rank that needs the most; activations are measured on fake tensors.
-"elsewhere" is kept in host memory or in files, "sent" is what a rank sends in a step. The batch is per rank; where
+"offloaded" is kept in host memory or in files, "sent" is what a rank sends in a step. The batch is per rank; where
 ranks share one, as with tensor parallelism, a step trains fewer batches. The cheapest setting is the one that fits with
 the fewest bytes sent by all ranks per batch.
 

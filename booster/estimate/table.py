@@ -14,7 +14,7 @@ __all__ = ["bytes_from_text", "format_notes", "format_table", "format_verdict", 
 
 _PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
 _CHOSEN = "  <--"
-_HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "elsewhere", "sent")
+_HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "offloaded", "sent")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SIZES: dict[str, int] = {
     "": 1,

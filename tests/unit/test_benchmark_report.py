@@ -43,7 +43,7 @@ LEFT_OUT = [LeftOut("2d", "-g 2 makes none")]
 
 def test_the_table():
     assert format_table(OUTCOMES).splitlines() == [
-        "configuration  forward  backward  step  whole  memory    sent  received    loss",
+        "configuration  forward  backward  step  total  memory    sent  received    loss",
         "                    ms        ms    ms     ms     MiB     KiB       KiB",
         "serial            1.00      2.50  0.50   4.10    8.00  512.00      0.50   equal",
         "1d tp=2 dp=1      1.00      2.50  0.50   4.10    3.00  512.00      0.50   equal",

@@ -63,7 +63,7 @@ def test_a_killed_rank_is_explained():
         (["nowhere.py"], "no file 'nowhere.py'"),
         (["--nproc-per-node", "0", "-m", "x"], "--nproc-per-node=0"),
         (["--nproc_per_node", "many", "-m", "x"], "--nproc-per-node=many"),
-        (["--node-rank", "1", "-m", "x"], "--node-rank=1 with --nnodes=1"),
+        (["--node-rank", "1", "-m", "x"], "--node-rank=1 is out of range for --nnodes=1"),
         (["--nnodes", "2", "-m", "x"], "--nnodes=2 without --master-addr"),
         (["--max-restarts", "-1", "-m", "x"], "--max-restarts=-1"),
     ],

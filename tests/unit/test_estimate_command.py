@@ -56,7 +56,7 @@ def test_the_table_has_a_row_for_each_setting(script, capsys):
     assert lines[0].startswith(
         f"{script}:build_model: 16897 parameters in fp32, the batch of the script, AdamW, 2 ranks"
     )
-    headings = r" *parameters +gradients +states +activations +buffers +peak +elsewhere +sent +fits +\(all in KiB\)"
+    headings = r" *parameters +gradients +states +activations +buffers +peak +offloaded +sent +fits +\(all in KiB\)"
     assert re.fullmatch(headings, lines[2])
     row = lines[3].split()
     assert (row[0], row[2], row[8:]) == ("66.00", "132.01", ["yes", "torch_ddp", "<--"])
