@@ -42,7 +42,7 @@ class ConfigurationError(BoosterError):
 
 
 class Ranks:
-    """Measures configurations, each in new processes for isolation.
+    """Worker processes that measure configurations, new ones for each configuration.
 
     A context manager: running processes are killed at its exit.
 

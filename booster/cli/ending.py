@@ -80,7 +80,7 @@ def _watch(woken: int, by_fd: int | None, done: threading.Event, clean_up: Calla
 
 
 def _first_signal(woken: int, by_fd: int | None, done: threading.Event) -> signal.Signals | None:
-    """Wait for a signal or the end of the pipe, and returns which signal it was; None if all is done."""
+    """Wait for a signal or EOF of the pipe and return the signal, or None if `done` is set."""
     poll = select.poll()
     for fd in (woken, by_fd):
         if fd is not None:

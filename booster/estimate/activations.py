@@ -109,7 +109,7 @@ def peak_of(run: Callable[[], Any], before: Sequence[torch.Tensor]) -> int:
 
 
 class _Meter(TorchDispatchMode):
-    """Records allocation and release of storages."""
+    """Dispatch mode that records allocation and release of storages."""
 
     def __init__(self, before: Sequence[torch.Tensor]) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def test_a_killed_rank_is_the_cause_and_all_places_are_told(run):
     ended = run(WAITING, "SIGKILL")
     assert ended.code == 137
     survivor, cause, signs = ended.words
-    places = re.match(r"where the ranks were by their last signs \(signs .*\): rank 0, (.*); rank 1, (.*)\n", signs)
+    places = re.match(r"last heartbeats of the ranks \(sent .*\): rank 0, (.*); rank 1, (.*)\n", signs)
     assert re.fullmatch(r"\d+\.\d s before the end: after 0 steps, in backward for .*", places[2])
     assert re.match(r"\d+\.\d s before the end: after 0 steps, ", places[1])
     assert survivor.startswith("rank 0 of 2")

@@ -97,12 +97,10 @@ class _Cube(torch.autograd.Function):
 
 
 def _gathered(block: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
-    """All-gather blocks along an axis, concatenated by rows."""
     return all_gather_equal(block.detach(), roles.grid.group(axis))
 
 
 def _own_rows(term: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
-    """Reduce-scatter terms along an axis, sharded by rows."""
     total = term.new_empty(term.shape[0] // roles.grid.sizes[axis], term.shape[1])
     start_reduce_scatter(term.view(-1), roles.grid.group(axis)).finish(total.view(-1), accumulate=False)
     return total

@@ -85,12 +85,10 @@ class _Summa(torch.autograd.Function):
 
 
 def _along_row(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
-    """Broadcast the block of column `source` along this row."""
     return _received(block, source, "column", grid)
 
 
 def _along_column(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
-    """Broadcast the block of row `source` along this column."""
     return _received(block, source, "row", grid)
 
 
@@ -116,7 +114,6 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.T
 
 
 def _own_sum(terms: torch.Tensor, axis: str, grid: Grid) -> torch.Tensor:
-    """Reduce-scatter the terms along an axis."""
     total = torch.empty_like(terms[0])
     start_reduce_scatter(terms.view(-1), grid.group(axis)).finish(total.view(-1), accumulate=False)
     return total
