@@ -97,8 +97,8 @@ def test_every_configuration_of_four_ranks(tmp_path):
         (line,) = (line for line in lines if line.startswith(f"{name}  "))
         assert line.endswith(" equal")
     assert [line for line in lines if line.startswith("not measured: ")] == [
-        "not measured: 2.5d depth=1 q=2: a single square is what 2d q=2 measures",
-        "not measured: 3d: -g 4 makes none; it takes q * q * q ranks with q from 2, so -g 8, 27, 64, 125, ...",
+        "not measured: 2.5d depth=1 q=2: the same as 2d q=2",
+        "not measured: 3d: not possible with -g 4: it needs q * q * q ranks with q from 2, so -g 8, 27, 64, 125, ...",
     ]
     assert done.stderr.splitlines() == [f"[{number + 1}/8] {name}" for number, name in enumerate(names)]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
