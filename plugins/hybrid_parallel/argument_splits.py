@@ -1,4 +1,4 @@
-"""Arguments that hold something for every head: each rank's modules are given what belongs to its own heads."""
+"""Sharding of forward arguments that have an entry per head: each rank's modules receive those of its own heads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ __all__ = ["split_argument"]
 
 
 def split_argument(modules: Mapping[str, nn.Module], split: ArgumentSplit, ranks: TensorParallelRanks) -> None:
-    """Has a module's forward given this rank's heads of an argument, as of Bloom's position biases. No communication.
+    """Pass only this rank's heads of an argument to a module's forward, as for Bloom's position biases.
 
     Args:
-        modules: Of the model, by name.
-        split: Which argument of which module.
-        ranks: The tensor-parallel ranks.
+        modules: The model's modules by name.
+        split: The argument and its module.
+        ranks: The tensor-parallel group.
+
+    Collective: no.
     """
     held = units_of_rank(split.block, ranks.size, ranks.rank)
     entry = _OwnUnits(split.argument, split.dim, split.block.num_units, slice(held.start, held.stop))
@@ -30,7 +32,7 @@ def split_argument(modules: Mapping[str, nn.Module], split: ArgumentSplit, ranks
 
 
 class _OwnUnits:
-    """Takes a range of units out of a dimension in which they are the fastest: (batch and units, ...)."""
+    """Forward pre-hook that narrows a dimension in which units vary fastest, such as (batch * heads, ...)."""
 
     def __init__(self, argument: str, dim: int, num_units: int, own: slice) -> None:
         self._argument = argument
@@ -43,7 +45,7 @@ class _OwnUnits:
         value = kwargs.get(self._argument)
         if not isinstance(value, torch.Tensor):
             return args, kwargs
-        # Where batch and heads are one dimension of three, four have them apart.
+        # A 3-d argument has batch and heads in one dimension, a 4-d one has them separate.
         dim = 1 if self._dim == 0 and value.dim() == 4 else self._dim
         if value.shape[dim] % self._num_units:
             return args, kwargs  # a mask that is the same for all heads

@@ -1,4 +1,4 @@
-"""Takes a model's parameters down to this rank's parts, one after the other, with what an optimizer has of them."""
+"""Shard a model's parameters and their optimizer state in place."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ def cut_model(
     *,
     absent: Collection[int] = (),
 ) -> dict[str, nn.Parameter]:
-    """Gives every parameter its values where it has none, and keeps this rank's part of it.
+    """Materialize every parameter and keep this rank's shard of it.
 
-    Parameters that have values are cut in place; what is lazy or on the meta device is filled module by module, so
-    that no rank ever holds more whole than one module's own parameters. Collective.
+    Lazy and meta parameters are materialized module by module, so that the unsharded parameters of at most one module
+    are in memory at a time.
 
     Args:
         model: The user's model.
-        optimizer: The user's optimizer; states of steps that it has made are cut, too.
-        layouts: What this rank holds of every parameter, by name, tied ones once.
-        materializer: Of the model.
-        absent: The `id`s of modules that this rank holds nothing of; their tensors are taken away.
+        optimizer: The user's optimizer, whose existing states are sharded as well.
+        layouts: This rank's shard spec of every parameter by name, tied ones once.
+        materializer: Materializer of the model.
+        absent: The `id`s of modules that other stages hold; their tensors are removed.
 
     Returns:
-        The model's parameters by name, tied ones once; those of absent modules alone are on the meta device, and are
-        in the optimizer's param groups no more.
+        The model's parameters by name, tied ones once. Those of absent modules only are on the meta device, and are
+        removed from the optimizer's param groups.
+
+    Collective: yes.
     """
     materializer.place_real()
     if optimizer is not None and optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())  # puts every state where its parameter lies now
+        optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     kept = {id(one) for module in model.modules() if id(module) not in absent for one in _own(module)}
     held = {names[key] for key in kept}
     before = dict(model.named_parameters())
     after: dict[str, nn.Parameter] = {}
     taken: dict[int, nn.Parameter] = {}
-    gone: list[nn.Parameter] = []  # an id is nobody else's as long as its object lives
+    gone: list[nn.Parameter] = []  # keeps the objects alive, so that their ids stay unique
     for module in model.modules():
         own = [names[id(one)] for one in _own(module)]
         materializer.fill([module])
@@ -65,9 +67,9 @@ def cut_model(
             for name, parameter in found.items():
                 if name not in held:
                     after.setdefault(name, taken[id(parameter)])
-                    parameter.data, parameter.grad = parameter.data.new_empty(0), None  # whoever else refers to it
+                    parameter.data, parameter.grad = parameter.data.new_empty(0), None  # other references may remain
                     gone.append(parameter)
-    # Not before: what a module's ancestors do to their descendants, they do to all of them.
+    # Only after all modules: materializing an ancestor may initialize all of its descendants.
     for module in model.modules():
         if id(module) in absent:
             take_tensors(module)
@@ -83,7 +85,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def cut_parameter(parameter: nn.Parameter, layout: ParameterLayout, optimizer: Optimizer | None = None) -> None:
-    """Takes a parameter down to the part of it that a layout says, in place, with what an optimizer has of it."""
+    """Keep the shard of a parameter that its spec describes, in place, and of its optimizer state."""
     if not layout.is_whole:
         parameter.data = layout.cut(parameter.data)
         parameter.grad = None
@@ -103,7 +105,7 @@ def _follow(
     after: Mapping[str, nn.Parameter],
     held: Collection[str],
 ) -> None:
-    """Points an optimizer at parameters that took the place of others, and lets go of what this rank does not hold."""
+    """Point an optimizer at the replaced parameters, and drop those that this rank does not hold."""
     names = {id(parameter): name for name, parameter in before.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [after[names[id(one)]] for one in group["params"] if names[id(one)] in held]

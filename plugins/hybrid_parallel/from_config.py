@@ -1,4 +1,4 @@
-"""The plugin's arguments from the `parallel` dict of a configuration file."""
+"""Plugin arguments from the `parallel` dict of a configuration file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _OF_PIPELINE = (
 
 
 def arguments_from_config(config: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the keyword arguments of the plugin that a configuration stands for.
+    """Return the plugin's keyword arguments for a configuration.
 
-    An axis is a number of ranks or a dict with `size`; one that is left out has 1 rank. `tensor` has a `mode`, too:
-    "1d" (Shoeybi et al., "Megatron-LM", 2019) is the one there is. `pipeline` may hold the plugin's other arguments of
-    stages, under their names. `data` is worked out, and checked where it is given. No communication.
+    An axis is a number of ranks or a dict with `size`, and defaults to 1 rank. `tensor` also has a `mode`, of which
+    "1d" (Shoeybi et al., "Megatron-LM", 2019) is supported. `pipeline` may contain the plugin's other pipeline
+    arguments under their names. `data` is optional, as it follows from the others.
 
     Args:
-        config: As in `dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode="1d"))`.
-        more: Further keyword arguments of the plugin, which are returned as well.
+        config: Axis sizes, such as `dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode="1d"))`.
+        more: Further keyword arguments of the plugin, which are added to the result.
 
     Raises:
-        ConfigError: The configuration can't be, or says something else than `more`.
+        ConfigError: The configuration is invalid, or contradicts `more`.
+
+    Collective: no.
     """
     _check_names(config)
     sizes = {axis: _size(axis, config[axis]) for axis in _AXES if axis in config}
@@ -46,18 +48,18 @@ def arguments_from_config(config: Mapping[str, Any], more: Mapping[str, Any] | N
 def _check_names(config: Any) -> None:
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f"the configuration {config!r} is of type {type(config).__name__}, which names no axes: give a dict,"
+            f"the configuration must be a dict of axes, got {config!r} of type {type(config).__name__}: give a dict,"
             f" such as {_EXAMPLE}"
         )
     unknown = [axis for axis in config if axis not in _AXES]
     if "parallel" in unknown:
         raise ConfigError(
-            f"the configuration has the key 'parallel' among {', '.join(map(repr, config))}: give what is below it, as"
-            " in from_config(config['parallel'])"
+            f"the configuration has the key 'parallel' among {', '.join(map(repr, config))}: give its value, as in"
+            " from_config(config['parallel'])"
         )
     if unknown:
         raise ConfigError(
-            f"the configuration has {unknown[0]!r}, which is no axis that ranks are divided along: choose from"
+            f"the configuration has {unknown[0]!r}, which is not a parallel axis: choose from"
             f" {', '.join(_AXES)}, as in {_EXAMPLE}; other arguments follow it, as in from_config(config, zero_stage=1)"
         )
 
@@ -70,19 +72,19 @@ def _size(axis: str, given: Any) -> int:
         size = given["size"]
         _check_keys(axis, given)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"{axis}={given!r} has no number of ranks: give a whole number from 1, as in {axis}=2")
+        raise ConfigError(f"{axis}={given!r} is not a number of ranks: give a positive integer, as in {axis}=2")
     return size
 
 
 def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
-    # Modes that come later have further keys: what is said of the mode is said first.
+    # Unsupported modes may have further keys; the error about the mode comes first.
     if axis == "tensor" and given.get("mode") != _MODE:
         return
     known = ("size", *{"tensor": ("mode",), "pipeline": _OF_PIPELINE}.get(axis, ()))
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"{axis}={dict(given)!r} has {key!r}, which means nothing there: write {axis}={_example(axis)}"
+                f"{axis}={dict(given)!r} has the unknown key {key!r}: write {axis}={_example(axis)}"
                 + (f" (its keys are {', '.join(known)})" if axis == "pipeline" else "")
             )
 
@@ -100,18 +102,18 @@ def _check_mode(given: Any, size: int) -> None:
     mode = given.get("mode") if isinstance(given, Mapping) else None
     if mode is None and size > 1:
         raise ConfigError(
-            f"tensor={_shown(given)} splits layers over {size} ranks and does not say how: write"
+            f"tensor={_shown(given)} shards layers over {size} ranks but has no mode: write"
             f" tensor=dict(size={size}, mode='1d')"
         )
     if mode in _LATER_MODES:
         raise ConfigError(
-            f"tensor={_shown(given)}: mode {mode!r} comes in a later version: use mode='1d'"
+            f"tensor={_shown(given)}: mode {mode!r} is not supported yet: use mode='1d'"
             + (", or sequence_parallelism_mode='ring_attn' with sp_size, as arguments" if mode == "sequence" else "")
         )
     if mode not in (None, _MODE):
         raise ConfigError(
-            f"tensor={_shown(given)}: mode {mode!r} is not known: use mode='1d' ({', '.join(_LATER_MODES)} come in a"
-            " later version)"
+            f"tensor={_shown(given)}: mode {mode!r} is unknown: use mode='1d' ({', '.join(_LATER_MODES)} are not"
+            " supported yet)"
         )
 
 
@@ -126,8 +128,8 @@ def _check_data(sizes: Mapping[str, int]) -> None:
     if sizes["data"] * others != world_size:
         raise ConfigError(
             f"data={sizes['data']} times pipeline={sizes.get('pipeline', 1)} and tensor={sizes.get('tensor', 1)} is"
-            f" {sizes['data'] * others} ranks, and there are {world_size}: leave data out, as it is worked out from the"
-            " others"
+            f" {sizes['data'] * others} ranks, but the world size is {world_size}: leave data out, as it follows from"
+            " the others"
         )
 
 
@@ -135,13 +137,13 @@ def _joined(arguments: dict[str, Any], of_pipeline: dict[str, Any], more: Mappin
     for name, argument in _ARGUMENTS.items():
         if argument in more:
             raise ConfigError(
-                f"{argument}={more[argument]!r} was given beside the configuration, whose {name!r} says"
-                f" {arguments[argument]}: leave {argument} out"
+                f"{argument}={more[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
+                f" configuration: leave {argument} out"
             )
     for name, value in of_pipeline.items():
         if name in more:
             raise ConfigError(
-                f"{name}={more[name]!r} was given beside the configuration, whose 'pipeline' says {value!r}: leave one"
+                f"{name}={more[name]!r} was given in addition to {value!r} in the configuration's 'pipeline': leave one"
                 " of them out"
             )
     return arguments | of_pipeline | dict(more)

@@ -1,4 +1,4 @@
-"""What a plan makes of every parameter: which part of it each tensor-parallel rank holds. Numbers only."""
+"""Shard specs of a model's parameters under a tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _SPLIT_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLE
 def planned_layouts(
     model: nn.Module, plan: TensorParallelPlan, num_ranks: int, vocabulary_multiple: int
 ) -> dict[str, list[ParameterLayout]]:
-    """Returns by parameter name, tied ones once, what each rank holds of it.
+    """Return each parameter's shard specs by name, tied parameters once, one spec per rank.
 
     Args:
-        model: The user's model, before it is cut; possibly on the meta device.
-        plan: Which module is split how.
-        num_ranks: Tensor-parallel ranks.
-        vocabulary_multiple: What the padded vocabulary is a multiple of.
+        model: The user's unsharded model, possibly on the meta device.
+        plan: Tensor-parallel style of each module.
+        num_ranks: Number of tensor-parallel ranks.
+        vocabulary_multiple: Multiple to which the vocabulary is padded.
 
     Raises:
-        ConfigError: Modules that share a parameter split it in different ways.
+        ConfigError: Modules that share a parameter shard it in different ways.
+
+    Collective: no.
     """
     split: dict[int, tuple[str, list[ParameterLayout]]] = {}
     for name, parameter, entry, own_name in _planned_parameters(model, plan):
@@ -41,8 +43,8 @@ def planned_layouts(
         other = split.setdefault(id(parameter), (name, layouts))
         if other[1] != layouts:
             raise ConfigError(
-                f"{name!r} is the same parameter as {other[0]!r}, and the plan splits them in different ways: give both"
-                " modules styles that cut the same dimension, such as 'vocab' and 'vocab_head', or none"
+                f"{name!r} is the same parameter as {other[0]!r}, but the plan shards them differently: give both"
+                " modules styles that shard the same dimension, such as 'vocab' and 'vocab_head', or none"
             )
     found = {}
     for name, parameter in model.named_parameters():
@@ -54,7 +56,7 @@ def planned_layouts(
 def _planned_parameters(
     model: nn.Module, plan: TensorParallelPlan
 ) -> Iterator[tuple[str, nn.Parameter, PlannedEntry, str]]:
-    """Yields the parameters that entries are about, with their full names and their names within the module."""
+    """Yield the planned parameters: full name, parameter, entry and name within the module."""
     modules = dict(model.named_modules())
     for entry in plan.entries:
         if entry.is_parameter:
@@ -62,7 +64,7 @@ def _planned_parameters(
             yield entry.name, modules[module_name]._parameters[own_name], entry, "weight"  # type: ignore[misc]
             continue
         if entry.style not in _SPLIT_STYLES:
-            continue  # what it says is about more than its own parameters, which may have entries of their own
+            continue  # the style covers a subtree, whose parameters may have their own entries
         for own_name, parameter in modules[entry.name].named_parameters(recurse=False):
             yield f"{entry.name}.{own_name}", parameter, entry, own_name
 

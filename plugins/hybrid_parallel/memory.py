@@ -1,4 +1,4 @@
-"""What a rank of the mesh holds: parts of its stage's layers, and activations of the micro-batches under way."""
+"""Memory model of a rank: shards of its stage's layers, and activations of the microbatches in flight."""
 
 from __future__ import annotations
 
@@ -26,32 +26,26 @@ from booster.plugins.low_level_zero.memory import zero_memory
 
 __all__ = ["hybrid_memory", "hybrid_settings"]
 
-_MOST_TENSOR_RANKS = 8  # of one machine: more would send activations over the network
+_MOST_TENSOR_RANKS = 8  # of one node: more would send activations over the network
 
-# Note [Memory of a stage]
-# What one micro-batch leaves behind in each piece of the model is measured on the whole model, divided over the tensor
-# and sequence parallel ranks as it will be. A stage has its pieces', as often as its schedule lets micro-batches be
-# under way, and once what is there for a moment while a unit runs. The stage that needs the most is the answer.
-
-
-# Found once for a model, whatever else differs between the settings that are asked about.
+# Cache of plans: estimates of one model differ in many settings that do not change its plan.
 _plans: WeakKeyDictionary[nn.Module, dict[str, TensorParallelPlan]] = WeakKeyDictionary()
 
 
 def hybrid_memory(
     question: MemoryQuestion, arguments: HybridArguments, mesh: HybridMesh, split: ModelSplit, *, offloads: bool
 ) -> RankMemory:
-    """Returns what training takes on the rank that needs the most.
+    """Return the memory of training on the rank that needs the most.
 
     Args:
         question: The model and its optimizer.
-        arguments: The plugin's.
-        mesh: Of the ranks.
-        split: Divides models.
-        offloads: Masters and states are in host memory beside an accelerator.
+        arguments: Arguments of the plugin.
+        mesh: The device mesh.
+        split: Partitioner of models.
+        offloads: If True, masters and states are in host memory.
 
     Raises:
-        ConfigError: The model can't be divided so, or not be measured.
+        ConfigError: The model cannot be partitioned or measured.
     """
     plans = _plans.setdefault(question.model, {})
     plan = plans.get(arguments.division_of_layers) or split.plan(question.model)
@@ -84,7 +78,7 @@ def hybrid_memory(
 
 
 def hybrid_settings(num_ranks: int) -> list[dict[str, Any]]:
-    """Returns the plugin's arguments for ways to divide ranks that are worth a look, with ZeRO 1 over the others."""
+    """Return candidate arguments of the plugin: combinations of tp_size and pp_size, with ZeRO 1 over the rest."""
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     found: list[dict[str, Any]] = []
     for tp_size in (size for size in divisors if size <= _MOST_TENSOR_RANKS):
@@ -109,13 +103,13 @@ def _memory(part: _Part, arguments: HybridArguments, mesh: HybridMesh, sent: int
 
 
 class _Part(MemoryQuestion):
-    """The question about what a rank has of the model, whose activations are known.
+    """Memory request for a rank's part of the model, with known activations.
 
     Args:
-        whole: The question about the whole model.
-        local: The model with the rank's parts of parameters.
-        held: Names of those that it has; None: all.
-        profile: Of its activations.
+        whole: Request for the full model.
+        local: The model with the rank's shards.
+        held: Names of the parameters that the rank holds, or None for all.
+        profile: Profile of the rank's activations.
     """
 
     def __init__(
@@ -159,7 +153,7 @@ class _Part(MemoryQuestion):
 
 
 class _HeldParameters(nn.Module):
-    """Some of a model's parameters, by the names that they have there, and all of its buffers."""
+    """View of a model with some of its parameters and all of its buffers."""
 
     _whole: Any
     _held: set[str]
@@ -177,11 +171,11 @@ class _HeldParameters(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module's forward and backward, read off the course of the whole model.
+    """Activation memory of a module, from the memory timeline of the full model.
 
     Attributes:
-        kept: Bytes that its forward left behind.
-        passing: How much more there was at the worst moment of its forward and backward than when its forward ended.
+        kept: Bytes of activations that its forward saves for backward.
+        passing: Additional bytes at the peak of its forward and backward, relative to the end of its forward.
         returned: Bytes of its output.
     """
 
@@ -191,13 +185,17 @@ class _Module:
 
 
 class _Stage:
-    """The activations of a stage while its schedule goes on; see Note [Memory of a stage].
+    """The activations of a stage over its schedule.
+
+    The activations of one microbatch are measured for each model chunk on the full model, with its layers sharded over
+    the tensor- and sequence-parallel ranks. A stage holds those of its chunks once per microbatch in flight, plus the
+    transient memory of one running layer.
 
     Args:
-        stage: Which one.
-        division: Of the model.
-        profile: Of one micro-batch in the whole model.
-        num_micro_batches: Of a step.
+        stage: Index of the stage.
+        division: Partition of the model into stages.
+        profile: Profile of one microbatch in the full model.
+        num_micro_batches: Number of microbatches of a step.
     """
 
     def __init__(
@@ -219,7 +217,7 @@ class _Stage:
         self.sent = within + num_micro_batches * self._sent_between()
 
     def profile(self, names: Sequence[str]) -> ActivationProfile:
-        """Returns the stage's activations, as a course in which all gradients are there at the worst moment."""
+        """Return the stage's activations, as a timeline in which all gradients exist at the peak."""
         live = worst = 0
         last = Kind.WEIGHT if self._division.schedule.defers_weights else Kind.BACKWARD
         for step in self._steps:
@@ -234,7 +232,7 @@ class _Stage:
 
     def _kept_by(self, piece: Piece) -> int:
         kept = sum(self._modules[name].kept for name in self._names_in(piece))
-        if piece.is_last:  # with the loss, and what runs outside of modules
+        if piece.is_last:  # the loss, and operations outside of modules
             kept += max(0, self._profile.kept - sum(one.kept for one in self._modules.values()))
         return kept + (0 if piece.is_first else self._boundary(piece.start))
 
@@ -243,7 +241,7 @@ class _Stage:
         passing = behind = 0
         if piece.is_last:
             passing = max(0, self._profile.worst_moment(0.0)[0] - self._profile.kept)
-        for name in reversed(names):  # what is behind a module is free when its backward runs
+        for name in reversed(names):  # a module's backward runs after those of later modules freed their activations
             passing = max(passing, self._modules[name].passing - behind)
             behind += self._modules[name].kept
         return passing
@@ -259,12 +257,12 @@ class _Stage:
         return found
 
     def _boundary(self, start: int) -> int:
-        """Returns the bytes that travel to the piece that begins with a unit."""
+        """Return the bytes sent to the model chunk that starts at a layer."""
         name = self._division.plan.units[start - 1]
         return self._modules[name].returned if name in self._modules else 0
 
     def _sent_between(self) -> int:
-        """Returns the bytes of a micro-batch's hidden states and their gradients to other stages."""
+        """Return the bytes of a microbatch's hidden states and gradients that are sent to other stages."""
         total = 0
         for position, piece in self._pieces.items():
             if not piece.is_last and position + 1 not in self._pieces:
@@ -275,7 +273,7 @@ class _Stage:
 
 
 def _modules(course: Sequence[Stretch], names: Sequence[str]) -> dict[str, _Module]:
-    """Returns what a course says about modules, of which none is within another one."""
+    """Return the memory of modules, none of which contains another, from a memory timeline."""
     begun: dict[str, int] = {}
     ended: dict[str, int] = {}
     kept: dict[str, int] = {}
@@ -287,7 +285,7 @@ def _modules(course: Sequence[Stretch], names: Sequence[str]) -> dict[str, _Modu
     for stretch in course:
         is_backward = is_backward or (stretch.event == "leave" and stretch.name == "")
         if stretch.name in wanted and stretch.event != "gradient":
-            is_leaving = stretch.event == "leave" and not is_backward  # there, modules run again as a part of it
+            is_leaving = stretch.event == "leave" and not is_backward  # backward recomputes checkpointed modules
             if stretch.event == "enter" and not is_backward:
                 begun[stretch.name] = stretch.begin
             elif is_leaving:

@@ -1,4 +1,4 @@
-"""Which ranks work together on what: one mesh of the axes dp, pp, sp and tp, and the groups of ranks along them."""
+"""Device mesh of the axes dp, pp, sp and tp, and the process groups along them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["AXES", "HybridMesh", "mesh_order", "rank_groups"]
 
 # Note [Mesh axes]
 # dp: ranks that read different data. pp: ranks that hold different layers. sp: ranks that hold different tokens of the
-# same data. tp: ranks that hold different parts of the same layers. The last axis in `mesh_order` is the innermost: its
-# ranks are next to each other, so on one machine, as tensor parallelism communicates the most.
+# same data. tp: ranks that hold different shards of the same layers. The last axis in `mesh_order` is the innermost:
+# its ranks are consecutive, so on one node, because tensor parallelism communicates the most.
 AXES = ("dp", "pp", "sp", "tp")
 
 
 def mesh_order(*, dp_outside: bool) -> tuple[str, ...]:
-    """Returns the axes from the outermost to the innermost; `dp_outside` puts dp outside of pp."""
+    """Return the axes from the outermost to the innermost; `dp_outside` puts dp outside of pp."""
     return ("dp", "pp", "sp", "tp") if dp_outside else ("pp", "dp", "sp", "tp")
 
 
 def rank_groups(sizes: Mapping[str, int], along: Sequence[str]) -> list[list[int]]:
-    """Returns the groups of ranks that differ in their places along some axes only; each in ascending order.
+    """Return the groups of ranks whose coordinates differ along the given axes only, each in ascending order.
 
     Args:
-        sizes: Ranks along each axis, from the outermost to the innermost.
-        along: The axes, in any order.
+        sizes: Number of ranks along each axis, from the outermost to the innermost.
+        along: Axes of the groups, in any order.
     """
     places = itertools.product(*(range(size) for size in sizes.values()))
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -52,19 +52,19 @@ def rank_groups(sizes: Mapping[str, int], along: Sequence[str]) -> list[list[int
 class HybridMesh:
     """The mesh of all ranks; see Note [Mesh axes].
 
-    Collective: every rank of the world makes it, with the same sizes.
-
     Args:
-        device_type: Of the tensors that the axes' groups send, such as "cpu".
-        dp: Ranks along each axis; their product is the number of ranks.
-        pp: See `dp`.
-        sp: See `dp`.
-        tp: See `dp`.
-        dp_outside: The dp axis is outside of the pp axis; False: inside of it.
+        device_type: Device type of the axes' groups, such as "cpu".
+        dp: Size of the dp axis. The product of all sizes is the world size.
+        pp: Size of the pp axis.
+        sp: Size of the sp axis.
+        tp: Size of the tp axis.
+        dp_outside: If True, the dp axis is outside of the pp axis, otherwise inside.
 
     Raises:
-        ConfigError: There are more or fewer ranks.
-        DesyncError: Other ranks make a mesh of other sizes.
+        ConfigError: The product of the sizes is not the world size.
+        DesyncError: The sizes differ between ranks.
+
+    Collective: yes, over the world.
     """
 
     def __init__(self, device_type: str, *, dp: int, pp: int, sp: int, tp: int, dp_outside: bool = True) -> None:
@@ -74,8 +74,8 @@ class HybridMesh:
         if math.prod(given.values()) != group_size():
             raise ConfigError(
                 f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in given.items())} has"
-                f" {math.prod(given.values())} places, but there are {group_size()} ranks: give sizes whose product is"
-                " the number of ranks"
+                f" {math.prod(given.values())} ranks, but the world size is {group_size()}: give sizes whose product is"
+                " the world size"
             )
         self._sizes = {axis: given[axis] for axis in mesh_order(dp_outside=dp_outside)}
         self._device_type = device_type
@@ -85,18 +85,15 @@ class HybridMesh:
         self._cpu_groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def axis_sizes(self) -> dict[str, int]:
-        """Returns the number of ranks along each axis, in the order of `AXES`."""
+        """Return the number of ranks along each axis, in the order of `AXES`."""
         return {axis: self._sizes[axis] for axis in AXES}
 
     def size(self, *axes: str) -> int:
-        """Returns the number of ranks of the group along these axes."""
+        """Return the number of ranks of the group along these axes."""
         return math.prod(self._sizes[axis] for axis in axes)
 
     def rank(self, *axes: str) -> int:
-        """Returns this rank's place in the group along these axes.
-
-        Of several, the outermost axis of the mesh counts the most.
-        """
+        """Return this rank's rank in the group along these axes, in row-major order of the mesh."""
         place = 0
         for axis in self._sizes:
             if axis in axes:
@@ -104,10 +101,12 @@ class HybridMesh:
         return place
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """Returns the group of the ranks that differ from this one in their places along these axes only.
+        """Return the group of the ranks whose coordinates differ from this rank's along these axes only.
 
-        Several axes are flattened, as (dp, sp) for gradients; without any it is this rank alone. Collective over the
-        world at the first call for these axes; afterwards the same group is returned, also for axes that add no ranks.
+        Several axes are flattened, such as (dp, sp) for gradients. Without axes the group is this rank alone. Groups
+        are cached; axes of size 1 do not make a new one.
+
+        Collective: over the world at the first call for these axes.
         """
         key = self._key(axes)
         if key not in self._groups:
@@ -115,9 +114,9 @@ class HybridMesh:
         return self._groups[key]
 
     def cpu_group(self, *axes: str) -> dist.ProcessGroup | None:
-        """Returns a group on the CPU of the same ranks as `group`, for what hosts agree on; None: `group` is one.
+        """Return a CPU group of the same ranks as `group`, for host-side collectives, or None if `group` is one.
 
-        Collective over the world at the first call for these axes.
+        Collective: over the world at the first call for these axes.
         """
         if self._device_type == "cpu":
             return None
@@ -127,9 +126,9 @@ class HybridMesh:
         return self._cpu_groups[key]
 
     def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """Returns a new group of the ranks at some places along an axis; None where this rank is at none of them.
+        """Return a new group of the ranks at these coordinates of an axis, or None if this rank is not in it.
 
-        Collective over the world.
+        Collective: over the world.
         """
         found: dist.ProcessGroup | None = None
         for line in rank_groups(self._sizes, (axis,)):
@@ -141,7 +140,7 @@ class HybridMesh:
         return found
 
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """Returns all groups that were made of this mesh, and the world, in the same order on all ranks."""
+        """Return the world and all groups of this mesh, in the same order on all ranks."""
         axes = self.device_mesh.get_all_groups()
         return [
             None,
@@ -149,7 +148,7 @@ class HybridMesh:
         ]
 
     def _key(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes that tell a group apart: those with ranks, or any one of the others where none has any."""
+        """Return the axes that identify a group: those of size above 1, or else the first one of size 1."""
         key = tuple(axis for axis in self._sizes if axis in axes and self._sizes[axis] > 1)
         return key or tuple(axis for axis, size in self._sizes.items() if size == 1)[:1]
 
@@ -160,5 +159,5 @@ class HybridMesh:
         if len(axes) == 1:
             return self.device_mesh.get_group(axes[0])
         mine = new_group_of_rows(rank_groups(self._sizes, axes))
-        assert group_rank(mine) == self.rank(*axes), f"rank {group_rank()} has another place in its group"
+        assert group_rank(mine) == self.rank(*axes), f"rank {group_rank()} has an unexpected group rank"
         return mine

@@ -1,4 +1,4 @@
-"""The model side: what is open during a forward is closed after it, and state dicts may be whole."""
+"""The boosted model of the hybrid plugin: checks between ranks, pipeline stages, full and sharded state dicts."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 __all__ = ["HybridModel"]
 
-_COMPARED_BATCHES = 3  # forwards in training, at whose beginning ranks make sure that they got the same; and backwards
-_ROUNDING = 8  # units in the last place by which losses of the same numbers may differ, where sums have no fixed order
+_COMPARED_BATCHES = 3  # number of first training forwards and backwards whose batches and losses ranks compare
+_ROUNDING = 8  # ulps by which losses of the same batch may differ, because reductions have no fixed order
 
 
 class HybridModel(ZeroModel):
-    """The boosted model, of which this rank holds parts.
+    """The boosted model, of which this rank holds shards.
 
-    `state_dict()` and `named_parameters()` show this rank's parts, under the user's names; `load_state_dict` takes
-    these or the whole tensors.
+    `state_dict()` and `named_parameters()` return this rank's shards, under the user's names; `load_state_dict` takes
+    shards or full tensors.
 
     Args:
-        module: The user's model, cut and parallelized.
-        tensor_ranks: The ranks that share its layers; None: each has them whole.
-        sequence_ranks: The ranks that share its sequences by an axis of their own; None: there is none.
-        data_group: The ranks that get different data, and hold the same parts.
-        replica_group: The ranks that get the same batch.
-        is_primary: True on one of the ranks that hold the same parts.
-        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
-        carved: What the pipeline stage has of the model; None: there is one stage.
-        stage: This rank's.
+        module: The user's model, sharded and parallelized.
+        tensor_ranks: The tensor-parallel group, or None if layers are unsharded.
+        sequence_ranks: The group of the sp axis, or None without one.
+        data_group: Group of the ranks that get different data and hold the same shards.
+        replica_group: Group of the ranks that get the same batch.
+        is_primary: True on one of the ranks that hold the same shards.
+        broadcasts_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
+        carved: The pipeline stage's part of the model; optional, defaults to no pipeline.
+        stage: Pipeline stage of this rank.
 
     Attributes:
-        last_pipeline_run: What this rank did for the last batch of `Booster.execute_pipeline`.
+        last_pipeline_run: Record of this rank's work on the last batch of `Booster.execute_pipeline`.
     """
 
     last_pipeline_run: PipelineRun | None
@@ -87,10 +87,12 @@ class HybridModel(ZeroModel):
 
     @calls_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's forward; arguments and result are those of the user's model. Collective.
+        """Run the user's forward; arguments and result are those of the user's model.
 
         Raises:
-            ConfigError: The rank is a pipeline stage, which has some of the layers only.
+            ConfigError: The rank is a pipeline stage, which has only some of the layers.
+
+        Collective: yes.
         """
         try:
             return super().forward(*args, **kwargs)
@@ -100,7 +102,7 @@ class HybridModel(ZeroModel):
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._carved is not None:
             raise ConfigError(
-                "the boosted model was called directly, but with pp_size > 1 each rank holds some of its layers only:"
+                "the boosted model was called directly, but with pp_size > 1 each rank holds only some of its layers:"
                 " write booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages"
                 " (evaluates without an optimizer, and returns outputs with return_outputs=True)"
             )
@@ -117,27 +119,31 @@ class HybridModel(ZeroModel):
             self._require_same_batch(args, kwargs)
             self.draw_alike()
 
-    # As a pipeline stage.
+    # Pipeline stages.
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """The pieces of the model that this pipeline stage runs, chunk by chunk."""
+        """The model chunks of this pipeline stage."""
         assert self._carved is not None
         return self._carved.pieces
 
     def begin_batch(self) -> None:
-        """Does what comes before the forwards of a batch's micro-batches. Collective."""
+        """Prepare the forwards of a batch's microbatches. Collective: yes."""
         self.wait_for_weights()
         if self.training and self._broadcasts_buffers:
             broadcast_joined(list(self.module.buffers()), self._group)
 
     def end_batch(self, stage_group: dist.ProcessGroup | None) -> None:
-        """Does what comes after the forwards of a batch's micro-batches. Collective over the stages."""
+        """Synchronize shared buffers after the forwards of a batch's microbatches. Collective: over the stages."""
         assert self._carved is not None
         self._carved.context.buffers.synchronize(stage_group)
 
     def run_piece(self, piece: Piece, received: Boundary | None, batch: Any) -> tuple[Boundary | None, Any]:
-        """Returns what goes to the next piece, or the model's outputs where the piece is the last; see `run_piece`."""
+        """Run one microbatch's forward of a model chunk.
+
+        Returns:
+            The activations for the next chunk, and the model's outputs if the chunk is the last.
+        """
         assert self._carved is not None
         self.reset_ranks()
         try:
@@ -151,7 +157,7 @@ class HybridModel(ZeroModel):
             self.reset_ranks()
 
     def require_independent(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises if tensors depend on what this stage has stand-ins for; see `StandIns.require_independent`."""
+        """Check that tensors do not depend on this stage's placeholders; see `StandIns.require_independent`."""
         assert self._carved is not None
         self._carved.stand_ins.require_independent(tensors)
 
@@ -169,13 +175,13 @@ class HybridModel(ZeroModel):
     def writes(self, name: str) -> bool:
         if not super().writes(name):
             return False
-        if name in self._parameter_names:  # its layout says which rank of the group, and which stage, counts it
+        if name in self._parameter_names:  # its shard spec marks the primary rank and stage
             return True
-        # A buffer has no layout: all tensor-parallel ranks hold it, and maybe several stages.
+        # A buffer has no shard spec: all tensor-parallel ranks hold it, and possibly several stages.
         return self._tensor_rank == 0 and (self._carved is None or min(self._stages_of(name)) == self._stage)
 
     def _stages_of(self, name: str) -> Sequence[int] | frozenset[int]:
-        """Returns the stages that hold what is no parameter."""
+        """Return the stages that hold a state dict entry that is not a parameter."""
         assert self._carved is not None
         buffer = self._carved.buffers.get(name)
         return self._carved.division.stages_of(name.rpartition(".")[0]) if buffer is None else buffer.stages
@@ -189,12 +195,12 @@ class HybridModel(ZeroModel):
         raise_on_all_ranks(error)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns what this rank's state holds beside parameters."""
+        """Return the tensors of this rank's state dict that are not parameters."""
         state = self.module.state_dict().items()
         return {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
 
     def _differing_buffers(self, group: dist.ProcessGroup | None) -> list[str]:
-        """Returns the buffers that are not those of the group's first rank, up to rounding."""
+        """Return the buffers that differ from those of the group's first rank by more than rounding."""
         own = self._own_buffers()
         first = {name: buffer.detach().clone() for name, buffer in own.items()}
         broadcast_joined(list(first.values()), group)
@@ -209,16 +215,12 @@ class HybridModel(ZeroModel):
 
     @not_compiled
     def reset_ranks(self) -> None:
-        """Forgets what an operation that is over has left open."""
+        """Reset the per-forward state of the parallel groups."""
         for ranks in self._ranks:
             ranks.reset()
 
     def _require_same_batch(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """Raises if ranks that share layers or sequences got different batches; asked of the first forwards only.
-
-        Raises:
-            DesyncError: They did.
-        """
+        """Check that ranks sharing layers or sequences got the same batch, in the first forwards only."""
         if self._num_compared >= _COMPARED_BATCHES:
             return
         self._num_compared += 1
@@ -231,40 +233,39 @@ class HybridModel(ZeroModel):
 
         map_tensors(note, (args, kwargs))
         what = (
-            "the model's arguments, of which ranks that share layers or sequences must get the same (read the data by"
-            " plugin.dp_rank of plugin.dp_size parts, as the loaders of boost() and plugin.prepare_dataloader() do),"
+            "the model's arguments, which must be equal on ranks that share layers or sequences (shard the data by"
+            " plugin.dp_rank and plugin.dp_size, as the loaders of boost() and plugin.prepare_dataloader() do),"
         )
         agree(what, facts, self._replica_group)
 
     @not_compiled
     def require_same_loss(self, loss: torch.Tensor) -> None:
-        """Raises if ranks that got the same batch have different losses of it; asked of the first backwards only.
+        """Check that ranks with the same batch have the same loss, in the first backwards only.
 
-        All of what is outside of layers that are shared is computed alike by all ranks. Losses differ where one was
-        computed of something that a rank has a part of, as of tokens: gradients would be wrong, and nothing else tells.
+        Ranks compute everything outside of sharded layers redundantly. Losses differ if one depends on a rank's shard
+        only, such as its tokens. Gradients would then be wrong without any other symptom.
 
         Args:
-            loss: This rank's, with one element.
+            loss: This rank's loss, with one element.
 
         Raises:
-            ConfigError: They do.
+            ConfigError: The losses differ.
 
-        Collective over the ranks that get the same batch.
+        Collective: over the ranks that get the same batch.
         """
         if not self._ranks or self._carved is not None or self._num_losses >= _COMPARED_BATCHES:
             return
         self._num_losses += 1
         value = float(loss.detach())
-        extremes = [value, -value, 0.0] if math.isfinite(value) else [0.0, 0.0, 1.0]  # as where fp16 overflows
+        extremes = [value, -value, 0.0] if math.isfinite(value) else [0.0, 0.0, 1.0]  # not finite: fp16 overflow
         packed = torch.tensor(extremes, dtype=torch.float64, device=collective_device(self._replica_group))
         largest, negated, overflows = all_reduce_max(packed, self._replica_group).tolist()
         if overflows or largest + negated <= _ROUNDING * torch.finfo(loss.dtype).eps * max(abs(largest), abs(negated)):
             return
         raise ConfigError(
             f"ranks that share layers or sequences have losses of the same batch from {-negated:.9g} to {largest:.9g},"
-            " so that one was computed of what a rank has a part of, as of a layer's tokens or features in the middle"
-            " of the model: compute it of what the model returns (transformers' router_logits and hidden_states are"
-            " whole there), or leave such layers whole"
+            " so a loss was computed from sharded tokens or features inside the model: compute it from the model's"
+            " outputs (where transformers' router_logits and hidden_states are unsharded), or do not shard such layers"
         )
 
     @property
@@ -275,10 +276,10 @@ class HybridModel(ZeroModel):
         self._may_draw_differently = self._shares_batches
 
     def draw_alike(self) -> None:
-        """Gives ranks with the same batch the same random numbers, which dropout of what they all compute needs.
+        """Synchronize the RNG state of ranks with the same batch, so that dropout outside of sharded layers is equal.
 
-        At the first forward in training, and at the first after a load, which may have derived the ranks' random states
-        from those of another number of ranks.
+        Only at the first forward in training and the first after a load, which may have derived the RNG states from
+        those of another number of ranks.
         """
         if not self._may_draw_differently:
             return
@@ -288,7 +289,7 @@ class HybridModel(ZeroModel):
         self._may_draw_differently = False
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's parts, or whole tensors of which it takes its parts; fp32 masters follow."""
+        """Load this rank's shards, or full tensors, which are sharded here; fp32 masters are updated."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
         if self._carved is not None:
             state_dict = self._of_stage(state_dict)
@@ -296,7 +297,7 @@ class HybridModel(ZeroModel):
         return super().load_state_dict(own, strict, assign)
 
     def _of_stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what this stage takes of the whole model's state; what no stage has stays, to be complained of."""
+        """Return this stage's entries of a full state dict, and unexpected ones, which the strict check reports."""
         assert self._carved is not None
         carved = self._carved
         here = self.module.state_dict(keep_vars=True)
@@ -313,7 +314,7 @@ class HybridModel(ZeroModel):
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Returns a copy of the model alone, which holds the same parts of it; it has no optimizer."""
+        """Return a copy of the model with the same shards, without an optimizer."""
         copied = super().__deepcopy__(memo)
         theirs = dict(copied.module.named_parameters())
         for name, parameter in self.module.named_parameters():
@@ -323,25 +324,24 @@ class HybridModel(ZeroModel):
 
 def _refuse_to_save_parts(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        "save_pretrained() of a model of which every rank holds a part would write this rank's part: write"
-        " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() opens"
+        "save_pretrained() of a sharded model would write this rank's shards only: write"
+        " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() reads"
     )
 
 
 def _is_close(buffer: torch.Tensor, first: torch.Tensor) -> bool:
     if not buffer.is_floating_point() or buffer.numel() == 0:
         return torch.equal(buffer, first)
-    # Accelerators may add up in another order on each rank.
+    # The order of sums may differ between accelerators.
     largest = float(first.double().abs().nan_to_num(0.0, 0.0, 0.0).max())
     return torch.allclose(buffer.double(), first.double(), rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
 
 
 def _differing_copies(names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"ranks that share layers or sequences have different values of the buffer {', '.join(map(repr, names))}, none"
-        " of which one process would have, nothing was written: each rank computes it from the part of a layer or of a"
-        " sequence that it has. Compute it outside of the divided layers, keep their module whole (a plan with"
-        " 'replicated'), or register it with persistent=False"
+        f"ranks that share layers or sequences have different values of the buffer {', '.join(map(repr, names))}"
+        " because each rank computes it from its shard, nothing was written: compute it outside of the sharded layers,"
+        " leave its module unsharded (a plan with 'replicated'), or register it with persistent=False"
     )
 
 

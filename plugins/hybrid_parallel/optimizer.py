@@ -1,4 +1,4 @@
-"""The optimizer of a rank that holds some of a model's layers, and shares some parameters with other stages."""
+"""The hybrid plugin's optimizer: pipeline stages, and gradients of parameters tied across stages."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from booster.plugins.sharding.states import ShardedOptimizerState, ShardedPendin
 
 __all__ = ["HybridOptimizer"]
 
-# Note [Shared parameters]
-# Several stages may hold the same parameter, such as tied embeddings, or what belongs to the whole model. Each of them
-# adds up the gradient of its own use. When the window ends their sum goes to all of them, so that all make the same
-# step; the first one alone counts the parameter in norms, and writes it into checkpoints.
-
 
 class HybridOptimizer(ZeroOptimizer):
-    """An optimizer over what a pipeline stage holds.
+    """An optimizer over the parameters of a pipeline stage.
+
+    Several stages may hold the same parameter, such as tied embeddings or a parameter of the root module. Each stage
+    accumulates the gradient of its own use. At the end of an accumulation the gradients are all-reduced over these
+    stages, so that all make the same step. Only the first of them counts the parameter in norms and saves it.
 
     Args:
-        optim: The user's optimizer, whose param groups have lost what the stage does not hold.
+        optim: The user's optimizer, with only the stage's parameters in its param groups.
         model: The boosted model.
-        settings: How it is sharded.
-        carved: What the stage has of the model; None: there is one stage.
-        sharing_groups: By the stages that share parameters the ranks of them, for all those that this stage is one of.
-        stage: This rank's.
-        stage_group: The ranks of the pipeline.
-        loss_scaler: Of half precision; None: losses are not scaled.
-        is_primary: True on the rank that writes what all ranks hold alike.
+        settings: ZeRO settings.
+        carved: The stage's part of the model; optional, defaults to no pipeline.
+        sharing_groups: Process groups by the stages that share parameters, for all sets with this stage.
+        stage: Pipeline stage of this rank.
+        stage_group: Group of the ranks of the pipeline.
+        loss_scaler: Loss scaler of half precision; optional, defaults to no scaling.
+        is_primary: True on the rank that writes what is equal on all ranks.
     """
 
     model: HybridModel
@@ -68,7 +67,7 @@ class HybridOptimizer(ZeroOptimizer):
         self._stage_group = stage_group
         super().__init__(optim, model, settings, loss_scaler=loss_scaler, is_primary=is_primary)
 
-    # The whole model's parameters.
+    # Parameters of the unpartitioned model.
 
     def _note_group(self, index: int) -> None:
         if self.carved is None:
@@ -78,7 +77,7 @@ class HybridOptimizer(ZeroOptimizer):
         self.logical_groups.append([(name, self.carved.parameters[name]) for name in names])
 
     def _names_of_new_group(self, index: int) -> list[str]:
-        """Returns what all stages together have in a group. Collective."""
+        """Return the names of a new group's parameters on all stages. Collective: over the stages."""
         assert self.carved is not None
         mine = [self._names[id(one)] for one in self.param_groups[index]["params"]]
         payloads, _ = gather_distinct(json.dumps(mine).encode(), self._stage_group)
@@ -89,20 +88,20 @@ class HybridOptimizer(ZeroOptimizer):
         if self.carved is None:
             yield from super()._sharded_parameters()
             return
-        # Whether a parameter of another stage trains is not known here, so those that don't are among them.
+        # Frozen parameters of other stages are unknown here, and therefore included.
         for group in self.logical_groups:
             yield from group
 
     def holds(self, name: str) -> bool:
-        """Returns whether this stage holds a parameter of the whole model."""
+        """Whether this stage holds a parameter of the model."""
         return self.carved is None or name in self.carved.held
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Returns the stages that hold a parameter of this one."""
+        """Return the stages that hold a parameter of this stage."""
         return (self._stage,) if self.carved is None else self.carved.holders.get(name, (self._stage,))
 
     def share_of(self, name: str) -> int:
-        """Returns the how manieth of the stages that hold a parameter this one is, from 0."""
+        """Return this stage's index among the stages that hold a parameter."""
         return self.holders(name).index(self._stage)
 
     # Backward.
@@ -122,10 +121,12 @@ class HybridOptimizer(ZeroOptimizer):
 
     @contextmanager
     def collecting_micro_batches(self, num_items: float | None) -> Iterator[None]:
-        """Counts as one backward(), whatever number of micro-batches' backwards run inside. Collective.
+        """Count all microbatches' backwards in the block as one backward().
 
         Args:
-            num_items: See `Booster.backward`.
+            num_items: Number of items that the loss averages; see `Booster.backward`.
+
+        Collective: yes.
         """
         self._open_window(num_items)
         before, self._synchronizes = self._synchronizes, False
@@ -135,7 +136,7 @@ class HybridOptimizer(ZeroOptimizer):
         finally:
             self._synchronizes = before
 
-    # Shared parameters.
+    # Parameters of several stages.
 
     def _reduce_gradients(self) -> float:
         for slot, total in self._shared_totals():
@@ -144,7 +145,7 @@ class HybridOptimizer(ZeroOptimizer):
 
     @torch.no_grad()
     def _shared_totals(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """Yields the sums over stages of gradients of shared parameters that some stage has used. Collective."""
+        """Yield the all-reduced gradients of shared parameters that any stage used. Collective: over the stages."""
         if self.carved is None:
             return
         slots = {slot.name: slot for slot in self._reducer.slots}
@@ -169,19 +170,15 @@ class HybridOptimizer(ZeroOptimizer):
 
 
 class _StageOptimizerState(ShardedOptimizerState):
-    """The view of an optimizer of which this stage has some of the parameters."""
-
     def __init__(self, optimizer: HybridOptimizer) -> None:
         super().__init__(optimizer)
-        # Those that don't train are among the names that stages have shards of, and are whole all the same.
+        # Frozen parameters are among the names with shards, although they are unsharded.
         whole = {id(one) for group in optimizer.param_groups for one in group["params"]}
         frozen = {name for group in optimizer.logical_groups for name, one in group if id(one) in whole}
         self._shards = {name: shards for name, shards in self._shards.items() if name not in frozen}
 
 
 class _StagePendingGradients(ShardedPendingGradients):
-    """The view of gradients of which this stage has some."""
-
     optimizer: HybridOptimizer
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -197,7 +194,7 @@ class _StagePendingGradients(ShardedPendingGradients):
         return len(self.optimizer.holders(name))
 
     def slices(self) -> list[TensorSlice]:
-        # A stage writes its own share of a gradient also where another one writes the parameter.
+        # A stage saves its own contribution to a gradient even if another stage saves the parameter.
         carved = self.optimizer.carved
         assert carved is not None
         own = self.tensors().items()

@@ -1,4 +1,4 @@
-"""Carries out a plan: exchanges what layers compute, hooks the borders of parallel regions, sums partial gradients."""
+"""Apply a tensor-parallel plan: swap module forwards, hook parallel regions, reduce partial gradients."""
 
 from __future__ import annotations
 
@@ -46,18 +46,20 @@ def parallelize(
     vocabulary_multiple: int,
     parallel_output: bool,
 ) -> None:
-    """Lets the model's layers compute with this rank's parts. In place; its parameters are cut already.
+    """Make the model's layers compute with this rank's shards, in place. Its parameters are already sharded.
 
     Args:
         model: The user's model.
-        plan: Which module is split how.
-        ranks: The tensor-parallel ranks.
-        layouts: What every rank holds of each parameter.
-        vocabulary_multiple: What the padded vocabulary is a multiple of.
-        parallel_output: Heads return logits that stay split, as `SplitLogits`.
+        plan: Tensor-parallel style of each module.
+        ranks: The tensor-parallel group.
+        layouts: Shard specs of each parameter, one per tensor-parallel rank.
+        vocabulary_multiple: Multiple to which the vocabulary is padded.
+        parallel_output: If True, heads return logits that stay sharded, as `SplitLogits`.
 
     Raises:
-        ConfigError: A module can't be treated as planned.
+        ConfigError: A module does not support its style.
+
+    Collective: no.
     """
     modules = dict(model.named_modules())
     exchange = _Exchange(modules, plan, ranks, vocabulary_multiple, parallel_output)
@@ -75,8 +77,6 @@ def parallelize(
 
 
 class _Exchange:
-    """Exchanges what one layer computes after the other."""
-
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
@@ -138,25 +138,25 @@ class _Exchange:
         makers[style](module, self._ranks)
 
     def _is_input_gathered(self, entry: PlannedEntry) -> bool:
-        """Whether the region's own hook gives the layer an input that is made for the ranks to compute with."""
+        """Whether the region's hook has already all-gathered the layer's input."""
         return self._ranks.splits_sequence and entry.region != ""
 
 
 def _num_rotary(model: nn.Module) -> int:
-    """Returns how many of a latent projection's features are keys' rotary ones, which transformers' config says."""
+    """Return how many of a latent projection's features are the keys' rotary ones, from the transformers config."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     number = getattr(text, "qk_rope_head_dim", None)
     if not isinstance(number, int):
         raise ConfigError(
-            "the plan gives the style 'mla_kv_a_proj' to a module of a model whose config has no qk_rope_head_dim, so"
-            " that nobody knows which of its features go to all heads: give it another style, or add the number"
+            "the plan uses the style 'mla_kv_a_proj', but the model's config has no qk_rope_head_dim, so the features"
+            " that all heads share are unknown: choose another style, or add qk_rope_head_dim to the config"
         )
     return number
 
 
 def _names_on_split_tokens(plan: TensorParallelPlan, ranks: TensorParallelRanks) -> tuple[str, ...]:
-    """Returns what the names of modules begin with between which each rank has its own tokens."""
+    """Return the name prefixes of the modules inside stacks, where each rank holds its own tokens."""
     return tuple(f"{name}." for stack in plan.stacks for name in stack) if ranks.splits_sequence else ()
 
 
@@ -166,8 +166,8 @@ def _sum_gradients(
     ranks: TensorParallelRanks,
     layouts: Mapping[str, Sequence[ParameterLayout]],
 ) -> None:
-    """Has gradients summed that this rank computes a part of; see Note [Partial gradients]."""
-    # With a single key-value head every rank has a column-parallel layer whole, for query heads of its own.
+    """Register the all-reduces of partial gradients; see Note [Partial gradients]."""
+    # With a single key-value head every rank holds the full column-parallel layer, but uses it for its own query heads.
     of_features = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
     partial = {entry.name for entry in plan.entries if entry.style in of_features}
     on_split_tokens = _names_on_split_tokens(plan, ranks)
@@ -180,7 +180,7 @@ def _sum_gradients(
 
 
 def _split_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, ranks: TensorParallelRanks) -> None:
-    """Splits the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
+    """Shard the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
     for stack in plan.stacks:
         attach_stack([modules[name] for name in stack], TensorAxisSplitter(ranks))
     layers: dict[str, list[nn.Module]] = {}

@@ -1,4 +1,4 @@
-"""Brings a model to this rank's device, cut and parallelized; and says beforehand what that would be."""
+"""Shard and parallelize a model on this rank's device, and explain the result beforehand."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ __all__ = ["ModelSplit"]
 
 
 class ModelSplit:
-    """How the plugin's arguments divide models.
+    """Partitions models by the plugin's arguments.
 
     Args:
-        arguments: Of the plugin, checked.
-        mesh: Of the ranks.
-        device: Where the model goes.
-        verbose: Log what is done with every model; else with those whose plan was derived.
+        arguments: The plugin's checked arguments.
+        mesh: The device mesh.
+        device: Device of the model.
+        verbose: If True, log the plan of every model, otherwise only derived plans.
 
     Attributes:
-        tensor_ranks: The ranks that share the layers; None: each has them whole.
-        sequence_ranks: The ranks that share the sequences by an axis of their own; None: there is none.
-        weight_gradients: Where gradients of weights wait that the schedule computes later; None: it has none.
+        tensor_ranks: The tensor-parallel group, or None if layers are unsharded.
+        sequence_ranks: The group of the sp axis, or None without one.
+        weight_gradients: Queue of deferred weight gradients, or None if the schedule defers none.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class ModelSplit:
         self._arguments = arguments
         self._mesh = mesh
         self._device = device
-        self._divisions: WeakKeyDictionary[nn.Module, StageDivision] = WeakKeyDictionary()  # likewise
+        self._divisions: WeakKeyDictionary[nn.Module, StageDivision] = WeakKeyDictionary()  # checked, not yet applied
         self._carved: WeakKeyDictionary[nn.Module, CarvedModel] = WeakKeyDictionary()
-        self._plans: WeakKeyDictionary[nn.Module, TensorParallelPlan] = WeakKeyDictionary()  # checked, to be applied
+        self._plans: WeakKeyDictionary[nn.Module, TensorParallelPlan] = WeakKeyDictionary()  # checked, not yet applied
         pipeline = arguments.pipeline
         defers = pipeline is not None and pipeline.schedule.defers_weights
         self.weight_gradients = WeightGradients() if defers else None
@@ -82,24 +82,26 @@ class ModelSplit:
             self.sequence_ranks = SequenceParallelRanks(mesh.group("sp"), arguments.own_axis_mode)
 
     def plan(self, model: nn.Module) -> TensorParallelPlan:
-        """Returns which module is split how. No communication.
+        """Return the tensor-parallel plan of a model.
 
         Raises:
-            ConfigError: There is no plan for the model, or it can't be carried out.
+            ConfigError: There is no plan for the model, or it is not applicable.
+
+        Collective: no.
         """
         arguments = self._arguments
         if self.tensor_ranks is None:
             if arguments.given_plan is not None:
-                choose_plan(model, tp_size=1, plan=arguments.given_plan)  # a mistake in it is one at any size
+                choose_plan(model, tp_size=1, plan=arguments.given_plan)  # report its mistakes at any size
             needs_stacks = self.sequence_ranks is not None or arguments.checkpointing is not None
             stacks = find_stacks(model) if needs_stacks else ()
-            return TensorParallelPlan(stacks=stacks, source="tp_size=1: every rank has all layers whole")
+            return TensorParallelPlan(stacks=stacks, source="tp_size=1: layers are unsharded")
         return choose_plan(
             model, tp_size=arguments.tp_size, plan=arguments.given_plan, sequence_mode=arguments.tensor_axis_mode
         )
 
     def explain(self, model: nn.Module) -> str:
-        """Returns a table of what this rank would hold of a model, and one of the pipeline's stages."""
+        """Return a table of this rank's shards of a model, and one of the pipeline stages."""
         table = self._table(model, self.plan(model))
         pipeline, division = self._arguments.pipeline, self.division(model)
         if pipeline is None or division is None:
@@ -121,14 +123,16 @@ class ModelSplit:
         return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
 
     def carved(self, model: nn.Module) -> CarvedModel | None:
-        """Returns what this stage has of a model that was divided; None: there is one stage."""
+        """Return this stage's part of a partitioned model, or None without pipeline parallelism."""
         return self._carved.get(model)
 
     def division(self, model: nn.Module) -> StageDivision | None:
-        """Returns which stage has which layers of a model; None: there is one stage. No communication.
+        """Return the layers of each pipeline stage, or None without pipeline parallelism.
 
         Raises:
-            ConfigError: The model can't be divided so.
+            ConfigError: The model cannot be partitioned into these stages.
+
+        Collective: no.
         """
         pipeline = self._arguments.pipeline
         if pipeline is None:
@@ -138,10 +142,12 @@ class ModelSplit:
         return StageDivision(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
 
     def check(self, model: nn.Module) -> None:
-        """Raises if this rank alone can tell that the model can't be divided. No communication.
+        """Check everything about the partition of a model that this rank can check alone.
 
         Raises:
-            ConfigError: It can't.
+            ConfigError: The model cannot be partitioned.
+
+        Collective: no.
         """
         self._plans[model] = plan = self.plan(model)
         self.layouts(model, plan)
@@ -149,8 +155,8 @@ class ModelSplit:
             require_stacks(model, plan.stacks)
         if self._arguments.sequence_mode is not None and not any(plan.stacks):
             raise ConfigError(
-                f"sequence_parallelism_mode={self._arguments.sequence_mode!r} splits sequences within stacks of layers,"
-                f" and {type(model).__name__} has none: leave it out, or hold the layers in an nn.ModuleList"
+                f"sequence_parallelism_mode={self._arguments.sequence_mode!r} shards sequences within stacks of layers,"
+                f" but {type(model).__name__} has none: leave it out, or put the layers in an nn.ModuleList"
             )
         if self.sequence_ranks is not None:
             check_attention_alone_mixes_tokens(model, plan.stacks)
@@ -160,16 +166,18 @@ class ModelSplit:
             self._divisions[model] = division
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Divides the model, in place; after `check`. Collective.
+        """Partition the model in place, after `check`.
 
         Raises:
             DesyncError: The ranks have different models.
-            ConfigError: A module can't be treated as planned.
+            ConfigError: A module does not support its style.
+
+        Collective: yes.
         """
         plan = self._plans.pop(model)
         agree("the plan", [repr(entry) for entry in plan.entries])
         if plan.is_derived or self._verbose:
-            log_on_master(f"HybridParallelPlugin divides {type(model).__name__} so:\n{self._table(model, plan)}")
+            log_on_master(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
         layouts = self.layouts(model, plan)
         tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
         own = {name: of_ranks[tensor_rank] for name, of_ranks in layouts.items()}
@@ -187,11 +195,13 @@ class ModelSplit:
         connect(model, carved, self._stage)
 
     def divide_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
-        """Makes of a whole model what a rank has of its layers, with those of all stages, in place. No communication.
+        """Shard the layers of all stages of an unsharded model, in place.
 
         Args:
-            model: Not divided yet, on the device that it is to be on.
-            plan: See `plan`.
+            model: Unsharded model, on its final device.
+            plan: Tensor-parallel plan of the model.
+
+        Collective: no.
         """
         layouts = self.layouts(model, plan)
         tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
@@ -204,7 +214,7 @@ class ModelSplit:
         return self._mesh.rank("pp")
 
     def _plan_of_stage(self, model: nn.Module, plan: TensorParallelPlan, division: StageDivision) -> TensorParallelPlan:
-        """Returns the part of a plan that is about modules of this stage; stacks end with its pieces."""
+        """Return the plan restricted to this stage's modules, with stacks cut at the stage's bounds."""
         stages = division.module_stages(model)
         held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
 
@@ -256,7 +266,7 @@ class ModelSplit:
         join_kept_outputs(model)
 
     def layouts(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ParameterLayout]]:
-        """Returns by parameter name what every tensor parallel rank holds of it. No communication."""
+        """Return each parameter's shard specs by name, one per tensor-parallel rank. Collective: no."""
         return planned_layouts(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
 
     def _materializer(self, model: nn.Module) -> Materializer:

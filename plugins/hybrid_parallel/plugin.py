@@ -1,4 +1,4 @@
-"""The strategy: layers, sequences and data divided over the axes of one mesh."""
+"""HybridParallelPlugin: tensor, sequence, pipeline and data parallelism over the axes of one device mesh."""
 
 from __future__ import annotations
 
@@ -50,87 +50,88 @@ __all__ = ["HybridParallelPlugin"]
 class HybridParallelPlugin(DistributedPlugin):
     """Tensor, sequence and pipeline parallelism, together with data parallelism or ZeRO.
 
-    The ranks form a mesh of (dp, pp, sp, tp). The ranks of a tp group hold parts of the same layers (Shoeybi et al.,
-    "Megatron-LM", 2019); those of an sp group other tokens of the same batch; those of a pp group, the stages, other
-    layers, through which micro-batches go one after the other; dp has what is left, and reads different data. Which
-    layer is split how comes from `plan`, from the model's own plan as transformers models have them, from tables for
-    those that lack one, or is derived from the module graph, in this order; `explain(model)` shows it.
-    Models stay as they are: their layers compute with parts, under the same names.
+    The ranks form a mesh of (dp, pp, sp, tp). The ranks of a tp group hold shards of the same layers (Shoeybi et al.,
+    "Megatron-LM", 2019). The ranks of an sp group hold different tokens of the same batch. The ranks of a pp group are
+    the pipeline stages and hold different layers. The remaining factor is dp, whose ranks read different data. The
+    style of each layer comes from, in this order: `plan`, the model's own plan (transformers models have one), built-in
+    tables, or the module graph; `explain(model)` prints it. Modules keep their classes and names.
 
-    Memory per rank of N parameters with Adam in fp32, of which the planned ones are divided by tp: 16N/tp, with ZeRO 1
-    8N/tp + 8N/(tp*dp*sp), with ZeRO 2 4N/tp + 12N/(tp*dp*sp); in fp16 and bf16 as `LowLevelZeroPlugin`, without ZeRO
-    18N/tp. Sent per rank and layer of column and row parallel pairs: one all-reduce of the hidden states forward and
-    one backward for attention, and for the MLP.
+    Memory per rank of N parameters with Adam in fp32, if all are sharded over tp: 16N/tp; with ZeRO 1
+    8N/tp + 8N/(tp*dp*sp); with ZeRO 2 4N/tp + 12N/(tp*dp*sp). In fp16 and bf16 as `LowLevelZeroPlugin`; without ZeRO
+    18N/tp. Communication per layer of column and row parallel pairs: one all-reduce of the hidden states in forward
+    and one in backward, for attention and for the MLP each.
 
-    With pp stages N is what a stage holds, about N/pp. It sends, per micro-batch and boundary between pieces of the
-    model, the hidden states forward and their gradients backward. Of m micro-batches, "1f1b" keeps the activations of
-    at most pp, "gpipe" of all m; both leave (pp-1)/(m+pp-1) of the time idle, "interleaved" a num_model_chunks-th of
-    that for as many times the messages; "zbv" fills it with gradients of weights, in the memory of "1f1b".
-
-    Collective: every rank must make it, with the same arguments but for `verbose`.
+    With pp stages N is the number of parameters of a stage, about N/pp. Per microbatch and boundary between model
+    chunks a stage sends the hidden states forward and their gradients backward. Of m microbatches, "1f1b" keeps the
+    activations of at most pp in memory, "gpipe" of all m. Both have a bubble of (pp-1)/(m+pp-1); "interleaved" divides
+    it by num_model_chunks for as many times the messages; "zbv" fills it with weight gradients, in the memory of
+    "1f1b".
 
     Args:
-        tp_size: Ranks that share each layer.
-        pp_size: Pipeline stages, among which the model's layers are divided; train with `booster.execute_pipeline`.
-        sp_size: Ranks that share each sequence in the modes "all_to_all" and "ring_attn".
-        precision: "fp16" (with loss scaling), "bf16" or "fp32": format of weights, gradients and computation; fp32
-            leaves the weights as they are.
-        zero_stage: 0: every rank of a dp group updates the same weights. 1: optimizer states are divided among them, 2:
-            gradients too, as by `LowLevelZeroPlugin`, but not with pipeline stages.
-        enable_sequence_parallelism: Divide the tokens of a sequence over ranks.
+        tp_size: Number of tensor-parallel ranks.
+        pp_size: Number of pipeline stages; train with `booster.execute_pipeline`.
+        sp_size: Number of sequence-parallel ranks in the modes "all_to_all" and "ring_attn".
+        precision: "fp16" (with loss scaling), "bf16" or "fp32": dtype of weights, gradients and computation; fp32
+            leaves the weights' dtype unchanged.
+        zero_stage: ZeRO stage over the dp and sp ranks: 0 shards nothing, 1 optimizer states, 2 also gradients (not
+            with pipeline stages), as `LowLevelZeroPlugin`.
+        enable_sequence_parallelism: If True, shard the tokens of a sequence.
         sequence_parallelism_mode: "split_gather": over the tp ranks, between the layers' parallel regions (Korthikanti
-            et al., 2022); "ring": the same, in chunks that travel while others are computed; "all_to_all": over sp
-            ranks, which exchange tokens for heads around attention (Jacobs et al., "DeepSpeed Ulysses", 2023);
-            "ring_attn": over sp ranks, which pass keys and values round (Liu et al., "Ring Attention", 2023).
-        parallel_output: Logits stay split over the vocabulary. They behave as whole ones; a cross-entropy of them is
-            computed in parts, anything else gathers them. False: the head gathers them.
+            et al., 2022); "ring": the same, with communication in chunks overlapped with computation; "all_to_all":
+            over sp ranks, which exchange tokens for heads around attention (Jacobs et al., "DeepSpeed Ulysses", 2023);
+            "ring_attn": over sp ranks, which pass keys and values in a ring (Liu et al., "Ring Attention", 2023).
+        parallel_output: If True, logits stay sharded over the vocabulary and behave like full ones: cross-entropy is
+            computed on shards, any other use gathers them. If False, the head gathers them.
         plan: Patterns of module names and styles, such as {"layers.*.mlp.up_proj": "colwise"}.
-        custom_policy: Another name of `plan`.
-        make_vocab_size_divisible_by: A split vocabulary is padded to a multiple; never visible from outside.
-        dp_outside: The dp axis is the outermost; False: within pp.
-        max_norm: Clip gradients to this norm at every step; 0: don't.
+        custom_policy: Alias of `plan`.
+        make_vocab_size_divisible_by: Multiple to which a sharded vocabulary is padded; outputs and checkpoints are
+            unpadded.
+        dp_outside: If True, the dp axis is the outermost, otherwise inside of pp.
+        max_norm: Maximum gradient norm of every step; 0 disables clipping.
         norm_type: Order of that norm.
-        initial_scale: fp16's loss scale to begin with.
-        min_scale: The scale never falls below.
-        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: Multiplies the scale when overflows lower it.
-        growth_interval: Steps without overflow before the scale grows.
-        hysteresis: How many overflows it takes before the scale is lowered.
-        max_scale: The scale never grows above.
-        broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
-        ddp_bucket_cap_mb: With zero_stage=0, gradients are summed in buckets of this many MiB.
-        find_unused_parameters: For callers of torch's DistributedDataParallel: unused ones are always found.
-        check_reduction: Likewise; has no effect there either.
-        gradient_as_bucket_view: Likewise; gradients always lie in the buckets.
-        static_graph: Likewise; nothing needs it.
-        zero_bucket_size_in_m: With ZeRO, 2**20 elements of buffers for buckets under way.
-        cpu_offload: Keep masters and optimizer states in host memory. On the CPU there is nothing to move.
-        communication_dtype: Format in which gradients travel between dp ranks; None: their own.
-        overlap_communication: Reduce gradients while backward goes on.
-        overlap_allgather: Let updated weights travel while the next forward goes on.
-        master_weights: Keep fp32 masters of fp16 and bf16 weights.
-        cast_inputs: Cast floating inputs of the model to its format.
-        gradient_checkpoint_config: Which share of the layers is computed again in backward instead of being kept.
-        num_microbatches: Into how many parts, worked on by several stages at a time, a rank's batch is divided.
-        microbatch_size: Examples of such a part, instead of their number.
-        pp_style: Schedule of the stages' work: "1f1b" (Narayanan et al., "PipeDream", 2019); "interleaved" (Narayanan
-            et al., 2021); "zbv" (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024); "gpipe" (Huang et
-            al., 2019); the name of one that was registered with `register_schedule`, or an object of one.
-        num_model_chunks: Pieces of the model that each stage holds: 2 or more with "interleaved", 2 with "zbv", else 1.
-        verbose: Log the plan, skipped steps and changes of the loss scale on rank 0.
-        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
-        num_layers_per_stage: Layers of each stage, instead of a division by costs; with num_model_chunks above 1 of
-            each piece, in the order in which the model runs them.
-        broadcast_loss: All stages are given the loss; False: only the one that computes it has it.
-        enable_metadata_cache: Shapes of what stages send are sent once for each shape of a micro-batch; False: with
-            every message, for models whose layers give shapes that depend on the data.
-        split: Names of the modules with which the pieces after the first begin, such as ["layers.4"] for two stages.
-        execution_sequence: Names of modules and functions that run one after the other instead of the model's forward,
-            each with what the one before gave; stages divide it.
+        initial_scale: Initial loss scale of fp16.
+        min_scale: Minimum of the loss scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale on overflow.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows before the scale is lowered.
+        max_scale: Maximum of the loss scale.
+        broadcast_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
+        ddp_bucket_cap_mb: Size of gradient buckets in MiB with zero_stage=0.
+        find_unused_parameters: For compatibility with DistributedDataParallel; unused parameters are always found.
+        check_reduction: For compatibility; no effect.
+        gradient_as_bucket_view: For compatibility; gradients are always views of the buckets.
+        static_graph: For compatibility; no effect.
+        zero_bucket_size_in_m: Size in 2**20 elements of the buffers for buckets in flight, with ZeRO.
+        cpu_offload: If True, keep masters and optimizer states in host memory. No effect on the CPU.
+        communication_dtype: Dtype of gradient communication between dp ranks; optional, defaults to the gradients'.
+        overlap_communication: If True, overlap gradient reduction with backward.
+        overlap_allgather: If True, overlap the all-gather of updated weights with the next forward.
+        master_weights: If True, keep fp32 masters of fp16 and bf16 weights.
+        cast_inputs: If True, cast floating-point inputs of the model to its dtype.
+        gradient_checkpoint_config: Which layers are recomputed in backward; see `GradientCheckpointConfig`.
+        num_microbatches: Number of microbatches into which a rank's batch is split.
+        microbatch_size: Examples per microbatch, instead of their number.
+        pp_style: Pipeline schedule: "1f1b" (Narayanan et al., "PipeDream", 2019); "interleaved" (Narayanan et al.,
+            2021); "zbv" (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024); "gpipe" (Huang et al.,
+            2019); the name of a schedule registered with `register_schedule`, or a schedule object.
+        num_model_chunks: Model chunks per stage: 2 or more with "interleaved", 2 with "zbv", otherwise 1.
+        verbose: If True, log the plan, skipped steps and changes of the loss scale on rank 0.
+        sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches.
+        num_layers_per_stage: Number of layers of each stage, instead of balancing by cost; with num_model_chunks above
+            1 of each model chunk, in execution order.
+        broadcast_loss: If True, all stages get the loss, otherwise only the stage that computes it.
+        enable_metadata_cache: If True, stages send tensor shapes once per microbatch shape. If False, with every
+            message, for models whose shapes depend on the data.
+        split: Names of the first modules of all model chunks but the first, such as ["layers.4"] for two stages.
+        execution_sequence: Names of modules and functions that replace the model's forward; each gets the output of
+            the previous one, and stages partition the list.
 
     Raises:
-        ConfigError: Before `launch`, or arguments that can't be, alone or together; on all ranks if on any.
-        DesyncError: The ranks' arguments differ.
+        ConfigError: `launch` was not called, or arguments are invalid alone or together; on all ranks if on any.
+        DesyncError: Arguments differ between ranks.
+
+    Collective: yes, with the same arguments on all ranks but for `verbose`.
     """
 
     @patience("setup")
@@ -192,13 +193,13 @@ class HybridParallelPlugin(DistributedPlugin):
         self._agree(lambda: self._check_arguments(verbose))
         sizes = self._arguments.axis_sizes(group_size())
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
-        self._mesh.group("dp")  # made by all ranks here, as whoever asks later may be some of them
+        self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
         self._split = ModelSplit(self._arguments, self._mesh, self._device, verbose=verbose)
         self._runtimes: WeakKeyDictionary[ModelWrapper, PipelineRuntime] = WeakKeyDictionary()
         for line in self._arguments.remarks():
             log_on_master(line)
         if cpu_offload and self._device.type == "cpu":
-            log_on_master("cpu_offload=True changes nothing: weights and states are in host memory already")
+            log_on_master("cpu_offload=True has no effect: weights and states are already in host memory")
 
     def _check_arguments(self, verbose: bool) -> None:
         self._arguments.check(group_size())
@@ -214,16 +215,17 @@ class HybridParallelPlugin(DistributedPlugin):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:
-        """Returns the plugin for sizes in the style of configuration files.
+        """Return the plugin of a `parallel` dict of a configuration file.
 
         Args:
-            config: Such as dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=2, mode="1d")): numbers, or
-                dicts with a `size`; that of `pipeline` may hold its other arguments.
-            **arguments: Further ones of the plugin.
+            config: Axis sizes as integers or dicts with a `size`, such as
+                dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=2, mode="1d")). The `pipeline` dict
+                may contain the plugin's other pipeline arguments.
+            **arguments: Further arguments of the plugin.
 
         Raises:
-            ConfigError: An unknown key, a tensor size above 1 without a mode, an unknown mode, or sizes that don't
-                divide the world.
+            ConfigError: An unknown key, a tensor size above 1 without a mode, an unknown mode, or sizes that do not
+                divide the world size.
         """
         read: dict[str, Any] = {}
         error = error_of(lambda: read.update(arguments_from_config(config, arguments)))
@@ -247,9 +249,9 @@ class HybridParallelPlugin(DistributedPlugin):
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank holds the end of the model: `execute_pipeline` gives the outputs there.
+        """Whether `execute_pipeline` returns outputs on this rank, which holds the model's last layer.
 
-        That is the last pipeline stage; with pp_style="zbv" the first. Without stages every rank.
+        True on the last pipeline stage, with pp_style="zbv" on the first, and on every rank without a pipeline.
         """
         pipeline = self._arguments.pipeline
         if pipeline is None:
@@ -270,15 +272,15 @@ class HybridParallelPlugin(DistributedPlugin):
         return self._arguments.communication_dtype or parameter_dtype
 
     def explain(self, model: nn.Module) -> str:
-        """Returns a table of what would be done with a model: module, style, local shape, bytes; and why not more.
+        """Return a table of a model's plan: module, style, local shape, bytes, and the reasons for unsharded modules.
 
         Args:
-            model: As it would be given to `boost`; possibly on the meta device. It is not changed.
-
-        Call it on any rank; no communication.
+            model: Unboosted model, possibly on the meta device. It is not changed.
 
         Raises:
-            ConfigError: There is no plan for it, or it can't be carried out.
+            ConfigError: There is no plan for the model, or it is not applicable.
+
+        Collective: no.
         """
         return self._split.explain(model)
 
@@ -336,7 +338,7 @@ class HybridParallelPlugin(DistributedPlugin):
             cast_absent_tensors(model, arguments.dtype)
         if arguments.dtype is not None:
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
-            precision.cast(model)  # what is left: frozen parameters and buffers
+            precision.cast(model)  # frozen parameters and buffers; the others are cast already
             boosted.precision = precision
         if mesh.size("dp", "sp") > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
@@ -362,8 +364,8 @@ class HybridParallelPlugin(DistributedPlugin):
             )
         if optimizer is not None and (not isinstance(optimizer, HybridOptimizer) or optimizer.model is not model):
             raise ConfigError(
-                f"execute_pipeline() got a {type(optimizer).__name__} that was not boosted together with this model,"
-                " whose gradients it would not collect: pass the one that boost() returned with the model"
+                f"execute_pipeline() got a {type(optimizer).__name__} that was not boosted together with this model and"
+                " would not receive its gradients: pass the optimizer that boost() returned with the model"
             )
         return runtime.run(
             data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs, num_items=num_items
@@ -404,7 +406,7 @@ class HybridParallelPlugin(DistributedPlugin):
     ) -> AbstractContextManager[None]:
         if not isinstance(optimizer, HybridOptimizer):
             raise ConfigError(
-                "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"
+                "no_sync() needs the boosted optimizer, which holds the gradients: write"
                 " booster.no_sync(model, optimizer)"
             )
         return optimizer.no_sync()
