@@ -221,8 +221,8 @@ class HybridArguments:
         if self.sp_size not in (None, 1):
             raise ConfigError(
                 f"enable_sequence_parallelism=True with sp_size={self.sp_size} needs a mode: give"
-                " sequence_parallelism_mode='all_to_all' or 'ring_attn', which use sp_size ranks in addition to tp_size,"
-                " or 'split_gather' or 'ring', which use the tp_size ranks and need no sp_size"
+                " sequence_parallelism_mode='all_to_all' or 'ring_attn', which use sp_size ranks besides tp_size, or"
+                " 'split_gather' or 'ring', which use the tp_size ranks and need no sp_size"
             )
         if self.tp_size == 1:
             raise ConfigError(

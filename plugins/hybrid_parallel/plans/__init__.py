@@ -1,1 +1,1 @@
-"""Which layer is split how: data, from the user, the model, our tables or the module graph."""
+"""Tensor-parallel plans: from the user, the model, built-in tables or the module graph."""

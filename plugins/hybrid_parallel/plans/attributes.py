@@ -1,4 +1,4 @@
-"""Finds the numbers that an attention's forward takes its tensors apart with, so that they depend on the split."""
+"""Find the size attributes of attentions that change with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _SHAPING = frozenset(("view", "reshape", "split", "unflatten", "expand", "chunk"
 def head_attributes(
     model: nn.Module, attentions: Mapping[str, Attention], blocks: Mapping[str, tuple[Block, ...]]
 ) -> Iterator[AttributeChange]:
-    """Yields the numbers of attentions that must become those of a rank.
+    """Yield the attributes of attentions that have to be set to a rank's local sizes.
 
-    Numbers of heads are changed wherever an attention has them. Numbers of features are changed if the code of the
-    attention takes tensors apart with them, as some are also the size of its input, which stays.
+    All numbers of heads are changed. Numbers of features are changed only if the attention's code reshapes or splits
+    tensors with them, as they may also be the size of its unsharded input.
 
     Args:
-        model: The user's.
-        attentions: Those that are split by heads.
-        blocks: Of every split module, by name.
+        model: The user's model.
+        attentions: Attentions sharded by heads, by name.
+        blocks: Blocks of every sharded module, by name.
     """
     for name, attention in attentions.items():
         module = model.get_submodule(name)
@@ -67,9 +67,9 @@ def _of_attention(attention: Attention, blocks: Mapping[str, tuple[Block, ...]])
 
 
 def _head_blocks(attention: Attention, blocks: Iterable[Block]) -> tuple[Block, Block]:
-    """Returns the blocks of query and of key-value heads, with a head's size in features as far as it is known."""
+    """Return the blocks of query and of key-value heads; the head size is 1 if unknown."""
     num_query, num_key_value = attention.num_query, attention.num_key_value
-    # The smallest: query projections may hold a gate per head too.
+    # The smallest, because query projections may also contain a gate per head.
     size = min((one.unit_size for one in blocks if one.num_units == num_query), default=1)
     return attention.query_block(size * num_query), attention.key_value_block(size * num_key_value)
 
@@ -87,7 +87,7 @@ def _present(module: nn.Module, attributes: tuple[str, ...], number: int) -> lis
 
 
 def _sources(kind: type[nn.Module]) -> list[str]:
-    """Returns the code of a class and of those that it is derived from, as far as there are files to read it from."""
+    """Return the source code of a class and its bases, as far as available."""
     found = []
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         with contextlib.suppress(OSError, TypeError):
@@ -97,7 +97,7 @@ def _sources(kind: type[nn.Module]) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _names_in_shapes(*sources: str) -> frozenset[str]:
-    """Returns the names of `self` in arguments of view, reshape, split and the like, in all methods of classes."""
+    """Return the attributes of `self` in arguments of view, reshape, split and similar calls of these classes."""
     found: set[str] = set()
     for source in sources:
         for call in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""Every mistake that a plan can have, found before anything is cut."""
+"""Checks of a plan, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ON_PARAMETERS = frozenset(
     {"colwise", "packed_colwise", "rowwise", "packed_rowwise", "replicated", "replicated_with_grad_allreduce"}
 )
 OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
-"""Their output stays split."""
+"""Styles whose output stays sharded."""
 CLOSING_STYLES = frozenset({"rowwise", "packed_rowwise"})
-"""Their input is split already, and their output is summed."""
+"""Styles with a sharded input and a reduced output."""
 
 
 def check_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Raises for a style on what can't take it.
+    """Check that modules and parameters support their styles.
 
     Raises:
-        ConfigError: Such a style.
+        ConfigError: A module or parameter does not support its style.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.items():
@@ -41,16 +41,16 @@ def check_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
 
 
 def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_users: bool = False) -> None:
-    """Raises for a plan that can't be carried out over so many ranks, or that would compute something else.
+    """Check that a plan is applicable to a number of ranks and does not change the model's results.
 
     Args:
-        plan: See `choose_plan`.
-        model: The user's.
+        plan: The resolved plan.
+        model: The user's model.
         tp_size: Number of tensor-parallel ranks.
-        is_users: A user wrote it, so that every split must also be seen to be closed again.
+        is_users: If True, the plan is the user's: also check that every sharded output has a row-parallel consumer.
 
     Raises:
-        ConfigError: Such a plan.
+        ConfigError: The plan fails a check.
     """
     for entry in plan.entries:
         _check_ranks(entry, tp_size)
@@ -64,14 +64,14 @@ def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_u
 def _check_module(name: str, style: Style, module: nn.Module) -> None:
     kind = f"a {type(module).__name__}"
     if isinstance(module, nn.Linear) and "weight" not in module._parameters:
-        kind += " whose weight is computed of other parameters (by weight_norm, spectral_norm or a parametrization)"
+        kind += " whose weight is computed from other parameters (weight_norm, spectral_norm or a parametrization)"
         _refuse_kind(name, style, kind, "a layer whose weight is a parameter")
     if style.name in COLUMN_STYLES | ROW_STYLES | {"vocab_head", "mla_kv_a_proj"} and not is_linear(module):
         _refuse_kind(name, style, kind, "an nn.Linear or transformers' Conv1D")
     if style.name == "vocab_head" and is_transposed(module):
         _refuse_kind(name, style, kind, "an nn.Linear")
     if style.name == "vocab" and not isinstance(module, (nn.Embedding, nn.Linear)):
-        _refuse_kind(name, style, kind, "an nn.Embedding, or the nn.Linear that gives logits")
+        _refuse_kind(name, style, kind, "an nn.Embedding, or the nn.Linear that computes logits")
     if style.name in _ON_EMBEDDINGS and not isinstance(module, nn.Embedding):
         _refuse_kind(name, style, kind, "an nn.Embedding")
 
@@ -79,7 +79,7 @@ def _check_module(name: str, style: Style, module: nn.Module) -> None:
 def _refuse_kind(name: str, style: Style, kind: str, wanted: str) -> None:
     raise ConfigError(
         f"the plan has {style.name!r} for {name!r}, which is {kind}: this style is for {wanted}. Leave it out of the"
-        " plan, so that it is replicated, or name the layers in it"
+        " plan, so that it is replicated, or name the layers inside of it"
     )
 
 
@@ -99,19 +99,19 @@ def _check_sizes(entry: PlannedEntry, model: nn.Module) -> None:
     tensor = model.get_parameter(entry.name if is_parameter else f"{entry.name}.weight")
     if sum(block.size for block in entry.blocks) != tensor.shape[entry.dim]:
         raise ConfigError(
-            f"the plan splits {tensor.shape[entry.dim]} features of {entry.name!r} into blocks of"
-            f" {[block.size for block in entry.blocks]}, which don't add up: give the blocks that the forward takes"
-            " them apart into"
+            f"the plan divides {tensor.shape[entry.dim]} features of {entry.name!r} into blocks of"
+            f" {[block.size for block in entry.blocks]}, which do not add up: give the sizes into which the forward"
+            " splits them"
         )
     if len(entry.blocks) > 1 and entry.style.endswith(("_gather_output", "_split_input")):
         raise ConfigError(
             f"the plan has {entry.style!r} for {entry.name!r} in {len(entry.blocks)} blocks, whose order would change"
-            " when the ranks' parts are put together: leave the blocks out, as the whole is there on both sides"
+            " in the all-gather of the ranks' shards: leave the blocks out, as input and output are unsharded"
         )
 
 
 def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
-    """Raises for a layer whose output stays split, but no layer takes it, and the other way round."""
+    """Check that every sharded output has a row-parallel consumer, and every row-parallel layer a producer."""
     stacks = plan.stacks or find_stacks(model)
     layers = [entry for entry in plan.entries if not entry.is_parameter]
     columns = [entry for entry in layers if entry.style in OPEN_STYLES]
@@ -121,8 +121,8 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
         if not near:
             raise ConfigError(
                 f"the plan has {entry.style!r} for {entry.name!r}, but no rowwise layer in"
-                f" {_scope(entry, stacks) or 'the model'!r} takes its output, which would stay split: give the layer"
-                " that follows it 'rowwise', or this one 'colwise_gather_output'"
+                f" {_scope(entry, stacks) or 'the model'!r} reads its sharded output: give the layer that follows it"
+                " 'rowwise', or this one 'colwise_gather_output'"
             )
         if not any(_fits(entry, row) for row in near):
             _refuse_sizes(entry, near, model)
@@ -130,7 +130,7 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
         if not entries_near(entry, columns, stacks):
             raise ConfigError(
                 f"the plan has {entry.style!r} for {entry.name!r}, but no colwise layer in"
-                f" {_scope(entry, stacks) or 'the model'!r} splits its input: give the layers before it 'colwise', or"
+                f" {_scope(entry, stacks) or 'the model'!r} shards its input: give the layers before it 'colwise', or"
                 " this one 'rowwise_split_input'"
             )
 
@@ -138,7 +138,7 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
 def entries_near(
     entry: PlannedEntry, others: Iterable[PlannedEntry], stacks: tuple[tuple[str, ...], ...]
 ) -> list[PlannedEntry]:
-    """Returns the others in the same layer of a stack, of which those in the same or a neighboring module if any."""
+    """Return the others in the same layer of a stack, only those in the same or a neighboring module if there are."""
     scope = _scope(entry, stacks)
     found = [other for other in others if _scope(other, stacks) == scope]
     for depth in (1, 2):
@@ -153,11 +153,11 @@ def _scope(entry: PlannedEntry, stacks: tuple[tuple[str, ...], ...]) -> str:
 
 
 def _fits(column: PlannedEntry, row: PlannedEntry) -> bool:
-    """True if the blocks are cut alike at every number of ranks, or are heads of attention that share their groups."""
+    """Whether the blocks are sharded equally for every number of ranks, or are heads with the same groups."""
     ours, theirs = column.blocks[0], row.blocks[0]
     if (ours.num_query_units or ours.num_units) == (theirs.num_query_units or theirs.num_units):
         return True
-    # Fused projections are cut by groups of heads, and the layer that takes their output by the heads of these groups.
+    # Fused projections are sharded by groups of heads, the layer that reads their output by the heads of these groups.
     return ours.num_units == (theirs.num_groups or theirs.num_units)
 
 
@@ -166,9 +166,9 @@ def _refuse_sizes(entry: PlannedEntry, rows: list[PlannedEntry], model: nn.Modul
     inputs = feature_sizes(model.get_submodule(row.name))[0]
     outputs = feature_sizes(model.get_submodule(entry.name))[1]
     raise ConfigError(
-        f"the plan splits the {outputs} outputs of {entry.name!r} as {_described(entry)} and the {inputs} inputs of"
-        f" {row.name!r} as {_described(row)}: they would not fit together. Give both the same heads, as"
-        " Style('colwise', num_heads=...) and Style('rowwise', num_heads=...), or leave both out of the plan"
+        f"the plan shards the {outputs} outputs of {entry.name!r} as {_described(entry)} but the {inputs} inputs of"
+        f" {row.name!r} as {_described(row)}: give both the same heads, as Style('colwise', num_heads=...) and"
+        " Style('rowwise', num_heads=...), or leave both out of the plan"
     )
 
 

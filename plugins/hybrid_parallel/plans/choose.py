@@ -1,4 +1,4 @@
-"""Chooses where a model's plan comes from: its user, transformers, our tables, or the model's own graph."""
+"""Choose the source of a model's plan: the user, transformers, built-in tables or the module graph."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ __all__ = ["choose_plan"]
 def choose_plan(
     model: nn.Module, *, tp_size: int, plan: UserPlan | None = None, sequence_mode: str | None = None
 ) -> TensorParallelPlan:
-    """Returns what tensor and sequence parallelism do to a model: a checked plan.
+    """Return the checked plan of a model for tensor and sequence parallelism.
 
-    The first of these that says anything: the user's plan, transformers' own, our tables for models that transformers
-    has no plan of, and what the model's graph shows.
+    The first available source is used: the user's plan, the plan of transformers, built-in tables for models that
+    transformers has no plan for, and a plan derived from the module graph.
 
     Args:
-        model: The user's, maybe without memory. It is not changed.
-        tp_size: Number of tensor-parallel ranks; 1: only the stacks of layers are found, and that a user's plan
-            is of this model.
-        plan: The user's plan; None: there is none.
-        sequence_mode: How the sequence is split; None: not at all.
+        model: The user's model, possibly on the meta device. It is not changed.
+        tp_size: Number of tensor-parallel ranks. With 1 only stacks of layers are found and a user's plan is checked.
+        plan: The user's plan, optional.
+        sequence_mode: Mode of sequence parallelism; optional, defaults to unsharded sequences.
 
     Raises:
-        ConfigError: No plan can be found, or it can't be carried out.
+        ConfigError: There is no plan, or it is not applicable.
     """
     if tp_size == 1:
         if plan is not None:
-            user_draft(model, plan)  # for its mistakes, which shall not wait for more ranks
+            user_draft(model, plan)  # report its mistakes already on one rank
         return TensorParallelPlan(stacks=find_stacks(model), source="no tensor parallelism")
     _check_is_whole(model)
     draft = _draft(model, plan, tp_size)
@@ -65,6 +64,6 @@ def _check_is_whole(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter and hasattr(parameter, "placements"):
             raise ConfigError(
-                f"the parameter {name!r} is a DTensor, so that the model is cut already: give tensor parallelism the"
-                " model as it was made, without a tp_plan of transformers or parallelize_module"
+                f"the parameter {name!r} is a DTensor, so the model is already sharded: pass the unsharded model,"
+                " without a tp_plan of transformers or parallelize_module"
             )

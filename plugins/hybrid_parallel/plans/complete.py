@@ -1,4 +1,4 @@
-"""Completes what a source says of a model to a plan: blocks, ties, regions, numbers to change, stacks."""
+"""Resolve a partial plan: blocks, tied weights, regions, size attributes, stacks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
 
 
 def complete(model: nn.Module, draft: Draft, *, sequence_mode: str | None) -> TensorParallelPlan:
-    """Works out everything that a plan has beside its styles.
+    """Resolve everything of a plan that follows from its styles and the model.
 
     Args:
-        model: The user's, maybe without memory.
-        draft: What the plan's source says.
-        sequence_mode: How the sequence is split; None: not at all.
+        model: The user's model, possibly on the meta device.
+        draft: The partial plan.
+        sequence_mode: Mode of sequence parallelism, or None for unsharded sequences.
 
     Raises:
-        ConfigError: What the source says can't be done with this model.
+        ConfigError: The partial plan is not applicable to this model.
     """
     check_styles(model, draft.styles)
     given = {name: _on_head(model, name, style) for name, style in draft.styles.items()}
@@ -71,7 +71,7 @@ def complete(model: nn.Module, draft: Draft, *, sequence_mode: str | None) -> Te
     ]
     if sequence_mode in TENSOR_AXIS_MODES:
         alone = modules_on_split_sequence(model, styles, regions, stacks)
-        entries.extend(PlannedEntry(name=name, style="sequence", reason="works on split tokens") for name in alone)
+        entries.extend(PlannedEntry(name=name, style="sequence", reason="runs on sharded tokens") for name in alone)
     return TensorParallelPlan(
         entries=_in_order(model, entries),
         attributes=(*head_attributes(model, attentions, blocks), *draft.attributes),
@@ -88,7 +88,7 @@ def _on_head(model: nn.Module, name: str, style: Style) -> Style:
 
 
 def _weight(model: nn.Module, name: str, style: Style) -> tuple[torch.Tensor | None, int]:
-    """Returns the tensor that a style splits, if it splits one, and the dimension."""
+    """Return the tensor that a style shards, or None, and the sharded dimension."""
     if style.name not in COLUMN_STYLES | ROW_STYLES | _SPLIT_EMBEDDINGS:
         return None, 0
     if _is_parameter(model, name):

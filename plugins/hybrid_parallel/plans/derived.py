@@ -1,4 +1,4 @@
-"""Plans derived from what a model computes: linear layers that are seen to work in parts. See Note [Probing]."""
+"""Plans derived from the module graph: linear layers verified to compute the same when sharded. See Note [Probing]."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 __all__ = ["derived_draft"]
 
 _MAX_COLUMNS = 4  # layers that read one input: query, key, value, and a gate
-_SHARED = "its weight is another module's too ('vocab' and 'vocab_head' in a plan split embedding and head)"
+_SHARED = "its weight is tied to another module's ('vocab' and 'vocab_head' in a plan shard embedding and head)"
 _NUM_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "heads", "nhead", "h")
 
 
 def derived_draft(model: nn.Module, tp_size: int = 2) -> Draft:
-    """Finds linear layers of a model that can be split in pairs, and attentions by their heads.
+    """Find column-row pairs of linear layers, and attentions by their heads.
 
-    Every module that holds linear layers is run alone, on random numbers: what is split is proven to compute the same.
+    Every module that holds linear layers is run alone on random input, to verify that shards compute the same.
 
     Args:
-        model: Any, maybe without memory. It is not changed.
-        tp_size: Number of ranks for which it must be right, at least.
+        model: Any model, possibly on the meta device. It is not changed.
+        tp_size: Number of ranks to verify, among others.
 
     Raises:
-        ConfigError: There is nothing that can be split, with the reasons.
+        ConfigError: No layer can be sharded; the message contains the reasons.
     """
     search = _Search(model, tp_size)
     for name, module in model.named_modules():
         search.look_into(name, module)
     if not search.styles:
-        reasons = "; ".join(search.notes) or "it has no two linear layers behind each other"
+        reasons = "; ".join(search.notes) or "it has no consecutive linear layers"
         raise ConfigError(
             f"no tensor-parallel plan is known for {type(model).__name__}, and none can be derived ({reasons}): give"
             " plan={'pattern of module names': style, ...}, or use tp_size=1"
@@ -51,7 +51,7 @@ def derived_draft(model: nn.Module, tp_size: int = 2) -> Draft:
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return Draft(
         styles=dict(sorted(search.styles.items(), key=lambda item: order[item[0]])),
-        source="derived from the model: every split layer was run in parts and computes the same",
+        source="derived from the model: every sharded layer was run in shards and computes the same",
         is_derived=True,
         attributes=tuple(search.attributes),
         siblings=tuple(search.siblings),
@@ -60,8 +60,6 @@ def derived_draft(model: nn.Module, tp_size: int = 2) -> Draft:
 
 
 class _Search:
-    """What has been found so far in a model."""
-
     def __init__(self, model: nn.Module, tp_size: int) -> None:
         self._tp_size = tp_size
         self._layers = [layer for stack in find_stacks(model) for layer in stack]
@@ -73,16 +71,16 @@ class _Search:
         self.notes: list[str] = []
 
     def look_into(self, name: str, module: nn.Module) -> None:
-        """Splits what can be split of the linear layers that a module holds itself."""
+        """Find the shardable layers among a module's direct linear children."""
         held = [key for key, child in module.named_children() if is_linear(child)]
         prefix = f"{name}." if name else ""
         free = [key for key in held if f"{prefix}{key}" not in self._shared]
         self._note(name, [key for key in held if key not in free], _SHARED)
         if any(layer.startswith(prefix) for layer in self._layers):
-            self._note(name, free, "it stands beside whole layers, which are not run to look into it")
+            self._note(name, free, "it is next to full layers of a stack, which are not run to verify it")
             return
         if len(free) < 2:
-            self._note(name, free, "no other linear layer beside it takes its output")
+            self._note(name, free, "no other linear layer next to it reads its output")
             return
         kind = module_kind(module, tuple(free))
         if kind not in self._known:
@@ -91,7 +89,7 @@ class _Search:
         for split in splits:
             self._add(prefix, split)
         found = {key for split in splits for key in (*split.columns, split.row)}
-        reason = "; ".join(reasons) or "no other linear layer takes its output in parts"
+        reason = "; ".join(reasons) or "no other linear layer reads its output in shards"
         self._note(name, [key for key in free if key not in found], reason)
 
     def _add(self, prefix: str, split: Split) -> None:
@@ -105,13 +103,13 @@ class _Search:
 
     def _note(self, name: str, keys: list[str], reason: str) -> None:
         for key in keys:
-            note = f"{generalized(f'{name}.{key}' if name else key)} stays whole: {reason}"
+            note = f"{generalized(f'{name}.{key}' if name else key)} is not sharded: {reason}"
             if note not in self.notes:
                 self.notes.append(note)
 
 
 def _find_splits(module: nn.Module, held: list[str], tp_size: int) -> tuple[list[Split], list[str]]:
-    """Returns the splits that are proven of a module's own linear layers, and why there are no more."""
+    """Return the verified splits of a module's direct linear layers, and the reasons if there are none."""
     probed = probe(module, tp_size)
     if isinstance(probed, str):
         return [], [probed]
@@ -126,9 +124,9 @@ def _find_splits(module: nn.Module, held: list[str], tp_size: int) -> tuple[list
                 start = index + 1
                 break
     if found or len(order) > 1:
-        differs = f"it raises when it is run in parts; {SIZES_OF_THE_WHOLE}"
+        differs = f"it raises when it is run in shards; {SIZES_OF_THE_WHOLE}"
         if not probed.has_raised_for_sizes:
-            differs = "computed in parts they give something else"
+            differs = "their results differ when they are sharded"
         return found, [] if found else [differs]
     return found, ["the module uses their weights without calling them, or calls them more than once"]
 
@@ -145,7 +143,7 @@ def _reads_alike(probed: Probe, columns: list[str]) -> bool:
 
 
 def _candidates(module: nn.Module, probed: Probe, columns: list[str], row: str) -> Iterator[Split]:
-    """Yields the ways in which layers could be split: by single features, by heads, with several blocks in one."""
+    """Yield candidate splits of layers: by single features, by heads, with several blocks in one layer."""
     inputs = feature_sizes(module.get_submodule(row))[0]
     outputs = {key: feature_sizes(module.get_submodule(key))[1] for key in columns}
     if all(size % inputs == 0 for size in outputs.values()):
@@ -156,7 +154,7 @@ def _candidates(module: nn.Module, probed: Probe, columns: list[str], row: str) 
 
 
 def _head_counts(module: nn.Module, probed: Probe, inputs: int, outputs: dict[str, int]) -> list[tuple[int, int]]:
-    """Returns the numbers of query and key-value heads that an attention may have, the likely ones first."""
+    """Return the numbers of query and key-value heads that an attention may have, the likely ones first."""
     own = [value for name in _NUM_HEADS if type(value := vars(module).get(name)) is int and value > 1]
     seen = sorted(set(probed.num_heads), reverse=True)
     queries = dict.fromkeys([*own, *seen])
@@ -184,7 +182,7 @@ def _candidates_by_heads(
     if all(size in of_size for size in outputs.values()):
         columns = {key: of_size[size] for key, size in outputs.items()}
         yield _with_attributes(module, attention, Split(columns=columns, row=row, row_blocks=(query,)))
-    if len(outputs) == 1:  # the features of a group of heads behind each other
+    if len(outputs) == 1:  # fused projection with the query, key and value features of each group consecutive
         key, size = next(iter(outputs.items()))
         groups = Block(num_units=num_key_value, unit_size=size // num_key_value)
         if groups.size == size:
@@ -197,7 +195,7 @@ def _with_attributes(module: nn.Module, attention: Attention, split: Split) -> S
 
 
 def _shared_layers(model: nn.Module) -> set[str]:
-    """Returns the linear layers whose weight another module has too, or which are in several modules."""
+    """Return the modules whose weight is tied to another module's, and those registered under several names."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         weight = getattr(module, "weight", None)

@@ -1,4 +1,4 @@
-"""A plan as its source gives it, before heads, ties and regions are worked out: which module has which style."""
+"""Partial plans: the styles of modules, before heads, tied weights and regions are resolved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STYLES = frozenset(
         "vocab_head",
     }
 )
-"""See Note [Plans]."""
+"""All styles; see Note [Plans]."""
 
 _OTHER_NAMES = {
     "colwise_rep": "colwise_gather_output",
@@ -45,17 +45,17 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What a source says of a model.
+    """A plan as its source gives it.
 
     Attributes:
-        styles: Of modules and bare parameters, by name, in the model's order.
-        source: Where it comes from, as a sentence.
-        is_users: A user wrote it, so that its mistakes are theirs.
-        is_derived: It was derived from the model, of whose code nothing else is known.
-        attributes: Numbers to change that can't be told from the styles.
-        arguments: Tensors to cut that can't be told from the styles.
-        siblings: Column-parallel modules that read the same input, where the source knows; else their parents tell.
-        notes: What the user should know.
+        styles: Styles of modules and bare parameters by name, in the model's order.
+        source: Description of the source.
+        is_users: Whether a user wrote it.
+        is_derived: Whether it was derived from the module graph.
+        attributes: Size attributes to change that do not follow from the styles.
+        arguments: Arguments to shard that do not follow from the styles.
+        siblings: Groups of column-parallel modules that read the same input, if the source provides them.
+        notes: Notes for the user.
     """
 
     styles: Mapping[str, Style]
@@ -69,27 +69,26 @@ class Draft:
 
 
 def read_style(name: str, given: object) -> Style:
-    """Reads what a plan says of a pattern.
+    """Parse the style that a plan gives to a pattern.
 
     Args:
         name: The pattern, for messages.
-        given: A style's name, with ":" and a number of equal blocks behind a packed one; or a `Style`.
+        given: Name of a style, with ":" and the number of equal blocks after a packed one; or a `Style`.
 
     Raises:
-        ConfigError: There is no such style.
+        ConfigError: The style is unknown or invalid.
     """
     style = Style(given) if isinstance(given, str) else given
     if not isinstance(style, Style):
         raise ConfigError(
-            f"the plan has {given!r} for {name!r}, which is no style: write the name of one, such as 'colwise', or a"
+            f"the plan has {given!r} for {name!r}, which is not a style: write the name of one, such as 'colwise', or a"
             " Style(name, blocks=...)"
         )
     word, colon, count = style.name.partition(":")
     word = _OTHER_NAMES.get(word, word)
     if word not in STYLES:
         raise ConfigError(
-            f"the plan has the style {style.name!r} for {name!r}, which is not known: choose one of"
-            f" {', '.join(sorted(STYLES))}"
+            f"the plan has the unknown style {style.name!r} for {name!r}: choose one of {', '.join(sorted(STYLES))}"
         )
     if not colon:
         return replace(style, name=word)

@@ -1,4 +1,4 @@
-"""A plan as a table for people: what is split how, and what a rank holds."""
+"""Format a plan as a table of styles, local shapes and bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HEADER = ("module", "style", "local shape", "bytes")
 def explain(
     plan: TensorParallelPlan, model: nn.Module, tp_size: int, rank: int = 0, *, vocabulary_multiple: int = 64
 ) -> str:
-    """Returns a plan as a table: module, style, local shape, bytes; layers that are alike in one line.
+    """Return a plan as a table: module, style, local shape, bytes; equal layers share a row.
 
     Args:
-        plan: See `choose_plan`.
-        model: That it is for, as it was before it was cut.
+        plan: The resolved plan.
+        model: The unsharded model.
         tp_size: Number of tensor-parallel ranks.
-        rank: Whose parts are shown.
-        vocabulary_multiple: What the rows of all ranks' vocabulary are padded to a multiple of.
+        rank: Tensor-parallel rank whose shards are listed.
+        vocabulary_multiple: Multiple to which the vocabulary is padded.
     """
     entries = _entries_of(plan, model)
     rows: dict[tuple[str, str, str], list[int]] = {}
@@ -53,7 +53,7 @@ def explain(
 
 
 def _entries_of(plan: TensorParallelPlan, model: nn.Module) -> dict[int, tuple[str, PlannedEntry]]:
-    """Returns what is done with a parameter, under which of its names, by identity: one that is shared has several."""
+    """Return each parameter's planned name and entry by id; a tied parameter has several names."""
     by_name = {entry.name: entry for entry in plan.entries}
     found: dict[int, tuple[str, PlannedEntry]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -78,7 +78,7 @@ def _local_shape(
         return (vocabulary_rows(shape[0], multiple, tp_size, rank)[2], *shape[1:])
     if not entry.is_parameter and name.rpartition(".")[2] != "weight":
         if "rowwise" in entry.style:
-            return shape  # a bias, added to the sum
+            return shape  # a replicated bias, added after the reduction
         return split_layout(shape, 0, entry.blocks, tp_size, rank).local_shape
     return split_layout(shape, entry.dim, entry.blocks, tp_size, rank).local_shape
 
@@ -107,9 +107,9 @@ def _remarks(plan: TensorParallelPlan) -> list[str]:
     lines = [f"plan: {plan.source}"]
     attributes = dict.fromkeys(f"{generalized(change.module)}.{change.attribute}" for change in plan.attributes)
     if attributes:
-        lines.append(f"changed to the rank's: {', '.join(attributes)}")
+        lines.append(f"attributes set to local sizes: {', '.join(attributes)}")
     arguments = dict.fromkeys(f"{generalized(one.module)}({one.argument})" for one in plan.arguments)
     if arguments:
-        lines.append(f"given the rank's heads of: {', '.join(arguments)}")
+        lines.append(f"arguments sharded by heads: {', '.join(arguments)}")
     reasons = dict.fromkeys(f"{generalized(one.name)}: {one.reason}" for one in plan.entries if one.reason)
     return [*lines, *reasons, *plan.notes]

@@ -1,4 +1,4 @@
-"""How many features a linear layer has, and which dimension of its weight a style splits."""
+"""Feature sizes of linear layers, and the dimension of their weights that a style shards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
 
 
 def feature_sizes(module: nn.Module) -> tuple[int, int]:
-    """Returns a linear layer's number of input and of output features."""
+    """Return a linear layer's number of input and of output features."""
     weight = module.get_parameter("weight")
     first, second = weight.shape
     return (first, second) if is_transposed(module) else (second, first)
 
 
 def split_dim(module: nn.Module, style: str) -> int:
-    """Returns the dimension of a linear layer's or an embedding's weight that a style splits."""
+    """Return the dimension of a linear layer's or an embedding's weight that a style shards."""
     if style.startswith("embedding_colwise"):
         return 1
     is_by_rows = style in ROW_STYLES

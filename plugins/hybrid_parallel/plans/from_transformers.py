@@ -1,4 +1,4 @@
-"""Plans that transformers' models bring along: used as they are."""
+"""Plans of transformers models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPERT_PARALLEL = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router"
 
 
 def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yields the outermost transformers models in a model: name, module and configuration."""
+    """Yield the outermost transformers models in a model: name, module and configuration."""
     config = getattr(model, "config", None)
     if hasattr(model, "base_model_prefix") and hasattr(config, "model_type"):
         yield name, model, config
@@ -27,7 +27,7 @@ def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, n
 
 
 def transformers_draft(model: nn.Module) -> Draft | None:
-    """Returns the plan of the transformers models in a model; None: they have none."""
+    """Return the plan of the transformers models in a model, or None if they have none."""
     found: dict[str, Style] = {}
     sources = []
     for name, module, config in pretrained_models(model):
@@ -42,7 +42,7 @@ def transformers_draft(model: nn.Module) -> Draft | None:
 
 
 def _styles_of(module: nn.Module) -> dict[str, Style]:
-    """Returns what a model's plan says of it. Patterns without a match are of other models of the family."""
+    """Return a model's styles. Patterns without a match belong to other models of the family."""
     given: dict[str, str] = getattr(module, "_tp_plan", None) or {}
     plan = {name: read_style(name, style) for name, style in given.items() if style not in _EXPERT_PARALLEL}
     names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]

@@ -1,4 +1,4 @@
-"""What the split dimension of each module consists of: heads where it belongs to an attention, else single features."""
+"""Blocks of sharded dimensions: heads in attentions, single features elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
 __all__ = ["Attention", "blocks_of", "check_whole_parameters", "find_attentions", "owner_of", "role_of"]
 
-# torch's grouped matrix product, which all experts' weights go through at once, takes rows of multiples of 16 bytes.
+# torch's grouped matmul of all experts' weights requires rows of multiples of 16 bytes.
 _GROUPED_PRODUCT_MULTIPLE = 8
 
 _QUERY = frozenset(("q_proj", "query", "q", "wq", "q_attn", "to_q", "q_b_proj", "query_proj", "q_lin", "linear_q"))
@@ -29,10 +29,10 @@ _PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_head", "head_size")
 
 # Note [Attentions of a plan]
-# The modules of an attention are recognised by their names, as there is no other sign of what a linear layer's outputs
-# are taken apart into: the module that holds a `q_proj` (or any of the names above) that the plan splits is an
-# attention. How many heads it has it says itself, by one of the usual attributes, or else its configuration does. Every
-# other split module in it has the same heads. Its output projection is in it, or in its sibling, as BERT's is.
+# The modules of an attention are recognized by name, because nothing else indicates how a linear layer's outputs are
+# reshaped: the parent of a `q_proj` (or any of the names above) that the plan shards is an attention. Its number of
+# heads comes from one of the usual attributes of the module, or else of its configuration. All other sharded modules in
+# it have the same heads. Its output projection is in the module, or in a sibling as in BERT.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,9 @@ class Attention:
     """The heads of an attention. See Note [Attentions of a plan].
 
     Attributes:
-        name: Of the module that holds the projections.
-        num_query: Query heads.
-        num_key_value: Key-value heads.
+        name: Name of the module that holds the projections.
+        num_query: Number of query heads.
+        num_key_value: Number of key-value heads.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Attention:
     num_key_value: int
 
     def query_block(self, size: int) -> Block:
-        """Returns features that belong to query heads."""
+        """Return the block of `size` features of query heads."""
         groups = None if self.num_key_value == self.num_query else self.num_key_value
         return Block(num_units=self.num_query, unit_size=size // self.num_query, num_groups=groups)
 
     def key_value_block(self, size: int) -> Block:
-        """Returns features that belong to key-value heads."""
+        """Return the block of `size` features of key-value heads."""
         size //= self.num_key_value
         if self.num_key_value == self.num_query:
             return Block(num_units=self.num_query, unit_size=size)
@@ -68,7 +68,7 @@ class Attention:
 
 
 def owner_of(name: str) -> str:
-    """Returns the name of the module that a module plays its role in: its parent, beyond wrappers (`q_proj.linear`)."""
+    """Return the name of a module's parent, skipping wrappers (`q_proj.linear`)."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "linear" and parent.endswith(("_proj", "_lin")):
         return parent.rpartition(".")[0]
@@ -76,16 +76,16 @@ def owner_of(name: str) -> str:
 
 
 def role_of(name: str) -> str:
-    """Returns "query", "key", "value" or "fused" as a module's name says; "" for no part of an attention's input."""
+    """Return "query", "key", "value" or "fused" by a module's name, or "" if it is not an input projection."""
     parent, _, leaf = name.rpartition(".")
     return _role_of_leaf(leaf) or (_role_of_leaf(parent.rpartition(".")[2]) if leaf == "linear" else "")
 
 
 def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Attention]:
-    """Finds the attentions whose projections a plan splits by heads, by the names of the modules that hold them.
+    """Find the attentions whose projections a plan shards by heads, by module name.
 
     Raises:
-        ConfigError: One doesn't say how many heads it has.
+        ConfigError: An attention's number of heads is unknown.
     """
     split = ("colwise", "packed_colwise")
     modules: dict[str, dict[str, str]] = {}
@@ -97,9 +97,9 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, 
 
 
 def check_whole_parameters(model: nn.Module, styles: Mapping[str, Style], attentions: Mapping[str, Attention]) -> None:
-    """Checks that what a plan leaves whole in an attention has no values for every head, with some on each rank.
+    """Check that no parameter with values for all heads stays unsharded in a sharded attention.
 
-    Only for plans that are taken as they are: others are proven by running them.
+    Only for plans that are not verified by running them.
 
     Raises:
         ConfigError: There is such a parameter.
@@ -115,15 +115,15 @@ def check_whole_parameters(model: nn.Module, styles: Mapping[str, Style], attent
             module_name = name.rpartition(".")[0]
             if name not in styles and module_name not in styles and _is_of_all_heads(name, parameter, attention, sizes):
                 raise ConfigError(
-                    f"the plan splits the {attention.num_query} heads ({attention.num_key_value} of keys and values) of"
+                    f"the plan shards the {attention.num_query} heads ({attention.num_key_value} of keys and values) of"
                     f" {owner!r}, but not its parameter {name!r} of shape {tuple(parameter.shape)}, which has values"
-                    " for all of them: the forward would put a rank's heads together with those of all. Give plan="
-                    " without the layers of this attention, so that it stays whole, or use tp_size=1"
+                    " for all heads, so the forward would combine a rank's heads with those of all: give plan= without"
+                    " the layers of this attention, so that it stays unsharded, or use tp_size=1"
                 )
 
 
 def _is_of_all_heads(name: str, parameter: torch.Tensor, attention: Attention, sizes: Mapping[str, int]) -> bool:
-    """Returns whether it is the attention's own with a value per head, or a norm over all query or key features."""
+    """Whether it is the attention's own parameter with a value per head, or a norm over all query or key features."""
     module_name = name.rpartition(".")[0]
     if module_name == attention.name:
         return not {attention.num_query, attention.num_key_value}.difference({1}).isdisjoint(parameter.shape)
@@ -137,17 +137,17 @@ def _is_of_all_heads(name: str, parameter: torch.Tensor, attention: Attention, s
 def blocks_of(
     name: str, style: Style, shape: tuple[int, ...], dim: int, attentions: Mapping[str, Attention]
 ) -> tuple[Block, ...]:
-    """Returns what a module's split dimension consists of.
+    """Return the blocks of a module's sharded dimension.
 
     Args:
-        name: Of the module or bare parameter.
-        style: What the plan says of it.
-        shape: Of its weight.
-        dim: The dimension that is split.
-        attentions: See `find_attentions`.
+        name: Name of the module or bare parameter.
+        style: Style of the module.
+        shape: Shape of its weight.
+        dim: The sharded dimension.
+        attentions: Attentions by name, from `find_attentions`.
 
     Raises:
-        ConfigError: The style's numbers don't fit.
+        ConfigError: The style's numbers do not divide the dimension.
     """
     size = shape[dim]
     if style.blocks:
@@ -177,7 +177,7 @@ def _blocks_by_heads(name: str, style: Style, size: int, attention: Attention) -
         key_value = attention.key_value_block(size // num_heads * num_key_value)
         query = (attention.query_block(size // num_heads * num_query),) if num_blocks == 3 else ()
         return (*query, key_value, key_value)
-    if role == "fused":  # the heads of a group behind each other: queries, key, value
+    if role == "fused":  # the queries, key and value of each group are consecutive
         _check_divides(name, size, num_key_value, "groups of heads")
         return (Block(num_units=num_key_value, unit_size=size // num_key_value),)
     if role in ("key", "value"):
@@ -199,7 +199,7 @@ def _attention_of(name: str, style: Style, attentions: Mapping[str, Attention]) 
 
 
 def _is_attention(model: nn.Module, owner: str) -> bool:
-    """True for an attention whose projections have none of the usual names."""
+    """Whether a module is an attention whose projections have unusual names."""
     is_named_so = "att" in owner.rpartition(".")[2].lower()
     return is_named_so and _first_number(model.get_submodule(owner), _NUM_QUERY) is not None
 
@@ -216,15 +216,15 @@ def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: M
         num_query = sizes["query"] // head_size
     if num_query is None:
         raise ConfigError(
-            f"the plan splits the projections of {owner!r}, which doesn't say how many heads it has (by an attribute"
-            f" such as {_NUM_QUERY[1]!r}), so that heads could be torn apart: write Style('colwise', num_heads=...) for"
-            f" {', '.join(repr(name) for name in names.values())}"
+            f"the plan shards the projections of {owner!r}, whose number of heads is unknown (it has no attribute such"
+            f" as {_NUM_QUERY[1]!r}), so heads could be divided between ranks: write Style('colwise', num_heads=...)"
+            f" for {', '.join(repr(name) for name in names.values())}"
         )
     num_key_value = _num_key_value(module, config, num_query, sizes, head_size)
     if num_query % num_key_value:
         raise ConfigError(
-            f"{owner!r} has {num_query} heads and {num_key_value} of keys and values, which share them unevenly: give"
-            " the configuration a num_key_value_heads that divides the number of heads"
+            f"{owner!r} has {num_query} query heads, which is not a multiple of its {num_key_value} key-value heads:"
+            " set num_key_value_heads in the configuration to a divisor of the number of heads"
         )
     return Attention(name=owner, num_query=num_query, num_key_value=num_key_value)
 
@@ -254,8 +254,8 @@ def _first_number(holder: object, names: tuple[str, ...]) -> int | None:
 def _check_divides(name: str, size: int, num_parts: int, what: str) -> None:
     if size % num_parts:
         raise ConfigError(
-            f"the plan splits {size} features of {name!r} into {num_parts} {what}, which don't divide them: give the"
-            " blocks that the forward takes them apart into, as Style(name, blocks=(Block(...), ...))"
+            f"the plan divides {size} features of {name!r} into {num_parts} {what}, which is not a divisor: give the"
+            " blocks into which the forward splits them, as Style(name, blocks=(Block(...), ...))"
         )
 
 

@@ -1,4 +1,4 @@
-"""Patterns of module names, as plans have them: `*` stands for one part of a name, such as a layer's number."""
+"""Patterns of module names: `*` matches one component of a name, such as a layer's index."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _Value = TypeVar("_Value")
 
 
 def generalized(name: str) -> str:
-    """Returns a module's name with its numbers as `*`: the pattern of all layers that are like it."""
+    """Return a module's name with its indices replaced by `*`, the pattern of all layers like it."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Returns whether a pattern is that of a name."""
+    """Whether a pattern matches a name."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]*"), name) is not None
 
 
 def match_names(
     plan: Mapping[str, _Value], names: Iterable[str], prefix: str = ""
 ) -> tuple[dict[str, _Value], list[str]]:
-    """Finds what a plan says of each name.
+    """Match module names with the patterns of a plan.
 
-    A pattern may leave out the name of the module that holds everything (`model.`), or have it where there is none.
-    Where several patterns match a name, that with fewer stars counts, and of such the later one.
+    A pattern may omit the name of the base model (`model.`), or contain it where the model has none. If several
+    patterns match a name, the one with fewer stars wins, and among equals the last one.
 
     Args:
-        plan: What is said of the modules of a pattern.
-        names: Of all modules, in order.
-        prefix: Name of the base model in a model with a head; "": not known.
+        plan: Values by pattern.
+        names: Names of all modules, in order.
+        prefix: Name of the base model in a model with a head; optional, defaults to unknown.
 
     Returns:
-        What is said of the names that match, in their order; and the patterns that match nothing.
+        The values of matching names, in the names' order; and the patterns that match nothing.
     """
     names = list(names)
     found: dict[str, tuple[int, _Value]] = {}

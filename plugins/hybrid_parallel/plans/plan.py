@@ -1,4 +1,4 @@
-"""What a tensor-parallel plan says: which modules are split how. Data only, the same on every rank."""
+"""Data classes of tensor-parallel plans. Plans are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,56 +11,42 @@ from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, units_
 __all__ = ["ArgumentSplit", "AttributeChange", "PlannedEntry", "Style", "TensorParallelPlan", "UserPlan"]
 
 # Note [Plans]
-# A plan has an *entry* for every module (rarely: for a bare parameter) that is treated in a way of its own; what has no
-# entry is replicated. The entry's *style* says how, in the names that transformers uses:
-#   colwise                 linear layer split by output features; its input is replicated, its output stays split
-#   colwise_gather_output   the same, with its output gathered
-#   packed_colwise          the same, with several blocks behind each other (query, key and value; gate and up)
-#   rowwise                 linear layer split by input features, which are split already; its output is summed
-#   rowwise_split_input     the same, with an input that is replicated and that it cuts itself
-#   packed_rowwise          rowwise with several blocks in its input; on a bare parameter, a split of its last dimension
-#   vocab                   embedding split by rows, its output summed
-#   vocab_head              head split by rows of its weight and bias; it shares the split of a tied embedding
-#   embedding_colwise       embedding split by features, output stays split (T5's relative bias, by heads)
-#   embedding_colwise_gather_output   the same, gathered
-#   replicated_with_grad_allreduce   whole on every rank, used on split features: its gradient is summed
-#   sequence                whole on every rank; in the modes that split the sequence its gradient is summed
-#   replicated              whole on every rank, said by the user: plans for other modules below don't reach it
-#   moe_tp_experts, moe_identity_expert, mla_kv_a_proj, all_reduce, local_params   as in transformers
-# On a bare parameter (the weights of all experts in one tensor) colwise, packed_colwise, rowwise and packed_rowwise say
-# only which dimension is cut: the module around it, an entry of its own, says what is communicated.
+# A plan has an *entry* for every module (rarely, a bare parameter) that is not simply replicated. The styles of entries
+# are listed in `Style`, with the names of transformers. On a bare parameter (the weights of all experts in one tensor)
+# colwise, packed_colwise, rowwise and packed_rowwise only determine the sharded dimension: the module around it has its
+# own entry, which determines the communication.
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a module is split, for plans that users write; a string is the short form of one with a name only.
+    """Tensor-parallel style of a module, for users' plans; a string is short for a style with a name only.
 
-    The names:
+    Names:
 
-    - `"colwise"`: linear layer split by output features; its output stays split, for a rowwise layer.
-    - `"colwise_gather_output"`: the same, with its output gathered, whole on every rank.
-    - `"packed_colwise"`: colwise with several blocks behind each other (query, key and value; gate and up). As a
-      string, `"packed_colwise:3"` says how many.
-    - `"rowwise"`: linear layer split by input features, which a colwise layer has split; its output is summed.
-    - `"rowwise_split_input"`: the same, with a whole input that it cuts itself.
-    - `"packed_rowwise"`: rowwise with several blocks in its input.
-    - `"vocab"`: embedding split by rows, its output summed.
-    - `"vocab_head"`: the linear layer that gives logits, split by rows; it shares the split of a tied embedding.
-    - `"embedding_colwise"`: embedding split by features; its output stays split.
-    - `"embedding_colwise_gather_output"`: the same, with its output gathered.
-    - `"replicated_with_grad_allreduce"`: whole on every rank, used on split features; its gradient is summed.
-    - `"sequence"`: whole on every rank; its gradient is summed in modes that split the sequence.
-    - `"replicated"`: whole on every rank, whatever patterns for more modules say.
+    - `"colwise"`: column-parallel linear layer; its output stays sharded, for a rowwise layer.
+    - `"colwise_gather_output"`: column-parallel linear layer with a gathered output.
+    - `"packed_colwise"`: colwise with several consecutive blocks (query, key and value; gate and up). As a string,
+      `"packed_colwise:3"` includes the number of blocks.
+    - `"rowwise"`: row-parallel linear layer with a sharded input; its output is all-reduced.
+    - `"rowwise_split_input"`: row-parallel linear layer that shards its replicated input.
+    - `"packed_rowwise"`: rowwise with several consecutive blocks of inputs.
+    - `"vocab"`: embedding sharded over rows; its output is all-reduced.
+    - `"vocab_head"`: linear layer that computes logits, sharded over rows, like an embedding tied to it.
+    - `"embedding_colwise"`: embedding sharded over features (T5's relative bias, by heads); its output stays sharded.
+    - `"embedding_colwise_gather_output"`: embedding sharded over features with a gathered output.
+    - `"replicated_with_grad_allreduce"`: replicated module on sharded features; its gradient is all-reduced.
+    - `"sequence"`: replicated; its gradient is all-reduced in modes that shard the sequence on the tp axis.
+    - `"replicated"`: replicated, overriding less specific patterns.
     - `"moe_tp_experts"`, `"moe_identity_expert"`, `"mla_kv_a_proj"`, `"all_reduce"`, `"local_params"`: as in
       transformers, for its experts and latent attention.
 
     Attributes:
-        name: One of the above.
-        blocks: What the dimension that is split consists of, in order; (): one block of single features, or of the
-            heads that the model's configuration names.
-        num_heads: Heads of the only block, instead of `blocks`; each stays on one rank.
-        num_blocks: Equal blocks behind each other, of a packed layer, instead of `blocks`; None: two, or query, key and
-            value where the layer's name says so.
+        name: One of the names above.
+        blocks: Consecutive blocks of the sharded dimension; optional, defaults to one block of single features, or of
+            the heads in the model's configuration.
+        num_heads: Number of heads of the only block, instead of `blocks`; a head is not divided between ranks.
+        num_blocks: Number of equal blocks of a packed layer, instead of `blocks`; optional, defaults to query, key and
+            value by the layer's name, otherwise two.
     """
 
     name: str
@@ -70,23 +56,23 @@ class Style:
 
 
 UserPlan: TypeAlias = Mapping[str, str | Style]
-"""Patterns of module names, and what is done with the modules that match."""
+"""Styles by pattern of module names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEntry:
-    """What is done with one module.
+    """Plan of one module.
 
     Attributes:
-        name: Of the module in the user's model, or of a bare parameter.
-        style: See Note [Plans].
-        blocks: What the dimension that is split consists of; () where nothing is split.
-        dim: The dimension of the weight (or of the bare parameter) that is split.
-        region: Name of the module at whose input the parallel region begins: where a mode that splits the sequence
-            gathers it. "": outside of all stacks of layers, or fed from there, so that its input is never split.
-        siblings: Names of the column-parallel modules that read the same input, this one included.
-        is_parameter: `name` is that of a bare parameter.
-        reason: Why it is treated so, where that isn't the plan's plain word; shown by `explain`.
+        name: Name of the module in the user's model, or of a bare parameter.
+        style: Name of the style; see Note [Plans].
+        blocks: Blocks of the sharded dimension, () if nothing is sharded.
+        dim: The sharded dimension of the weight or bare parameter.
+        region: Name of the module whose input starts the parallel region, where a sharded sequence is gathered. ""
+            outside of all stacks of layers, or with an input from there, which is never sharded.
+        siblings: Names of the column-parallel modules that read the same input, including this one.
+        is_parameter: Whether `name` is a bare parameter.
+        reason: Reason of a style that the plan's source did not give; printed by `explain`.
     """
 
     name: str
@@ -101,14 +87,14 @@ class PlannedEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributeChange:
-    """A number that a module's forward takes its local tensors apart with, so that it depends on the split.
+    """A size attribute with which a module's forward reshapes its tensors, and which changes with the sharding.
 
     Attributes:
         module: Name of the module.
-        attribute: Name of the number.
-        block: What it counts.
-        counts: Whether it is a number of units (heads), or of features.
-        divisor: The number is a ratio to the units of this block (query heads per key-value head); None: it is not.
+        attribute: Name of the attribute.
+        block: Block whose units or features it counts.
+        counts: "units" (heads) or "features".
+        divisor: Block by whose units the number is divided (query heads per key-value head), optional.
     """
 
     module: str
@@ -118,7 +104,7 @@ class AttributeChange:
     divisor: Block | None = None
 
     def local_value(self, num_ranks: int, rank: int) -> int:
-        """Returns the number that is right on a rank."""
+        """Return the attribute's value on a rank."""
         value = _num_local_units(self.block, num_ranks, rank)
         if self.counts == "features":
             value *= self.block.unit_size
@@ -127,14 +113,14 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentSplit:
-    """A tensor with a value per head that a module is given from outside of it: a rank's heads are taken of it.
+    """A forward argument with a value per head, which is narrowed to a rank's heads.
 
     Attributes:
         module: Name of the module.
         argument: Name of the argument of its forward.
-        dim: The dimension that the heads are along, whose size is that of the block times anything that comes before
-            (batch and heads in one). A tensor of which this dimension has another size (1, for all heads) stays.
-        block: The heads.
+        dim: Dimension of the heads, possibly flattened with preceding ones (batch * heads). Tensors whose size is not a
+            multiple of the number of heads, such as 1, are unchanged.
+        block: Block of the heads.
     """
 
     module: str
@@ -145,16 +131,16 @@ class ArgumentSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelPlan:
-    """Everything that tensor and sequence parallelism do to a model.
+    """Plan of a model for tensor and sequence parallelism.
 
     Attributes:
-        entries: In the order of the model's modules.
-        attributes: Numbers to change.
-        arguments: Tensors to cut at the modules that get them.
-        stacks: Per stack of layers that run one after the other, the layers' names in order.
-        source: Where the plan comes from, as a sentence.
-        notes: What stays replicated and why, and what else the user should know.
-        is_derived: It was read off the module graph, so that the user should look at it.
+        entries: Entries in the order of the model's modules.
+        attributes: Size attributes to change.
+        arguments: Forward arguments to shard.
+        stacks: Names of the layers of each stack, in execution order.
+        source: Description of the plan's source.
+        notes: Notes for the user, such as what is not sharded and why.
+        is_derived: Whether it was derived from the module graph, so that users should review it.
     """
 
     entries: tuple[PlannedEntry, ...] = ()
@@ -166,7 +152,7 @@ class TensorParallelPlan:
     is_derived: bool = False
 
     def entry_of(self, name: str) -> PlannedEntry | None:
-        """Returns what is done with the module or the bare parameter of this name."""
+        """Return the entry of a module or bare parameter, or None."""
         return next((entry for entry in self.entries if entry.name == name), None)
 
 

@@ -1,4 +1,4 @@
-"""Proves by running a module that linear layers in it can be split: each rank's part against the whole."""
+"""Verify that a module computes the same with sharded linear layers, by running it."""
 
 from __future__ import annotations
 
@@ -31,36 +31,35 @@ __all__ = [
 ]
 
 SIZES_OF_THE_WHOLE = (
-    "where its code computes sizes from the whole width, such as C // self.n_head, or writes the whole width into a"
-    " view or a split, use -1 or a head_dim attribute instead, as in view(B, T, -1, self.head_dim), and chunk for split"
+    "where its code computes sizes from the full width, such as C // self.n_head, or uses the full width in a view or"
+    " a split, use -1 or a head_dim attribute instead, as in view(B, T, -1, self.head_dim), and chunk instead of split"
 )
-"""What to change in a forward that takes tensors apart by sizes that a rank's part doesn't have."""
+"""Advice for a forward that reshapes tensors with unsharded sizes."""
 
-_BATCH, _LENGTH = 3, 6  # of the samples that a module is tried with
-_TOLERANCE = 1e-9  # of the largest number, in double precision
-_MANY_UNITS = 32  # up to which a split is tried with a unit per rank
+_BATCH, _LENGTH = 3, 6  # of the sample inputs
+_TOLERANCE = 1e-9  # relative to the largest element, in double precision
+_MANY_UNITS = 32  # largest number of units for which a split is tried with one unit per rank
 
 # Note [Probing]
-# Whether a split computes the same is seen by doing it. A copy of the module with random weights, in double precision,
-# is run on random input, and the input of the layer that would be row-parallel is recorded, with the layers that ran.
-# Then, per rank, another copy with the rank's part of the weights and with its numbers of heads is run, in which the
-# row-parallel layer gives what it gave in the whole module, as the sum over the ranks would. If its input is the rank's
-# part of the recorded one and the module's output is the same, no computation between the layers mixes the ranks'
-# features, and nothing else uses them. Whatever the code looks like: views, attention, activations, gates. This is done
-# for two, three, five and the wanted number of ranks, and for as many ranks as heads: heads that are in one piece by
-# luck at one number of ranks are torn apart at another.
-# A user's plan is proven in the same way (users_proof.py), for the number of ranks that it is used with.
+# A split is verified by running it. A copy of the module with random weights, in double precision, runs on random
+# input, and the inputs and outputs of its linear layers are recorded. Then, for each rank, another copy runs with the
+# rank's shards of the weights and numbers of heads, in which the row-parallel layer returns the recorded output, as the
+# all-reduce would. If its input is the rank's shard of the recorded input and the module's output is equal, then no
+# computation between the layers mixes features of different ranks, and nothing else reads these features. This holds
+# for any code: views, attention, activations, gates. It is done for two, three, five and the requested number of ranks,
+# and for one rank per head, because a wrong split may keep heads on one rank by chance at some numbers of ranks.
+# A user's plan is verified in the same way (users_proof.py), for its number of ranks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Layers of a module that might be split together.
+    """Candidate of column- and row-parallel layers in a module.
 
     Attributes:
-        columns: Blocks of the outputs of each layer that reads the module's input, by name.
-        row: Name of the layer that takes their product in.
+        columns: Blocks of the outputs of the column-parallel layers, by name.
+        row: Name of the row-parallel layer that reads their outputs.
         row_blocks: Blocks of its inputs.
-        attributes: Numbers of the module to change.
+        attributes: Size attributes of the module to change.
     """
 
     columns: Mapping[str, tuple[Block, ...]]
@@ -70,16 +69,16 @@ class Split:
 
 
 class Probe:
-    """A module that has been run whole, with what its linear layers were given and gave. See Note [Probing].
+    """Reference run of a module, with recorded inputs and outputs of its linear layers. See Note [Probing].
 
     Attributes:
-        module: A copy, in double precision and with random weights.
-        inputs: What it was run on.
-        call: What it was given beside that, by name.
-        output: The tensors that it gave.
-        calls: Per linear layer that was called just once, in the order of the calls, its input and its output.
-        num_heads: What attention functions in it were given as heads.
-        has_raised_for_sizes: A proof failed as the module's code took tensors apart by sizes that a part doesn't have.
+        module: Copy of the module in double precision with random weights.
+        inputs: Its input.
+        call: Its other arguments, by name.
+        output: Its output tensors.
+        calls: Input and output of each linear layer that was called exactly once, in call order.
+        num_heads: Numbers of heads in calls of attention functions.
+        has_raised_for_sizes: Whether a split failed because the module's code reshapes with unsharded sizes.
     """
 
     def __init__(self, module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], tp_size: int) -> None:
@@ -106,7 +105,7 @@ class Probe:
             self.calls.pop(name, None)
 
     def proves(self, split: Split) -> bool:
-        """Returns whether the module computes the same on parts of these layers."""
+        """Whether the module computes the same with these layers sharded."""
         most = split.row_blocks[0].num_units
         counts = {2, 3, 5, self._tp_size, most if most <= _MANY_UNITS else 2}
         possible = [count for count in sorted(counts) if count > 1 and _is_possible(split, count)]
@@ -127,7 +126,7 @@ class Probe:
         row.forward = lambda given: (seen.append(given), output)[1]  # type: ignore[func-returns-value]
         try:
             result = run(module, self.inputs, self.call)
-        except Exception as error:  # the module's code asks for sizes that a rank's part doesn't have
+        except Exception as error:  # the module's code may use sizes that a shard does not have
             said = str(error)
             self.has_raised_for_sizes |= "is invalid for input of size" in said or "values to unpack" in said
             return False
@@ -144,14 +143,14 @@ class Probe:
 
 
 def probe(module: nn.Module, tp_size: int = 2) -> Probe | str:
-    """Runs a copy of a module on random numbers.
+    """Run a copy of a module on random input.
 
     Args:
-        module: Any, maybe without memory. It is not changed, and no random number generator of the caller is.
-        tp_size: Number of ranks for which splits must be right, at least.
+        module: Any module, possibly on the meta device. Neither it nor the caller's RNG state is changed.
+        tp_size: Number of ranks for which splits are verified, among others.
 
     Returns:
-        What was recorded, or why it could not be run.
+        The recorded run, or the reason why the module could not be run.
     """
     given = samples(module)
     if isinstance(given, str):
@@ -159,19 +158,19 @@ def probe(module: nn.Module, tp_size: int = 2) -> Probe | str:
     call, tried = given
     try:
         copied = doubled(module)
-    except RuntimeError as error:  # of torch: a computed tensor is kept as an attribute, as weight_norm does
-        return f"it can't be copied ({str(error).splitlines()[0]})"
+    except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
+        return f"it cannot be copied ({str(error).splitlines()[0]})"
     reason = ""
     for inputs in tried:
         try:
             return Probe(copied, inputs, call, tp_size)
         except Exception as error:  # a user's forward may raise anything
             reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return f"it can't be run alone on a tensor of (batch, length, features) ({reason})"
+    return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
 def samples(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
-    """Returns what to try running a module on: other arguments by name, and inputs; or why it can't be run."""
+    """Return a module's other arguments by name, and inputs to try; or the reason why it cannot be run."""
     call = _arguments(module)
     return call if isinstance(call, str) else (call, _inputs(module))
 
@@ -180,13 +179,13 @@ def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
     sizes = {feature_sizes(one)[0]: None for one in module.modules() if is_linear(one)}
     generator = torch.Generator().manual_seed(1)
     for size in sizes:
-        lengths = dict.fromkeys((_LENGTH, *sizes))  # layers that mix tokens know how many there are
+        lengths = dict.fromkeys((_LENGTH, *sizes))  # layers that mix tokens require a fixed number of them
         for shape in (*((_BATCH, length, size) for length in lengths), (_BATCH, size)):
             yield torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
 
 
 class _AttentionSizes(torch.overrides.TorchFunctionMode):
-    """Records the heads that scaled_dot_product_attention is given, and those of four-dimensional softmax."""
+    """Records the numbers of heads in calls of scaled_dot_product_attention and 4-d softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +200,7 @@ class _AttentionSizes(torch.overrides.TorchFunctionMode):
 
 
 def _arguments(module: nn.Module) -> dict[str, object] | str:
-    """Returns what a module's forward is called with beside its first argument, or why that isn't known."""
+    """Return the arguments of a module's forward after the first, or the reason why they are unknown."""
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -211,13 +210,13 @@ def _arguments(module: nn.Module) -> dict[str, object] | str:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
             continue
         if "mask" not in parameter.name:
-            return f"its forward takes {parameter.name!r} too, of which nothing is known"
+            return f"its forward has the further argument {parameter.name!r}, whose value is unknown"
         call[parameter.name] = None
     return call if parameters else "its forward takes no input"
 
 
 def doubled(module: nn.Module) -> nn.Module:
-    """Returns a copy for inference, in double precision and with random weights."""
+    """Return a copy in eval mode, in double precision and with random weights."""
     memo = {id(one): one.new_empty(one.shape, dtype=_wide(one.dtype), device="cpu") for one in _tensors(module)}
     generator = torch.Generator().manual_seed(0)
     for original in _tensors(module):
@@ -225,7 +224,7 @@ def doubled(module: nn.Module) -> nn.Module:
         if isinstance(original, nn.Parameter):
             memo[id(original)] = nn.Parameter(_random(filled, generator), requires_grad=False)
         elif original.is_meta:
-            filled.fill_(1)  # a mask, say
+            filled.fill_(1)  # probably a mask
         else:
             filled.copy_(original)
     return copy.deepcopy(module, dict(memo)).eval()
@@ -245,15 +244,16 @@ def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], *, seed: int = 2) -> list[torch.Tensor]:
-    """Returns the tensors that a module gives, without gradients and with the same random numbers per seed."""
-    # Only if need be: torch's encoder layers take another way, without calling their layers, unless a mode is active.
+    """Return a module's output tensors, without gradients and with random numbers that depend on the seed only."""
+    # Only if needed: a device context is a mode, and torch's encoder layers use a fused path without calling their
+    # linear layers unless a mode is active.
     device = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), device:
         torch.manual_seed(seed)
         output = module(inputs.clone(), **call)
     parts = output if isinstance(output, (tuple, list)) else [output]
     if not all(part is None or isinstance(part, torch.Tensor) for part in parts):
-        raise TypeError("its output is no tensor")
+        raise TypeError("its output is not a tensor")
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
@@ -281,7 +281,7 @@ def equal(
     theirs: torch.Tensor | Sequence[torch.Tensor],
     tolerance: float = _TOLERANCE,
 ) -> bool:
-    """Returns whether tensors are the same up to rounding, in double precision unless a tolerance is given."""
+    """Whether tensors are equal up to rounding, that of double precision by default."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if ours.shape != theirs.shape:
             return False
@@ -293,13 +293,13 @@ def equal(
 
 
 def module_kind(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
-    """Returns what modules have in common that compute alike, up to their weights."""
+    """Return a key that is equal for modules that differ in the values of their weights only."""
     shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
     kinds = tuple((name, type(one), _numbers(one)) for name, one in module.named_modules())
     return names, shapes, kinds
 
 
 def _numbers(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Returns the plain values of a module, of which those that only number the layers are no difference."""
+    """Return a module's plain attributes, except for indices of layers."""
     plain = (int, float, bool, str)
     return tuple((name, value) for name, value in vars(module).items() if type(value) in plain and "idx" not in name)

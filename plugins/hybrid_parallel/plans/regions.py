@@ -1,4 +1,12 @@
-"""Where parallel regions begin, which modules share an input, and what a split sequence asks of a plan."""
+"""Parallel regions of a plan, modules with a common input, and requirements of a sharded sequence.
+
+In the modes that shard the sequence over the tensor-parallel ranks, each rank holds some of the tokens between regions.
+The module that contains the column-parallel layers of one input gathers the tokens at its own input, so that its other
+computation sees all of them. If that module is a full layer of the stack, which runs on sharded tokens, the
+column-parallel layer itself gathers. Keys and values of cross-attention come from the encoder's output, which is
+unsharded. The gradients of all modules in a region must be partial: the gradient of a module that all ranks compute
+redundantly would be counted once per rank when the gradient of the region's input is reduce-scattered.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +24,24 @@ from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 __all__ = ["TENSOR_AXIS_MODES", "find_siblings", "modules_on_split_sequence", "region_of"]
 
 TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
-"""Modes in which the sequence between regions is split over the tensor-parallel ranks."""
+"""Modes in which the sequence between regions is sharded over the tensor-parallel ranks."""
 
 _CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
-_LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has an input of its own
+_LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
 _ALONE = frozenset({"vocab_head", "vocab"})
 _IN_REGION = COLUMN_STYLES | ROW_STYLES | {"replicated_with_grad_allreduce", "embedding_colwise"}
 _MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
-
-# Note [Split sequences and regions]
-# In the modes that split the sequence over the tensor-parallel ranks, each rank has some of the tokens between regions.
-# The module that holds the column-parallel layers of one input gathers the tokens at its own input, so that what it
-# does before (or beside) these layers sees all of them. Where that module is a whole layer of the stack, which must see
-# few tokens, the column-parallel layer itself gathers. Keys and values of cross-attention come from the encoder's
-# output, which is whole. A module in a region must be one whose gradients the plan accounts for: one that is computed
-# alike on all ranks would have its gradient counted once per rank when the region's input is scattered again.
 
 
 def find_siblings(
     model: nn.Module, styles: Mapping[str, Style], known: tuple[tuple[str, ...], ...] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Returns which column-parallel layers read the same input, for each of them, itself included.
+    """Return for each column-parallel layer the layers that read the same input, including itself.
 
     Args:
-        model: The user's.
-        styles: Of modules and bare parameters, by name.
-        known: Such groups, where they are known already.
+        model: The user's model.
+        styles: Styles of modules and bare parameters, by name.
+        known: Groups that are already known.
     """
     found = {name: group for group in known for name in group}
     groups: dict[tuple[str, str, int], list[str]] = {}
@@ -53,7 +53,7 @@ def find_siblings(
 
 
 def region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> str:
-    """Returns the name of the module at whose input a module's region begins; "": no split sequence reaches it."""
+    """Return the module whose input starts a module's region, or "" if the input is never sharded by tokens."""
     layer = stack_layer_of(name, stacks)
     if layer is None or style.name in _ALONE or name == layer:
         return ""
@@ -64,7 +64,7 @@ def region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> s
 
 
 def is_cross_attention(name: str) -> bool:
-    """Returns whether a module belongs to an attention that reads keys and values from another sequence."""
+    """Whether a module belongs to a cross-attention."""
     lower = name.lower()
     return any(word in lower for word in _CROSS_ATTENTION) or lower.endswith(".q_attn")
 
@@ -75,16 +75,16 @@ def modules_on_split_sequence(
     regions: Mapping[str, str],
     stacks: tuple[tuple[str, ...], ...],
 ) -> list[str]:
-    """Returns the modules whose parameters work on this rank's tokens only, where the sequence is split.
+    """Return the modules whose parameters run on sharded tokens.
 
     Raises:
-        ConfigError: A module in a stack would see only some of the tokens though it needs all, or in a region its
-            gradient would be wrong.
+        ConfigError: A module in a stack would see a rank's tokens only although it needs all, or the gradient of a
+            module in a region would be wrong.
     """
     if not stacks:
         raise ConfigError(
-            "the model has no stack of layers (a ModuleList of modules of one class), so that there is nothing to split"
-            " the sequence in: leave enable_sequence_parallelism off"
+            "the model has no stack of layers (a ModuleList of modules of one class) in which the sequence could be"
+            " sharded: leave enable_sequence_parallelism off"
         )
     inside = {region for region in regions.values() if region}
     found = []
@@ -96,14 +96,14 @@ def modules_on_split_sequence(
         holds = any(True for _ in module.parameters(recurse=False))
         if region is not None and holds:
             raise ConfigError(
-                f"{name!r} is replicated, and computed between split layers of {region!r} from the whole sequence: its"
-                " gradient would count once per rank. Use sequence_parallelism_mode='all_to_all' with an axis of its"
-                " own, or a plan that splits it"
+                f"{name!r} is replicated, but computed between sharded layers of {region!r} from the full sequence, so"
+                " its gradient would be counted once per rank: use sequence_parallelism_mode='all_to_all', which has a"
+                " separate axis, or a plan that shards it"
             )
         if region is None and _needs_all_tokens(name, module, inside):
             raise ConfigError(
-                f"{name!r} mixes tokens, but the plan does not split it, so that it would see only its rank's tokens:"
-                " use sequence_parallelism_mode='all_to_all' with an axis of its own, or a plan that splits it"
+                f"{name!r} mixes tokens, but the plan does not shard it, so it would see only its rank's tokens: use"
+                " sequence_parallelism_mode='all_to_all', which has a separate axis, or a plan that shards it"
             )
         if region is None and holds:
             found.append(name)
@@ -114,9 +114,9 @@ def _check_style(name: str, styles: Mapping[str, Style]) -> None:
     style = styles.get(name)
     if style is not None and style.name.startswith(("moe_", "mla_", "local_params", "all_reduce")):
         raise ConfigError(
-            f"the plan has {style.name!r} for {name!r}, which needs the whole sequence: sequence parallelism on the"
-            " tensor-parallel axis can't be used with it. Use sequence_parallelism_mode='all_to_all' with an axis of"
-            " its own, or none"
+            f"the plan has {style.name!r} for {name!r}, which needs the full sequence and does not support sequence"
+            " parallelism on the tensor-parallel axis: use sequence_parallelism_mode='all_to_all', which has a separate"
+            " axis, or none"
         )
 
 
@@ -130,7 +130,7 @@ def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
 
 
 def _input_of(name: str, module: nn.Module) -> tuple[str, str, int]:
-    """Returns what tells apart the inputs of a module's column-parallel layers."""
+    """Return a key of a column-parallel layer's input."""
     leaf = name.rpartition(".")[2]
     source = leaf if leaf in _LATENT else ""
     if is_cross_attention(name):

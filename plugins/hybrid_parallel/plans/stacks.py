@@ -1,4 +1,4 @@
-"""Finds the stacks of a model: its layers that are alike and run one after the other."""
+"""Find the stacks of a model: lists of equal layers that run consecutively."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["find_stacks", "stack_layer_of"]
 
 
 def find_stacks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Returns the names of the layers of every stack, in order.
+    """Return the names of the layers of every stack, in order.
 
-    A stack is a list (`nn.ModuleList`, or an `nn.Sequential` of two or more) of modules of one class that consist of
-    further modules with parameters, and that is in no other stack. Experts in a list are none: they run side by side.
+    A stack is a list (`nn.ModuleList`, or an `nn.Sequential` of two or more) of modules of one class that contain
+    further modules with parameters. Stacks are not nested. A list of experts is not a stack: experts run in parallel.
     """
     found: list[tuple[str, ...]] = []
     _collect(model, "", found)
@@ -19,7 +19,7 @@ def find_stacks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None:
-    """Returns the name of the layer of a stack that a module is, or is in; None: it is outside of all stacks."""
+    """Return the name of the stack's layer that is or contains a module, or None outside of all stacks."""
     for stack in stacks:
         for layer in stack:
             if name == layer or name.startswith(f"{layer}."):
@@ -45,7 +45,7 @@ def _is_stack(module: nn.Module, name: str) -> bool:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """True for a module with a forward of its own whose parameters are those of at least two modules in it."""
+    """Whether a module has its own forward and at least two descendants with parameters."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return False
     holders = [

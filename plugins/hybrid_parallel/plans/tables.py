@@ -1,4 +1,4 @@
-"""Plans of models that transformers has no plan of."""
+"""Built-in plans of models that transformers has no plan for."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
 __all__ = ["TABLES", "Table", "table_draft"]
 
-# Note [Plan tables]
-# Patterns hold for the model with and without a head: `*` in front stands for the name of the base model. What has
-# heads is recognised by its name (see Note [Attentions of a plan]), and numbers such as `num_heads` that the code of
-# these models takes tensors apart with are found in it (see `head_attributes`), so that a table has only styles.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """The plan of a family of models.
+    """The plan of a family of models, with and without a head.
+
+    A table only has styles: attentions are recognized by name (see Note [Attentions of a plan]), and size attributes
+    such as `num_heads` are found in the models' code (see `head_attributes`).
 
     Attributes:
-        plan: Patterns of module names, from the base model on, and styles.
-        heads: Names, from the whole model on, of layers that give logits.
-        arguments: Per pattern of modules the arguments with a value per head: name, and dimension of the heads.
-        change: Changes the plan by what the configuration says; None: it holds for all.
+        plan: Styles by pattern of module names, relative to the base model.
+        heads: Names of the layers that compute logits, relative to the full model.
+        arguments: Arguments with a value per head by pattern of modules: name, and dimension of the heads.
+        change: Function of the configuration that returns styles to add or replace, optional.
     """
 
     plan: Mapping[str, str]
@@ -41,7 +39,7 @@ class Table:
 
 
 def _falcon(config: Any) -> Mapping[str, str]:
-    """Falcon has queries, then one key and value; or the heads of a group behind each other."""
+    """Multi-query Falcon has all queries, then one key and value; others have the heads of each group consecutive."""
     is_multi_query = config.multi_query and not config.new_decoder_architecture
     return {"h.*.self_attention.query_key_value": "packed_colwise" if is_multi_query else "colwise"}
 
@@ -49,7 +47,7 @@ def _falcon(config: Any) -> Mapping[str, str]:
 def _bloom(config: Any) -> Mapping[str, str]:
     if config.pretraining_tp > 1 and config.slow_but_exact:
         raise ConfigError(
-            "this Bloom has pretraining_tp > 1 with slow_but_exact, which slices weights by their whole size: set"
+            "this Bloom has pretraining_tp > 1 with slow_but_exact, which slices weights by their unsharded size: set"
             " slow_but_exact=False in its configuration to use tensor parallelism"
         )
     return {}
@@ -151,11 +149,11 @@ TABLES: Mapping[str, Table] = {
     "vit": _VIT,
     "whisper": _WHISPER,
 }
-"""By the `model_type` of a configuration. See Note [Plan tables]."""
+"""Tables by the `model_type` of a configuration."""
 
 
 def table_draft(model: nn.Module) -> Draft | None:
-    """Returns the plan that our tables have for the transformers models in a model; None: none."""
+    """Return the built-in plan of the transformers models in a model, or None."""
     styles: dict[str, Style] = {}
     arguments: list[ArgumentSplit] = []
     kinds = []

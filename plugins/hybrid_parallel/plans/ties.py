@@ -1,4 +1,4 @@
-"""Heads and embeddings that share a weight are split alike, by the rows of the vocabulary."""
+"""Styles of tied weights: heads and embeddings are sharded over the rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _BY_ROWS = frozenset({"colwise", "colwise_gather_output", "vocab", "vocab_head"}
 
 
 def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], dict[str, str]]:
-    """Makes heads of the linear layers that give logits, and splits what shares a weight with them alike.
+    """Use vocabulary styles for the layers that compute logits, and for modules tied to them.
 
     Args:
-        model: The user's.
-        styles: Of modules and bare parameters, by name.
+        model: The user's model.
+        styles: Styles of modules and bare parameters, by name.
 
     Returns:
-        The styles, with those of shared modules added, in the model's order; and why some differ from what was given.
+        The styles including those of tied modules, in the model's order; and the reasons of changed styles.
 
     Raises:
-        ConfigError: Modules that share a weight would be split differently.
+        ConfigError: Modules that share a weight would be sharded differently.
     """
     resolved = dict(styles)
     reasons: dict[str, str] = {}
@@ -40,7 +40,7 @@ def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[st
 
 
 def _sharing_modules(model: nn.Module) -> list[list[str]]:
-    """Returns the names of the linear layers and embeddings that have the same weight, per weight that matters here."""
+    """Return the linear layers and embeddings of each tied weight, and of the output head's weight."""
     head = _output_head(model)
     groups: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -68,7 +68,7 @@ def _resolve(model: nn.Module, names: list[str], styles: dict[str, Style], reaso
         if name not in styles:
             reasons[name] = f"shares its weight with {next(iter(given))}"
         elif styles[name].name != wanted:
-            reasons[name] = "gives the logits"
+            reasons[name] = "computes the logits"
         styles[name] = replace(styles.get(name, Style(wanted)), name=wanted)
 
 
@@ -82,14 +82,13 @@ def _check_agreement(names: list[str], given: Mapping[str, Style], styles: dict[
 def _refuse(names: list[str], given: Mapping[str, Style], other: str) -> None:
     name, style = next(iter(given.items()))
     raise ConfigError(
-        f"the plan has {style.name!r} for {name!r}, which shares its weight with {other!r}: one weight can't be split"
-        f" in two ways. Give all of {', '.join(names)} the same style ('vocab' for embeddings, 'vocab_head' for heads),"
-        " or untie them"
+        f"the plan has {style.name!r} for {name!r}, which shares its weight with {other!r} of another style: give all"
+        f" of {', '.join(names)} the same style ('vocab' for embeddings, 'vocab_head' for heads), or untie them"
     )
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
-    """Returns the layer that gives the logits of a transformers model, if the model says which that is."""
+    """Return the output head of a transformers model, if it has one."""
     for module in model.modules():
         ask: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
         if callable(ask) and (head := ask()) is not None:

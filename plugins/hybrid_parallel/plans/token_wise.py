@@ -1,4 +1,4 @@
-"""Proves that a layer of a stack works on some of the tokens, if its parallel regions are given all of them."""
+"""Verify that a layer computes tokens independently outside of its parallel regions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from booster.plugins.hybrid_parallel.plans.probing import Probe, equal, module_k
 
 __all__ = ["check_token_wise"]
 
-# Note [Token-wise layers]
-# A split sequence needs that a layer, outside of its regions, treats every token by itself, and that the tokens are the
-# second dimension of what its regions are given. It is run on all tokens, and what its regions are given and give is
-# recorded; then on the first tokens, with the regions giving their part of what they gave. If they are given the same
-# part of what they were given, and the layer gives the same part of what it gave, it is so.
-
 
 def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
-    """Raises if the layers of a plan's stacks are not seen to treat every token by itself outside of their regions.
+    """Verify that the layers of a plan's stacks compute tokens independently outside of their regions.
+
+    A sharded sequence requires this, and that the tokens are the second dimension of the regions' inputs. A layer is
+    run on all tokens, and the inputs and outputs of its regions are recorded. It is then run on the first tokens, with
+    its regions returning these tokens of their recorded outputs. The regions' inputs and the layer's output must be the
+    first tokens of the recorded ones.
 
     Raises:
-        ConfigError: Such a layer.
+        ConfigError: A layer could not be verified.
     """
     known: set[tuple[object, ...]] = set()
     for name in (layer for stack in plan.stacks for layer in stack):
@@ -39,9 +38,9 @@ def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
         reason = _why_not(layer, name, entries)
         if reason:
             raise ConfigError(
-                f"the layer {name!r} can't be seen to treat every token by itself outside of its split modules"
-                f" ({reason}), so that the sequence can't be split over the tensor-parallel ranks: use"
-                " sequence_parallelism_mode='all_to_all' with an axis of its own, or leave sequence parallelism off"
+                f"the layer {name!r} could not be verified to compute tokens independently outside of its sharded"
+                f" modules ({reason}), as a sequence sharded over the tensor-parallel ranks requires: use"
+                " sequence_parallelism_mode='all_to_all', which has a separate axis, or disable sequence parallelism"
             )
 
 
@@ -59,24 +58,24 @@ def _why_not(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]) -> st
 
 
 def _compare(probed: Probe, whole: set[str], parts: set[str]) -> str:
-    """Returns what is different on the first tokens.
+    """Return how a run on the first tokens differs, or "" if it does not.
 
     Args:
-        probed: The layer.
-        whole: Modules that gather the tokens of their input themselves, and give all of them.
-        parts: Modules whose output is of the rank's tokens.
+        probed: The layer's recorded run.
+        whole: Modules that gather the tokens of their input and return all tokens.
+        parts: Modules that return the rank's tokens.
     """
     if probed.inputs.ndim < 3:
-        return "it takes no tensor of (batch, length, features)"
+        return "its input is not a tensor of (batch, length, features)"
     num_tokens = max(1, probed.inputs.shape[1] // 2)
     recorded = _record(probed, whole | parts)
     if set(recorded) != whole | parts:
-        return "not all of them are called once, with one tensor, and give one"
+        return "not all of them are called once with one tensor and return one tensor"
     few = copy.deepcopy(probed.module)
     differing: list[str] = []
     for name, (given, output) in recorded.items():
         given_few = given[:, :num_tokens]
-        # A row-parallel layer beside its columns is given what these gave: all tokens.
+        # A row-parallel layer next to its column-parallel layers gets all tokens, as these return them.
         expected = (given_few, given) if whole and name in parts else (given_few,)
         _replace(
             few.get_submodule(name), name, expected, output if name in whole else output[:, :num_tokens], differing
@@ -92,7 +91,7 @@ def _compare(probed: Probe, whole: set[str], parts: set[str]) -> str:
 
 
 def _misfed(names: list[str]) -> str:
-    return f"{names[0]} is not given tokens as (batch, length, features)" if names else ""
+    return f"the input of {names[0]} is not (batch, length, features)" if names else ""
 
 
 def _record(probed: Probe, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

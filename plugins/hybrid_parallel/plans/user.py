@@ -1,4 +1,4 @@
-"""Plans that users write."""
+"""Plans of users."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["user_draft"]
 
 
 def user_draft(model: nn.Module, plan: object) -> Draft:
-    """Reads a user's plan.
+    """Parse a user's plan.
 
     Args:
-        model: The user's.
-        plan: Patterns of names of modules or of bare parameters, and a style for each.
+        model: The user's model.
+        plan: Styles by pattern of names of modules or bare parameters.
 
     Raises:
-        ConfigError: It is no such mapping, is empty, has an unknown style, a pattern that matches nothing, or one that
-            names the weight of a layer.
+        ConfigError: The plan is not such a mapping, is empty, has an unknown style, a pattern without matches, or a
+            pattern that matches the weight of a layer.
     """
     if not isinstance(plan, Mapping) or not plan:
         raise ConfigError(
-            f"plan={plan!r} is no plan: give a mapping of module names to styles, such as"
-            " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or None to let one be found"
+            f"plan={plan!r} is not a plan: give a mapping of module names to styles, such as"
+            " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or None to search for one"
         )
     styles: dict[str, Style] = {}
     for pattern, given in plan.items():
         if not isinstance(pattern, str):
-            raise ConfigError(f"the plan has {pattern!r} as the name of a module: names are strings")
+            raise ConfigError(f"the plan has {pattern!r} as a module name: names must be strings")
         styles[pattern] = read_style(pattern, given)
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     found, unmatched = match_names(styles, names, str(getattr(model, "base_model_prefix", "")))
@@ -51,8 +51,8 @@ def _refuse_weights(model: nn.Module, styles: Mapping[str, Style]) -> None:
         module = model.get_submodule(owner)
         if leaf in module._parameters and (is_linear(module) or isinstance(module, nn.Embedding)):
             raise ConfigError(
-                f"the plan has {styles[name].name!r} for {name!r}, the {leaf} of a {type(module).__name__}: a layer is"
-                f" split as a whole, with its communication. Name the module, {generalized(owner)!r}"
+                f"the plan has {styles[name].name!r} for {name!r}, the {leaf} of a {type(module).__name__}, but styles"
+                f" apply to layers, not their parameters: name the module, {generalized(owner)!r}"
             )
 
 
@@ -61,6 +61,6 @@ def _refuse_unmatched(pattern: str, names: list[str]) -> None:
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
     hint = f": did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
     raise ConfigError(
-        f"the plan has {pattern!r}, which matches no module or parameter of the model{hint or ':'} write names as"
-        " model.named_modules() gives them, with * for a layer's number"
+        f"the plan has {pattern!r}, which matches no module or parameter of the model{hint or ':'} write names as in"
+        " model.named_modules(), with * for a layer's index"
     )

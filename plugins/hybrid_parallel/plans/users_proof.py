@@ -1,4 +1,4 @@
-"""Proves of a user's plan that modules compute the same in parts, where they can be run alone. See Note [Probing]."""
+"""Verify a user's plan by running modules in shards, as far as they can be run alone. See Note [Probing]."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from booster.plugins.hybrid_parallel.tensor_parallel.splits import split_layout
 __all__ = ["prove_users_plan"]
 
 _CUT = OPEN_STYLES | {"embedding_colwise"}
-_WHOLE_OUTSIDE = frozenset(  # what these give, and what they are given, is the same as without a split
+_WHOLE_OUTSIDE = frozenset(  # styles with the same inputs and outputs as without sharding
     {
         "colwise_gather_output",
         "embedding_colwise_gather_output",
@@ -36,14 +36,14 @@ _WHOLE_OUTSIDE = frozenset(  # what these give, and what they are given, is the 
         "vocab_head",
     }
 )
-# A module may compute in single precision whatever it is given, and a matrix product of other sizes rounds otherwise.
-# What is cut wrongly is off by as much as the numbers themselves, as weights and input are random.
+# A module may compute in single precision internally, and matmuls of other sizes round differently. The error of a
+# wrong split is as large as the values themselves, as weights and inputs are random.
 _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What the plan says of one module, with names as in that module."""
+    """The plan of one module, with names relative to it."""
 
     entries: tuple[PlannedEntry, ...]
     attributes: tuple[AttributeChange, ...]
@@ -51,7 +51,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Recorded:
-    """What a module gave, and what its row-parallel layers were given and gave, call by call."""
+    """Reference run of a module: its output, and the input and output of each call of its row-parallel layers."""
 
     inputs: torch.Tensor
     arguments: dict[str, object]
@@ -60,18 +60,18 @@ class _Recorded:
 
 
 def prove_users_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -> tuple[str, ...]:
-    """Runs every module whose layers a user's plan splits, whole and in parts.
+    """Run every module whose layers a user's plan shards, unsharded and in shards.
 
     Args:
-        plan: The user's, checked and complete.
-        model: The user's, maybe without memory. It is not changed.
+        plan: The user's plan, checked and resolved.
+        model: The user's model, possibly on the meta device. It is not changed.
         tp_size: Number of tensor-parallel ranks.
 
     Returns:
-        Which modules could not be run, and why, so that the plan is taken as it is.
+        Notes about modules that could not be run, for which the plan is used unverified.
 
     Raises:
-        ConfigError: A module computes something else in parts, or raises.
+        ConfigError: A module raises or computes different results in shards.
     """
     layers = [layer for stack in plan.stacks or find_stacks(model) for layer in stack]
     notes: dict[str, None] = {}
@@ -82,7 +82,7 @@ def prove_users_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -
         module = model.get_submodule(name)
         kind = kind_of(module, tuple(map(repr, (*part.entries, *part.attributes))))
         if any(layer.startswith(prefix) for layer in layers):
-            reason: str | None = "it holds whole layers, which are not run"
+            reason: str | None = "it contains full layers of a stack, which are not run"
         elif kind in known:
             continue
         else:
@@ -90,12 +90,12 @@ def prove_users_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -
             reason = _prove(name, module, part, tp_size)
         if reason is not None:
             of = generalized(name) if name else type(model).__name__
-            notes[f"{of} is split as the plan says, unproven: {reason}"] = None
+            notes[f"{of} is sharded by the plan without verification: {reason}"] = None
     return tuple(notes)
 
 
 def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
-    """Returns the modules that hold layers which split features and the layers that sum them, the inner ones first."""
+    """Return the modules that contain column-parallel layers and their row-parallel layers, the inner ones first."""
     stacks = plan.stacks or find_stacks(model)
     layers = [entry for entry in plan.entries if not entry.is_parameter]
     columns = [entry for entry in layers if entry.style in OPEN_STYLES]
@@ -108,7 +108,7 @@ def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
 
 
 def _common_owner(entries: list[PlannedEntry]) -> str:
-    """Returns the name of the innermost module that holds all of these."""
+    """Return the name of the innermost module that contains all of these."""
     owners = [entry.name.split(".")[:-1] for entry in entries]
     common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
     return ".".join(parts[0] for parts in common)
@@ -142,14 +142,14 @@ def _part_of(name: str, plan: TensorParallelPlan) -> _Part:
 
 
 def _prove(name: str, module: nn.Module, part: _Part, tp_size: int) -> str | None:
-    """Raises if a module computes something else in parts; returns why that can't be told, if it can't."""
+    """Raise if a module computes different results in shards; return a reason if it cannot be verified."""
     for entry in part.entries:
         if entry.is_parameter or entry.style not in _CUT | CLOSING_STYLES | _WHOLE_OUTSIDE:
-            return f"{entry.style!r} of {generalized(entry.name)} needs the other ranks"
+            return f"{entry.style!r} of {generalized(entry.name)} needs communication with other ranks"
     try:
         copied = doubled(module)
-    except RuntimeError as error:  # of torch: a computed tensor is kept as an attribute, as weight_norm does
-        return f"it can't be copied ({_first_line(error)})"
+    except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
+        return f"it cannot be copied ({_first_line(error)})"
     whole = _run_whole(copied, part)
     if isinstance(whole, str):
         return whole
@@ -175,9 +175,9 @@ def _run_whole(copied: nn.Module, part: _Part) -> _Recorded | str:
             reason = reason or f"{type(error).__name__}: {_first_line(error)}"
             continue
         if not equal(recorded.output, again, _TOLERANCE):
-            return "what it gives is random, or not finite"
+            return "its output is random or not finite"
         return recorded
-    return f"it can't be run alone on a tensor of (batch, length, features) ({reason})"
+    return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
 def _recording(copied: nn.Module, part: _Part, recorded: _Recorded) -> nn.Module:
@@ -192,12 +192,12 @@ def _recording(copied: nn.Module, part: _Part, recorded: _Recorded) -> nn.Module
 
 
 def _shared_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy with the same parameters, as large ones need not be there twice."""
+    """Return a copy that shares the parameters, to save memory."""
     return copy.deepcopy(module, {id(one): one for one in module.parameters()})
 
 
 def _fault_of_rank(copied: nn.Module, part: _Part, whole: _Recorded, num_ranks: int, rank: int) -> str | None:
-    """Returns what is wrong on a rank; None: nothing is."""
+    """Return how a rank's results differ, or None if they do not."""
     module = _shared_copy(copied)
     faults: list[str] = []
     for entry in part.entries:
@@ -215,11 +215,11 @@ def _fault_of_rank(copied: nn.Module, part: _Part, whole: _Recorded, num_ranks: 
         return faults[0] if faults else f"it raises {type(error).__name__}: {_first_line(error)}"
     if faults:
         return faults[0]
-    return None if equal(output, whole.output, _TOLERANCE) else "what it gives is not what the whole module gives"
+    return None if equal(output, whole.output, _TOLERANCE) else "its output differs from that of the unsharded module"
 
 
 class _SummedRow:
-    """Stands for a row-parallel layer on one rank: looks at its input, and gives what the sum over all ranks would."""
+    """Replacement of a row-parallel layer's forward: checks its input, and returns the recorded output."""
 
     def __init__(
         self,
@@ -244,12 +244,12 @@ class _SummedRow:
     def _said(self, given: torch.Tensor, whole: torch.Tensor, wanted: torch.Tensor) -> str:
         row = f"{self._entry.name!r} ({self._entry.style})"
         if given.shape[-1:] == whole.shape[-1:] and whole.shape[-1] != wanted.shape[-1]:
-            return f"{row} is given all {whole.shape[-1]} features, which no colwise layer before it has split"
-        return f"{row} is not given its rank's features of what the whole module gives it"
+            return f"{row} gets all {whole.shape[-1]} features, which no colwise layer before it has sharded"
+        return f"{row} does not get its rank's features of its input in the unsharded module"
 
 
 def _split_input(entry: PlannedEntry, whole: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
-    """Returns a rank's part of a row-parallel layer's input."""
+    """Return a rank's shard of a row-parallel layer's input."""
     return split_layout(whole.shape, whole.ndim - 1, entry.blocks, num_ranks, rank).cut(whole)
 
 
@@ -258,17 +258,17 @@ def _refuse(name: str, module: nn.Module, part: _Part, fault: str, tp_size: int)
     given = ", ".join(f"{one.name!r}: {one.style!r}" for one in part.entries if one.style in _CUT | CLOSING_STYLES)
     hints = " ".join(f"({index}) {hint}" for index, hint in enumerate(_hints(module, part, fault), 1))
     raise ConfigError(
-        f"the plan splits {where}, as {{{given}}}, but run over {tp_size} ranks it does not compute what it computes"
-        f" whole: {fault}. What can be done: {hints}"
+        f"the plan shards {where}, as {{{given}}}, but over {tp_size} ranks its results differ from those of the"
+        f" unsharded module: {fault}. Possible fixes: {hints}"
     )
 
 
 def _hints(module: nn.Module, part: _Part, fault: str) -> Iterator[str]:
-    """Yields what to write instead, the likeliest first."""
+    """Yield possible fixes, the most likely first."""
     layers = {one.name: module.get_submodule(one.name) for one in part.entries if one.style in OPEN_STYLES}
     swapped = (
         "if 'colwise' and 'rowwise' are swapped, exchange them: 'colwise' is for the layers that run first, 'rowwise'"
-        " for the one that takes their output."
+        " for the one that reads their output."
     )
     if "which no colwise layer" in fault:
         yield swapped
@@ -279,13 +279,13 @@ def _hints(module: nn.Module, part: _Part, fault: str) -> Iterator[str]:
         times = [outputs // size for size in inputs if outputs % size == 0 and outputs > size]
         if key in plain and times:
             yield (
-                f"if {key!r} gives several projections behind each other (query, key and value; gate and up), write"
+                f"if {key!r} returns several consecutive projections (query, key and value; gate and up), write"
                 f" 'packed_colwise:{times[0]}' for it."
             )
     yield f"{SIZES_OF_THE_WHOLE}."
     if "which no colwise layer" not in fault and fault.startswith("it raises"):
         yield swapped
-    yield "leave the module's layers out of the plan, so that they stay whole."
+    yield "leave the module's layers out of the plan, so that they are not sharded."
 
 
 def _first_line(error: Exception) -> str:

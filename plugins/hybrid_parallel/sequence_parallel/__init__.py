@@ -1,1 +1,1 @@
-"""Sequences of which every rank holds a part."""
+"""Sequence parallelism."""

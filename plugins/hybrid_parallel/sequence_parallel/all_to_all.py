@@ -1,7 +1,7 @@
-"""Attention by exchanging tokens for heads, DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
+"""All-to-all sequence parallelism, DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 
-Each rank gets all tokens of some heads, attends, and gives the rows back to those who hold the tokens. Two exchanges
-forward and two backward; of (P-1)/P of query, key and value, and of the output.
+An all-to-all gives each rank all tokens of some heads, and a second one returns the attention's output to the ranks of
+the tokens. Both are repeated in backward. They send (P-1)/P of query, key and value, and of the output.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["HeadShare", "all_to_all_attention", "head_shares"]
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """The heads that a rank computes: query heads start .. stop - 1, and the key heads that these read.
+    """The query heads that a rank computes, and the key heads that these read.
 
     Attributes:
         start: First query head.
-        stop: One past the last; `start` for a rank that has none.
+        stop: End of the query heads, exclusive; `start` for a rank without heads.
         key_start: First key head.
-        key_stop: One past the last.
+        key_stop: End of the key heads, exclusive.
     """
 
     start: int
@@ -40,9 +40,9 @@ class HeadShare:
 
 
 def head_shares(num_heads: int, num_key_heads: int, num_ranks: int) -> list[HeadShare]:
-    """Returns every rank's heads: whole groups where there are enough, else query heads as evenly as goes.
+    """Return every rank's heads: full groups if the ranks divide them, otherwise query heads as evenly as possible.
 
-    With fewer key heads than ranks, or numbers that don't divide, some key heads go to several ranks.
+    In the second case some key heads are replicated on several ranks.
     """
     per_group = num_heads // num_key_heads
     unit = per_group if num_key_heads % num_ranks == 0 else 1
@@ -68,9 +68,9 @@ def all_to_all_attention(
     is_causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Returns this rank's rows of attention over the whole sequence; arguments as `sequence_attention`'s, checked.
+    """Return the attention output of this rank's tokens over the full sequence; see `sequence_attention`.
 
-    Collective, also in backward.
+    Collective: in forward and backward.
     """
     shares = head_shares(query.shape[1], key.shape[1], ranks.size)
     own, lengths = shares[ranks.rank], order.local_lengths()
@@ -95,7 +95,7 @@ def _per_group(shares: Sequence[HeadShare]) -> int:
 def _expanded(
     key: torch.Tensor, value: torch.Tensor, own: HeadShare, *, num_heads: int, per_group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a key head for each query head."""
+    """Repeat key and value heads, one for each query head."""
     if key.shape[1] == num_heads:
         return key, value
     groups = [head // per_group - own.key_start for head in range(own.start, own.stop)]
@@ -111,7 +111,7 @@ def _all_tokens(
     shares: Sequence[HeadShare],
     lengths: Sequence[int],
 ) -> list[list[torch.Tensor]]:
-    """Returns, of query, key and value, the parts of all ranks of the heads that are this rank's, in one exchange."""
+    """Return query, key and value of this rank's heads, as lists of all ranks' tokens, in one all-to-all."""
     batch, _, local_length, features = query.shape
     widths = (features, features, value.shape[-1])
     pieces = []
@@ -140,7 +140,7 @@ def _all_tokens(
 
 
 def _head_widths(share: HeadShare, widths: Sequence[int]) -> list[int]:
-    """Returns how many numbers a token has of a rank's heads of query, key and value."""
+    """Return the number of elements per token of a rank's query, key and value heads."""
     num_heads, num_key_heads = share.stop - share.start, share.key_stop - share.key_start
     return [num_heads * widths[0], num_key_heads * widths[1], num_key_heads * widths[2]]
 
@@ -148,7 +148,7 @@ def _head_widths(share: HeadShare, widths: Sequence[int]) -> list[int]:
 def _own_tokens(
     output: torch.Tensor, ranks: SequenceParallelRanks, order: TokenOrder, shares: Sequence[HeadShare]
 ) -> torch.Tensor:
-    """Returns all heads of this rank's tokens from each rank's heads of all tokens."""
+    """Return all heads of this rank's tokens from each rank's heads of all tokens, in one all-to-all."""
     batch, _, _, width = output.shape
     lengths, own = order.local_lengths(), order.local_length(ranks.rank)
     counts = [share.stop - share.start for share in shares]
@@ -172,7 +172,7 @@ def _exchange(
     output_sizes: Sequence[int],
     largest_size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns what came from each rank. Collective, also in backward, which sends gradients back."""
+    """Differentiable all-to-all; return what each rank sent. Collective: in forward and backward."""
     sizes = list(payload_sizes), list(output_sizes), largest_size
     received: torch.Tensor = _Exchange.apply(payload, ranks, *sizes)
     parts: tuple[torch.Tensor, ...] = received.split(sizes[1])
@@ -203,7 +203,7 @@ def _send(
     payload: torch.Tensor, ranks: SequenceParallelRanks, sizes: list[int], output_sizes: list[int], largest_size: int
 ) -> torch.Tensor:
     output = payload.new_empty(sum(output_sizes))
-    if {*sizes, *output_sizes} == {largest_size}:  # then those of all other ranks are of this size too
+    if {*sizes, *output_sizes} == {largest_size}:  # then the sizes of all other ranks are equal, too
         all_to_all_single(output, payload.contiguous(), ranks.group)
     else:
         all_to_all_single(

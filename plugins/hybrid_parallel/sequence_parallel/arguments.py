@@ -1,4 +1,4 @@
-"""Which of a layer's arguments go along the sequence, and are split with it."""
+"""Sharding of a layer's arguments along the sequence."""
 
 from __future__ import annotations
 
@@ -11,36 +11,33 @@ from torch import nn
 
 __all__ = ["argument_name", "map_tensors", "parameter_names", "token_dim"]
 
-# Note [Arguments along the sequence]
-# Beside hidden states, layers take rotary tables (.., tokens, features), position ids (batch, tokens) and the like,
-# of which a rank needs its own tokens' part; attention masks, of which its attention needs all; and another sequence to
-# attend to, as an encoder's states, which stays whole. Names decide where they tell, else shapes: numbers with as many
-# rows as there are tokens go along the sequence, unless the columns are tokens too.
+# Besides hidden states, layers take rotary tables (.., tokens, features), position ids (batch, tokens) and the like,
+# which are sharded; attention masks, which attention needs in full; and other sequences to attend to, such as encoder
+# states, which stay unsharded. Names decide if they are known, otherwise shapes: a number with one row per token is
+# sharded, unless it also has one column per token.
 _WHOLE = ("mask", "bias", "encoder", "memory", "cross", "key_value", "cu_seq")
 _TABLES = ("position", "rotary", "rope", "cos", "sin", "freqs")
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the positional parameters of a module's forward."""
+    """Return the names of the positional parameters of a module's forward."""
     parameters = inspect.signature(module.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
 def argument_name(names: Sequence[str], position: int) -> str:
-    """Returns what the positional argument is called; "" where the forward takes any number of them."""
+    """Return the name of a positional argument, or "" for one of `*args`."""
     return names[position] if position < len(names) else ""
 
 
 def token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
-    """Returns the dimension of an argument that is the sequence; None: it stays whole.
+    """Return the dimension of an argument along which it is sharded, or None.
 
     Args:
-        name: Of the layer's parameter.
-        tensor: What is given for it.
-        length: Tokens of the whole sequence.
-
-    See Note [Arguments along the sequence].
+        name: Name of the layer's parameter.
+        tensor: The argument.
+        length: Tokens of the full sequence.
     """
     if tensor.dtype == torch.bool or any(word in name for word in _WHOLE):
         return None
@@ -57,7 +54,7 @@ def token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns an argument with every tensor changed, also of those in its tuples, lists and dicts."""
+    """Apply a function to all tensors of an argument, including those in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):

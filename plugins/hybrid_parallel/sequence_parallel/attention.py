@@ -1,4 +1,4 @@
-"""Attention of all tokens to all tokens, of which every rank holds its own."""
+"""Attention over a sequence whose tokens are sharded."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def sequence_attention(
     enable_gqa: bool = False,
     length: int | None = None,
 ) -> torch.Tensor:
-    """Returns this rank's rows of `F.scaled_dot_product_attention` over the whole sequence.
+    """Return `F.scaled_dot_product_attention` over the full sequence for this rank's tokens.
 
     Args:
-        query: (batch, heads, this rank's tokens, features); which tokens, says `ranks.order_of`.
-        key: The same, with as many heads or a divisor of them.
-        value: As `key`; its features may be of another number.
-        ranks: Those that share the sequence.
-        attn_mask: Of the whole sequence in its original order: boolean or to be added, (batch or 1, heads or 1, tokens
-            or 1, tokens) or what broadcasts to it. The same on all ranks; its gradient is of this rank's share.
-        dropout_p: Probability of leaving a weight out, drawn from the default generator, which must not be in the same
-            state on all ranks.
-        is_causal: No token attends to a later one; not with a mask.
-        scale: Of the scores; None: 1 / sqrt(features).
-        enable_gqa: Needed where keys have fewer heads, as in torch.
-        length: Tokens of the whole sequence; None: the ranks ask each other.
+        query: Query (batch, heads, this rank's tokens, features); `ranks.order_of` defines a rank's tokens.
+        key: Key of the same shape, with the same number of heads or a divisor.
+        value: Value like `key`, possibly with another number of features.
+        ranks: The sequence-parallel group.
+        attn_mask: Boolean or additive mask of the full sequence in its original order, broadcastable to (batch, heads,
+            tokens, tokens). Equal on all ranks; its gradient is partial.
+        dropout_p: Dropout probability of attention weights, drawn from the default generator, whose state must differ
+            between ranks.
+        is_causal: If True, tokens do not attend to later ones; not with a mask.
+        scale: Scale of the scores; optional, defaults to 1 / sqrt(features).
+        enable_gqa: If True, keys may have fewer heads than queries, as in torch.
+        length: Tokens of the full sequence; optional, defaults to an all-reduce.
 
     Returns:
-        (batch, heads, this rank's tokens, features of value).
+        The output (batch, heads, this rank's tokens, features of value).
 
     Raises:
-        ConfigError: Shapes that don't fit together.
+        ConfigError: The shapes do not match.
 
-    Collective, also in backward.
+    Collective: in forward and backward.
     """
     query, key, value = _cast_by_autocast(query, key, value)
     if length is None:
@@ -63,7 +63,7 @@ def sequence_attention(
 
 
 def _cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns what torch's own function would compute with."""
+    """Cast like autocast does for torch's attention."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
@@ -75,27 +75,27 @@ def _require_fitting_heads(query: torch.Tensor, key: torch.Tensor, value: torch.
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
     if query.dim() != 4 or key.shape[:-1] != value.shape[:-1] or query.shape[-2] != key.shape[-2]:
         raise ConfigError(
-            f"attention over a shared sequence can't take {shapes}: give (batch, heads, tokens, features)"
+            f"attention over a sharded sequence does not support {shapes}: give (batch, heads, tokens, features)"
         )
     num_heads, num_groups = query.shape[1], key.shape[1]
-    # A single key head is for all query heads without being asked for: torch broadcasts it.
+    # torch broadcasts a single key head to all query heads, also without enable_gqa.
     fits = num_groups in (1, num_heads) or (enable_gqa and num_groups > 0 and num_heads % num_groups == 0)
     if not fits:
         raise ConfigError(
-            f"attention got {shapes}, of which the heads differ: set enable_gqa=True, with a number of query heads that"
-            " key heads divide"
+            f"attention got {shapes} with different numbers of heads: set enable_gqa=True, with a number of query heads"
+            " that is a multiple of the key heads"
         )
 
 
 def _checked_mask(mask: torch.Tensor, query: torch.Tensor, length: int, *, is_causal: bool) -> torch.Tensor:
     if is_causal:
-        raise ConfigError("attention got a mask and is_causal=True: put what is causal into the mask, as torch asks")
+        raise ConfigError("attention got a mask and is_causal=True: include the causal mask in the mask, as in torch")
     mask = mask.reshape(*(1 for _ in range(4 - mask.dim())), *mask.shape)
     fits = mask.shape[-1] in (1, length) and mask.shape[-2] in (1, length)
     if not fits or mask.shape[0] not in (1, query.shape[0]) or mask.shape[1] not in (1, query.shape[1]):
         raise ConfigError(
             f"attention of {query.shape[0]} sequences of {length} tokens and {query.shape[1]} heads got a mask of shape"
-            f" {tuple(mask.shape)}, but needs that of whole sequences: make it outside of the layers, where they are"
-            " whole, or use is_causal=True"
+            f" {tuple(mask.shape)}, but needs the mask of the full sequences: create it outside of the layers, where"
+            " sequences are unsharded, or use is_causal=True"
         )
     return mask.expand(-1, -1, -1, length)

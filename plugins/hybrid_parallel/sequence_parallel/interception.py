@@ -1,4 +1,4 @@
-"""Attention within a layer of a stack: recognised where it is called, and run over all ranks' tokens."""
+"""Dispatch of attention calls in a stack's layers to sequence-parallel attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["AttentionMode", "attend", "intercept_parts"]
 
 _STACK = "_sequence_stack"
 _dense_attention = F.scaled_dot_product_attention
-# What experts with a capacity count the tokens with that came before: each depends on all of them.
+# Cumulative functions, with which experts with a capacity count preceding tokens.
 _NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 _RUNNING = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
 
@@ -47,23 +47,23 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Runs `F.scaled_dot_product_attention` of this rank's tokens to all tokens, or to another, whole sequence.
+    """Run `F.scaled_dot_product_attention` of this rank's tokens to all tokens, or to another, unsharded sequence.
 
     Args:
-        layer: Within which it was called.
-        query: Of this rank's tokens; the rest is as torch's function has it, with masks of the whole sequence.
-        key: Of this rank's tokens, or of another sequence.
-        value: As `key`.
-        attn_mask: See torch's function.
-        dropout_p: See torch's function.
-        is_causal: See torch's function.
-        scale: See torch's function.
-        enable_gqa: See torch's function.
+        layer: Context of the calling layer.
+        query: Query of this rank's tokens.
+        key: Key of this rank's tokens or of another sequence.
+        value: Value, like `key`.
+        attn_mask: Mask of the full sequence, as in torch.
+        dropout_p: Dropout probability, as in torch.
+        is_causal: If True, attention is causal, as in torch.
+        scale: Scale of the scores, as in torch.
+        enable_gqa: If True, keys may have fewer heads than queries, as in torch.
 
     Raises:
-        ConfigError: The lengths don't fit; see `RunningLayer.is_whole` and `sequence_attention`.
+        ConfigError: The lengths do not match; see `RunningLayer.is_whole` and `sequence_attention`.
 
-    Collective, but for attention to another sequence.
+    Collective: yes, except for attention to another sequence.
     """
     if query.dim() == 3:
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
@@ -75,9 +75,9 @@ def attend(
     order = ranks.order_of(length)
     if order.local_length(ranks.rank) != local_length:
         raise ConfigError(
-            f"attention of {local_length} queries within a stack of which this rank has"
-            f" {order.local_length(ranks.rank)} of {length} tokens: give F.scaled_dot_product_attention (batch, heads,"
-            " tokens, features), and the layers hidden states (batch, tokens, features)"
+            f"attention got {local_length} queries in a stack where this rank has {order.local_length(ranks.rank)} of"
+            f" {length} tokens: give F.scaled_dot_product_attention (batch, heads, tokens, features), and the layers"
+            " hidden states (batch, tokens, features)"
         )
     with layer.attending():
         if layer.is_whole(key.shape[-2], local_length):
@@ -108,7 +108,7 @@ def _attend_or_compute(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Sees every torch function of its thread, by whatever name it is called."""
+    """Torch function mode that dispatches attention calls of its thread, under any name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,11 +122,7 @@ class AttentionMode(TorchFunctionMode):
 
 
 def _refuse_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
-    """Raises if a function that runs along a dimension runs along this rank's tokens.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raise if a cumulative function runs along this rank's tokens."""
     layer = running_layer()
     if layer is None or layer.is_attending or layer.local_sizes is None or x.dim() < 2:
         return
@@ -134,17 +130,17 @@ def _refuse_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, *
     is_along_sequences = dim == 1 and x.shape[:2] == layer.local_sizes
     if is_along_sequences or (dim == 0 and x.shape[0] == math.prod(layer.local_sizes)):
         raise ConfigError(
-            f"{func.__name__} along the tokens of {tuple(x.shape)} within a layer of a stack, as experts with a"
-            " capacity use it, would see this rank's tokens only, and sequence parallelism exchanges them in attention"
-            " alone: turn it off, or leave the sequence whole (tp_size instead of sp_size)"
+            f"{func.__name__} along the tokens of {tuple(x.shape)} in a layer of a stack, as experts with a capacity"
+            " use it, would see this rank's tokens only, because sequence parallelism communicates in attention only:"
+            " disable it, or do not shard the sequence (tp_size instead of sp_size)"
         )
 
 
 def intercept_parts(layer: nn.Module, stack: Stack) -> None:
-    """Has the parts of a layer tell what they are given, and intercept if they are computed again on their own.
+    """Record the arguments of a layer's submodules, and dispatch attention if they are recomputed separately.
 
-    Parts are the modules that hold other modules, as an attention holds its projections. Their classes are exchanged
-    for subclasses of the same name.
+    Only submodules with children, such as an attention with projections. Their classes are replaced by subclasses of
+    the same name.
     """
     for part in layer.modules():
         if part is not layer and next(part.children(), None) is not None and not isinstance(part, nn.ModuleList):
@@ -175,10 +171,7 @@ def _part_members(base: type[nn.Module]) -> dict[str, Any]:
 
 
 def _bias_members(base: Any) -> dict[str, Any]:
-    """Has the relative position bias made for the whole sequence, of which attention takes its rows.
-
-    T5 and its relatives make it from the number of queries and keys that they see.
-    """
+    """Compute the relative position bias of T5-like models for the full sequence; attention takes its rows of it."""
 
     def compute_bias(self: Any, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         running = running_layer()
@@ -193,15 +186,15 @@ def _bias_members(base: Any) -> dict[str, Any]:
 
 
 def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs `F.multi_head_attention_forward`, which looks attention up in torch's module while no mode is active."""
+    """Run `F.multi_head_attention_forward`, which calls attention from torch's module while no mode is active."""
     layer = running_layer()
     before = layer.num_attentions if layer is not None else 0
     with _replaced():
         output = func(*args, **kwargs)
     if layer is not None and layer.num_attentions == before:
         raise ConfigError(
-            "nn.MultiheadAttention was asked for its weights, so that it does not use F.scaled_dot_product_attention,"
-            " which sequence parallelism exchanges: call it with need_weights=False"
+            "nn.MultiheadAttention was called with need_weights=True, so it does not use"
+            " F.scaled_dot_product_attention, which sequence parallelism replaces: call it with need_weights=False"
         )
     return output
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds: numbers only, the same on every rank."""
+"""Sharding of a sequence's tokens over ranks. Pure functions, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 __all__ = ["TokenOrder"]
 
 # Note [Token order]
-# Plain: P ranks hold P chunks in order. Zig-zag: the sequence is 2P chunks, and rank r holds chunk r and chunk
-# 2P - 1 - r, one behind the other, so that with causal attention every rank has as many keys to look at: the first
-# chunks see little, the last ones much. Lengths that don't divide make the first chunks one token longer; with fewer
-# tokens than chunks the last ones are empty. Nothing is padded, so that no layer sees a token that isn't there.
+# Plain: P ranks hold P chunks in order. Zigzag: the sequence has 2P chunks, and rank r holds chunk r followed by chunk
+# 2P - 1 - r. This balances causal attention, because early chunks attend to few keys and late chunks to many. If the
+# length is not divisible, the first chunks have one more token; with fewer tokens than chunks the last chunks are
+# empty. There is no padding.
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOrder:
-    """Where the tokens of one sequence lie; see Note [Token order].
+    """Sharding of one sequence's tokens; see Note [Token order].
 
     Attributes:
-        length: Tokens of the whole sequence.
-        num_ranks: Ranks that share it.
-        is_zigzag: Whether a rank holds a chunk from the front and one from the back.
+        length: Tokens of the full sequence.
+        num_ranks: Number of ranks.
+        is_zigzag: Whether the order is zigzag.
     """
 
     length: int
@@ -30,27 +30,27 @@ class TokenOrder:
     is_zigzag: bool = False
 
     def chunks(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Returns first token and one past the last of each chunk that the rank holds, in its own order."""
+        """Return start and end (exclusive) of each of the rank's chunks, in its local order."""
         if not self.is_zigzag:
             return (self._chunk(rank, self.num_ranks),)
         count = 2 * self.num_ranks
         return self._chunk(rank, count), self._chunk(count - 1 - rank, count)
 
     def local_length(self, rank: int) -> int:
-        """Returns how many tokens the rank holds."""
+        """Return the rank's number of tokens."""
         return sum(stop - start for start, stop in self.chunks(rank))
 
     def local_lengths(self) -> list[int]:
-        """Returns how many tokens each rank holds."""
+        """Return each rank's number of tokens."""
         return [self.local_length(rank) for rank in range(self.num_ranks)]
 
     def take(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """Returns the rank's tokens of a tensor whose dimension `dim` is the whole sequence."""
+        """Return the rank's tokens of a tensor whose dimension `dim` is the full sequence."""
         parts: list[torch.Tensor] = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-        """Returns the whole sequence in its original order from the parts of all ranks, by rank."""
+        """Return the full sequence in its original order from all ranks' tokens, ordered by rank."""
         chunks = [
             (start, part.narrow(dim, offset, stop - start))
             for rank, part in enumerate(parts)

@@ -1,4 +1,4 @@
-"""The ranks that share every sequence, and how their attention communicates."""
+"""The sequence-parallel group."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["SequenceParallelRanks"]
 
 
 class SequenceParallelRanks:
-    """One rank's view of the ranks that got the same batch and hold different tokens of it.
+    """A process group of ranks that hold different tokens of the same batch.
 
     Attributes:
-        group: The ranks.
+        group: The process group.
         mode: "all_to_all" exchanges tokens for heads around attention (DeepSpeed Ulysses, Jacobs et al. 2023),
-            "ring_attn" passes keys and values round (Ring Attention, Liu et al. 2023).
-        size: How many ranks there are.
-        rank: This one among them.
-        streams: The random numbers of tokens that no other rank holds.
+            "ring_attn" passes keys and values in a ring (Ring Attention, Liu et al. 2023).
+        size: Number of ranks.
+        rank: This rank in the group.
+        streams: RNG state of this rank's tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, mode: Literal["all_to_all", "ring_attn"]) -> None:
@@ -33,11 +33,11 @@ class SequenceParallelRanks:
         self.streams = SplitStream(self.rank)
 
     def order_of(self, length: int) -> TokenOrder:
-        """Returns where the tokens of a sequence of this length lie."""
+        """Return the sharding of a sequence of this length."""
         return TokenOrder(length, self.size, is_zigzag=self.mode == "ring_attn")
 
     def reset(self) -> None:
-        """Forgets what an unfinished forward left behind."""
+        """Reset the state of an aborted forward."""
         self.streams.reset()
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceParallelRanks:

@@ -1,11 +1,10 @@
-"""What leaves a stack of layers beside the hidden states of the last one: whole, as everything outside of the stack is.
+"""Gathering of intermediate outputs that leave a stack of layers besides the last hidden states.
 
-Note [Recorded outputs]
-transformers' models return on demand what their layers compute on the way, and compute losses of it: logits of routers,
-hidden states. Most of them have hooks note it, whose notes are read when the layers have run; the others, as models
-that users write, keep the layers' outputs themselves. Notes are joined where the stack ends, before anything is
-computed of them. Kept outputs are joined in what the model returns; that a loss was computed of this rank's tokens
-alone is found when the ranks compare their losses.
+transformers models optionally return intermediate outputs of their layers, and compute losses from them: router logits,
+hidden states. Most of them capture these with hooks and read them after the layers have run. Other models, such as
+users' own, keep the layers' outputs themselves. Captured outputs are gathered at the end of the stack, before they are
+used. Kept outputs are gathered in the model's output; a loss that a model computes from them on this rank's tokens is
+detected when the ranks compare their losses.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _JOIN = "_join_tokens"
 
 
 class Notes:
-    """What transformers' hooks note from now on, until a stack ends; see Note [Recorded outputs].
+    """Outputs that transformers' hooks capture between creation and the end of a stack.
 
     Args:
-        sees_all_tokens: Whether attention sees all tokens, so that its weights can be noted.
+        sees_all_tokens: Whether attention sees all tokens, so that its weights can be captured.
 
     Raises:
-        ConfigError: Weights of attention are to be noted that no rank has.
+        ConfigError: Attention weights are requested, but no rank computes them in full.
     """
 
     def __init__(self, *, sees_all_tokens: bool) -> None:
@@ -46,16 +45,18 @@ class Notes:
         self._before = {key: len(value) for key, value in self._lists.items()}
         if not sees_all_tokens and any("attentions" in key for key in self._lists):
             raise ConfigError(
-                "output_attentions=True asks for attention weights, which sequence parallelism never has in one place:"
-                " leave it out, of the config too"
+                "output_attentions=True requests attention weights, which sequence parallelism never computes in full:"
+                " leave it out, also in the config"
             )
 
     def join(self, local_shape: torch.Size, join: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        """Makes the notes whole of tensors that have this rank's tokens. Collective.
+        """Gather the captured tensors that are sharded over tokens.
 
         Args:
-            local_shape: Of this rank's hidden states.
-            join: Returns the whole of a tensor whose given dimension is this rank's tokens.
+            local_shape: Shape of this rank's hidden states.
+            join: Function that gathers a tensor along a dimension of tokens.
+
+        Collective: yes.
         """
         num_sequences, num_tokens = local_shape[:2]
 
@@ -71,17 +72,14 @@ class Notes:
 
 
 def keep_joinable(output: Any, join: Join) -> None:
-    """Notes on a layer's hidden states how they become whole, for `join_kept_outputs`. No communication."""
+    """Attach the gathering function to a layer's hidden states, for `join_kept_outputs`. Collective: no."""
     hidden = output[0] if isinstance(output, (tuple, list)) and output else output
     if isinstance(hidden, torch.Tensor):
         setattr(hidden, _JOIN, join)
 
 
 def join_kept_outputs(model: nn.Module) -> None:
-    """Has a model return layers' hidden states whole that it kept; see Note [Recorded outputs].
-
-    Its forward is collective then. No communication.
-    """
+    """Gather sharded hidden states of layers in a model's output. Collective: no; the model's forward is."""
     model.register_forward_hook(_join_kept)
 
 

@@ -1,11 +1,10 @@
-"""Where tokens go to their ranks and come back: at the ends of a stack of layers.
+"""Differentiable scatter and gather of tokens at the ends of a stack of layers.
 
-Note [Gradients of shared sequences]: all ranks compute the same loss, each on the whole output, so a gradient that
-enters the stack's end is complete on every rank. Gradients are averaged over the data-parallel and the
-sequence-parallel ranks together. Parameters outside of the stack have equal gradients on all P sequence-parallel
-ranks, whose mean is right. For those inside, each rank knows the share of its own tokens; their mean would be the sum
-divided by P, so inside of the stack all gradients are P times as large: multiplied where backward enters it, divided
-where it leaves it.
+All ranks compute the same loss from the full output, so the gradient of the stack's output is complete on every rank.
+Parameter gradients are averaged over the data-parallel and sequence-parallel ranks together. Parameters outside of the
+stack have equal gradients on all P sequence-parallel ranks, whose mean is correct. Parameters inside have the partial
+gradients of each rank's tokens, whose mean would be too small by a factor of P. So all gradients inside of the stack
+are scaled by P: multiplied where backward enters the stack, and divided where it leaves the stack.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ __all__ = ["join_tokens", "share_whole", "split_tokens"]
 
 
 def split_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int) -> torch.Tensor:
-    """Returns this rank's tokens of a tensor that is whole and the same on all ranks.
+    """Return this rank's tokens of a replicated tensor.
 
     Args:
-        x: Whole along `dim`.
-        ranks: Those that share the sequence.
-        dim: The dimension of tokens.
+        x: Tensor with the full sequence, equal on all ranks.
+        ranks: The sequence-parallel group.
+        dim: Dimension of the tokens.
 
-    No communication; backward gathers the gradient, see Note [Gradients of shared sequences], and is collective.
+    Collective: in backward, which gathers the gradient.
     """
     order = ranks.order_of(x.shape[dim])
     if ranks.size == 1:
@@ -43,15 +42,15 @@ def split_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int) -> tor
 
 
 def join_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int, length: int) -> torch.Tensor:
-    """Returns the whole tensor from every rank's tokens, in their original order.
+    """Gather all ranks' tokens in their original order.
 
     Args:
-        x: This rank's tokens along `dim`.
-        ranks: Those that share the sequence.
-        dim: The dimension of tokens.
-        length: Tokens of the whole sequence.
+        x: Tensor of this rank's tokens.
+        ranks: The sequence-parallel group.
+        dim: Dimension of the tokens.
+        length: Tokens of the full sequence.
 
-    Collective; backward takes this rank's tokens of the gradient and doesn't communicate.
+    Collective: yes, but not in backward, which takes this rank's tokens of the gradient.
     """
     if ranks.size == 1:
         return x
@@ -60,9 +59,9 @@ def join_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int, length:
 
 
 def share_whole(x: torch.Tensor, ranks: SequenceParallelRanks) -> torch.Tensor:
-    """Returns a tensor that stays whole inside of the stack, as an encoder's states in a decoder do.
+    """Return a tensor that stays replicated inside of the stack, such as encoder states in a decoder.
 
-    Backward sums the gradient over the ranks, whose tokens each used all of it, and is collective.
+    Collective: in backward, which all-reduces the partial gradients.
     """
     if ranks.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x

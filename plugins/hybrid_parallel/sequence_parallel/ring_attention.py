@@ -1,8 +1,8 @@
-"""Attention by passing keys and values round the ranks (Liu et al. 2023, arXiv:2310.01889), in zig-zag order.
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889) in zigzag order.
 
-Each rank keeps its queries. In P - 1 steps the keys and values of all others pass by, so no rank ever holds more than
-two ranks' keys; P - 1 times those go over the wire forward, and with their gradients again backward. With causal
-attention each pair of ranks has about the same to compute, see Note [Token order].
+Each rank keeps its queries. In P - 1 steps keys and values are passed around the ring, so a rank holds the keys of at
+most two ranks at a time. Each rank sends P - 1 times its keys and values in forward, and again with their gradients in
+backward. Zigzag order balances causal attention; see Note [Token order].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from booster.plugins.hybrid_parallel.sequence_parallel.ring_blocks import (
 
 __all__ = ["ring_attention"]
 
-_MAX_SCORES = 2**26  # numbers, of fp32, that are computed at a time without a fused kernel
+_MAX_SCORES = 2**26  # attention scores that are materialized at a time without a fused kernel
 
 
 def ring_attention(
@@ -42,9 +42,9 @@ def ring_attention(
     is_causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Returns this rank's rows of attention over the whole sequence; arguments as `sequence_attention`'s, checked.
+    """Return the attention output of this rank's tokens over the full sequence; see `sequence_attention`.
 
-    Collective, also in backward.
+    Collective: in forward and backward.
     """
     if mask is not None and mask.dtype != torch.bool:
         mask = _lifted(mask)
@@ -56,7 +56,7 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Queries and keys, both as ranges of local tokens, of which some of the former see some of the latter."""
+    """A tile of the scores: ranges of local queries and keys, with their mask."""
 
     queries: slice
     keys: slice
@@ -67,7 +67,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """What one attention needs to know beside its tensors."""
+    """Settings of one ring attention."""
 
     ranks: SequenceParallelRanks
     order: TokenOrder
@@ -75,12 +75,12 @@ class _Ring:
     block: Block
 
     def sources(self) -> Iterator[int]:
-        """Yields whose keys are here, step by step: the own ones first."""
+        """Yield the rank whose keys are present in each step, starting with this rank."""
         for step in range(self.ranks.size):
             yield (self.ranks.rank - step) % self.ranks.size
 
     def parts(self, source: int, mask: torch.Tensor | None) -> list[_Part]:
-        """Returns what this rank computes with the keys of another one."""
+        """Return the tiles of this rank's queries and another rank's keys."""
         block = replace(self.block, seed=(self.block.seed + source) % 2**63)
         if mask is not None:
             return list(self._masked_parts(source, mask, block))
@@ -90,7 +90,7 @@ class _Ring:
             return [_Part(everything, their, block)]
         if source == self.ranks.rank:
             return [_Part(everything, their, replace(block, is_causal=True))]
-        if source < self.ranks.rank:  # their first chunk is before both of ours, their last one behind
+        if source < self.ranks.rank:  # the source's first chunk precedes both local chunks, its last follows them
             return [_Part(everything, slice(0, _first_chunk(self.order, source)), block)]
         return [_Part(slice(_first_chunk(self.order, self.ranks.rank), everything.stop), their, block)]
 
@@ -104,11 +104,13 @@ class _Ring:
                     yield _Part(queries, keys, replace(block, mask=seen, seed=seed), rows, slice(*columns))
 
     def pass_on(self, tensors: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
-        """Gives tensors of a source's tokens to the next rank, and returns those of the source before it. Collective.
+        """Send tensors of a source's tokens to the next rank, and receive those of the previous source.
 
         Args:
-            tensors: (batch, heads, tokens of the source, features), all of one dtype.
-            source: Whose tokens they are of.
+            tensors: Tensors (batch, heads, tokens of the source, features) of one dtype.
+            source: Rank of the tokens.
+
+        Collective: yes.
         """
         size, rank = self.ranks.size, self.ranks.rank
         coming = (source - 1) % size
@@ -153,7 +155,7 @@ class _RingAttention(Function):
                 _merge(output, lse, query, key, value, part)
             if source != last:
                 key, value = ring.pass_on((key, value), source)
-        lse.masked_fill_(lse == -torch.inf, 0.0)  # scores of queries that see nothing are -inf: their weights are 0
+        lse.masked_fill_(lse == -torch.inf, 0.0)  # scores of fully masked queries are -inf, so their weights are 0
         ctx.ring = ring
         ctx.save_for_backward(query, own_key, own_value, mask, output.to(query.dtype), lse)
         return output.to(query.dtype)
@@ -191,7 +193,7 @@ class _RingAttention(Function):
                     rows += found.mask.sum_to_size(rows.shape)
             if source != last:
                 key, value = ring.pass_on((key, value), source)
-            if ring.ranks.size > 1:  # they travel on with their keys, and one step more, to where these belong
+            if ring.ranks.size > 1:  # gradients rotate with their keys, and one step further to the keys' rank
                 grad_key, grad_value = ring.pass_on((grad_key, grad_value), source)
         grads = (one.to(query.dtype) for one in (grad_query, grad_key, grad_value))
         return *grads, None if grad_mask is None else grad_mask.to(mask.dtype), None
@@ -200,7 +202,7 @@ class _RingAttention(Function):
 def _in_rows(
     parts: Sequence[_Part], query: torch.Tensor, value: torch.Tensor, *, needs_scores: bool
 ) -> Iterator[_Part]:
-    """Yields parts of fewer queries, so that scores take little room where no fused kernel goes through them."""
+    """Yield tiles of fewer queries where no fused kernel is used, to limit the memory of scores."""
     for part in parts:
         if is_for_flash(query, value, part.block) and not needs_scores:
             yield part
@@ -212,7 +214,7 @@ def _in_rows(
 
 
 def _rows(part: _Part, start: int, stop: int) -> Iterator[_Part]:
-    """Yields what queries start .. stop - 1 compute of a part."""
+    """Yield the tiles of the queries start .. stop - 1 of a tile."""
     first, last = start - part.queries.start, stop - part.queries.start
     block = replace(part.block, seed=_moved(part.block.seed, start))
     if block.mask is not None and block.mask.shape[-2] > 1:
@@ -233,7 +235,7 @@ def _rows(part: _Part, start: int, stop: int) -> Iterator[_Part]:
 
 
 def _moved(seed: int, place: int) -> int:
-    """Returns another seed for another place; odd multiples of a constant keep neighbours' random numbers apart."""
+    """Derive the seed of a tile; odd multiples of a constant decorrelate neighboring tiles."""
     return (seed + (2 * place + 1) * 0x9E3779B97F4A7C15) % 2**63
 
 
@@ -245,7 +247,7 @@ def _merge(
     value: torch.Tensor,
     part: _Part,
 ) -> None:
-    """Adds a block to what has been merged so far, in place; see Note [Merging blocks]."""
+    """Merge a block into the accumulated output and lse, in place; see Note [Merging blocks]."""
     queries = query[:, :, part.queries]
     if queries.numel() == 0 or part.keys.stop == part.keys.start:
         return
@@ -259,9 +261,9 @@ def _merge(
 
 
 def _lifted(mask: torch.Tensor) -> torch.Tensor:
-    """Returns the mask with 0 as the largest number of rows in which all is as low as their dtype goes.
+    """Shift rows of an additive mask that only contain minima of the dtype to a maximum of 0.
 
-    Such rows are of padding, and nobody reads what they see; but blocks can't be merged whose sums are as low as that.
+    These rows are padding, whose output is not used, but blocks with such a low lse could not be merged.
     """
     peaks = mask.detach().amax(-1, keepdim=True)
     is_low = (peaks > -torch.inf) & (peaks <= torch.finfo(mask.dtype).min / 2)
@@ -274,7 +276,7 @@ def _first_chunk(order: TokenOrder, rank: int) -> int:
 
 
 def _local_chunks(order: TokenOrder, rank: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Yields each chunk of a rank: where it lies among the local tokens, and among all."""
+    """Yield the range of each of a rank's chunks in its local tokens and in the full sequence."""
     offset = 0
     for start, stop in order.chunks(rank):
         yield slice(offset, offset + stop - start), (start, stop)

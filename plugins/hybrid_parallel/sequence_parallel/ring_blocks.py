@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, and its gradients, in a form that blocks of keys can be merged from."""
+"""Attention of a block of keys and its gradients, such that blocks can be merged."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import torch
 __all__ = ["Block", "BlockGradients", "block_attention", "block_gradients", "is_for_flash"]
 
 # Note [Merging blocks]
-# Softmax over all keys from softmaxes over some of them (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023): each
-# block gives its output and the logarithm of the sum of its exponentials, lse. Merged, lse = logaddexp(lse_1, lse_2)
-# and output = sum of output_i * exp(lse_i - lse). In backward a block's weights are exp(scores - lse) with the merged
-# lse, and the merged output and its gradient stand for those of the block, so blocks need not know of each other.
+# Softmax over all keys is computed from softmaxes over blocks of them (Milakov & Gimelshein 2018; FlashAttention-2, Dao
+# 2023). Each block returns its output and its lse, the logarithm of the sum of its exponentials. Merging computes
+# lse = logaddexp(lse_1, lse_2) and output = sum of output_i * exp(lse_i - lse). In backward a block's weights are
+# exp(scores - lse) with the merged lse, and the merged output and its gradient are used for every block, so the blocks
+# are independent.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """What attention of a block does beside its tensors.
+    """Settings of a block's attention.
 
     Attributes:
-        scale: Of the scores.
-        is_causal: Query i sees keys up to i of the block.
-        mask: Boolean, or added to the scores; broadcasts to (batch, heads, queries, keys).
-        dropout: Probability of leaving a weight out.
-        seed: Of the random numbers for that, forward and backward.
+        scale: Scale of the scores.
+        is_causal: If True, query i attends to the keys up to i of the block.
+        mask: Boolean or additive mask, broadcastable to (batch, heads, queries, keys), or None.
+        dropout: Dropout probability of attention weights.
+        seed: Seed of the dropout mask, in forward and backward.
     """
 
     scale: float
@@ -36,7 +37,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockGradients:
-    """Gradients of a block's tensors; `mask` where the mask's is asked for."""
+    """Gradients of a block's tensors; `mask` only if requested."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -47,15 +48,15 @@ class BlockGradients:
 def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output (batch, heads, queries, features) and its lse (batch, heads, queries), both in fp32 or higher.
+    """Return the output (batch, heads, queries, features) and its lse (batch, heads, queries), both in fp32 or higher.
+
+    A fully masked query has output 0 and lse -inf.
 
     Args:
-        query: (batch, heads, queries, features).
-        key: (batch, heads or a divisor, keys, features).
-        value: As key, maybe of other features.
-        block: How.
-
-    A query that sees no key has output 0 and lse -inf. No communication.
+        query: Query (batch, heads, queries, features).
+        key: Key (batch, heads or a divisor, keys, features).
+        value: Value like `key`, possibly with another number of features.
+        block: Settings of the block.
     """
     key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
     if is_for_flash(query, value, block):
@@ -63,7 +64,7 @@ def block_attention(
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, block.is_causal, attn_mask=added, scale=block.scale
         )
-        if added is not None:  # of a query that sees no key the kernel says what depends on its version
+        if added is not None:  # the kernel's result of a fully masked query depends on torch's version
             is_blind = (added == -torch.inf).all(-1)
             lse = lse.masked_fill(is_blind, -torch.inf)
             output = output.masked_fill(is_blind.unsqueeze(-1), 0.0)
@@ -87,17 +88,17 @@ def block_gradients(
     *,
     needs_mask: bool = False,
 ) -> BlockGradients:
-    """Returns what a block adds to the gradients; see Note [Merging blocks]. No communication.
+    """Return a block's contribution to the gradients; see Note [Merging blocks].
 
     Args:
-        query: As in `block_attention`.
-        key: As there.
-        value: As there.
-        output: Merged over all blocks.
-        lse: Merged over all blocks; finite.
-        grad: Of the merged output.
-        block: The same as forward.
-        needs_mask: Whether to return the gradient of the mask, of the scores' shape.
+        query: Query of `block_attention`.
+        key: Key of `block_attention`.
+        value: Value of `block_attention`.
+        output: Merged output of all blocks.
+        lse: Merged lse of all blocks, finite.
+        grad: Gradient of the merged output.
+        block: Settings of the block in forward.
+        needs_mask: If True, return the gradient of the mask in the shape of the scores.
     """
     num_groups = key.shape[1]
     key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
@@ -138,7 +139,7 @@ def block_gradients(
 
 
 def is_for_flash(query: torch.Tensor, value: torch.Tensor, block: Block) -> bool:
-    """Returns whether the CPU's fused kernel computes this."""
+    """Whether the CPU's fused kernel supports this block."""
     has_rows = query.numel() > 0 and value.numel() > 0
     return query.device.type == "cpu" and block.dropout == 0.0 and query.shape[-1] == value.shape[-1] and has_rows
 
@@ -153,14 +154,14 @@ def _scores(query: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tenso
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns the mask in the form that is added to scores."""
+    """Return the mask as an additive one."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.detach().to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def _kept(weights: torch.Tensor, block: Block) -> torch.Tensor | None:
-    """Returns what weights are multiplied by for dropout."""
+    """Return the dropout factors of attention weights, or None without dropout."""
     if block.dropout == 0.0:
         return None
     generator = torch.Generator(device=weights.device).manual_seed(block.seed)

@@ -1,4 +1,4 @@
-"""The layer of a stack that runs now, and what attention within it has to know."""
+"""Context of the running layer of a stack, for its attention."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 SPAN = "sequence_span"
-"""The name of the argument with which a stack's hooks tell a layer's forward about the sequence."""
+"""Name of the argument with which a stack's hooks pass a `Span` to a layer's forward."""
 _STACK, _INTERCEPTION = "_sequence_stack", "_sequence_interception"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What a layer of a stack gets beside its own arguments.
+    """Information about the sequence that a layer of a stack gets in addition to its arguments.
 
     Attributes:
-        length: Tokens of the whole sequence.
-        hidden: Position or name of the argument that is the hidden states.
-        wholes: The same of arguments that are other sequences, as an encoder's states, of which no part is missing.
+        length: Tokens of the full sequence.
+        hidden: Position or name of the hidden states' argument.
+        wholes: Positions or names of arguments that are other, unsharded sequences, such as encoder states.
     """
 
     length: int
@@ -52,13 +52,13 @@ class Span:
 
 
 class RunningLayer:
-    """A layer whose attention sees this rank's tokens only.
+    """Context of a running layer whose attention sees this rank's tokens only.
 
     Attributes:
-        stack: The stack it is of.
-        num_attentions: How often attention has run in it.
-        is_attending: Whether attention runs now, so that what it calls is not intercepted again.
-        local_sizes: Sequences, and how many tokens of each this rank has; None: not known.
+        stack: The layer's stack.
+        num_attentions: Number of attention calls so far.
+        is_attending: Whether attention is running, whose inner calls are not dispatched again.
+        local_sizes: Number of sequences and of this rank's tokens, or None if unknown.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class RunningLayer:
 
     @property
     def ranks(self) -> SequenceParallelRanks:
-        """Those that attention communicates with."""
+        """The group of sequence-parallel attention."""
         ranks = self.stack.splitter.attention_ranks
         if ranks is None:
-            raise AssertionError("attention was intercepted that sees all tokens")
+            raise AssertionError("attention that sees all tokens was intercepted")
         return ranks
 
     def length_of(self, local_length: int) -> int:
-        """Returns how long the whole sequence is of which this rank has so many tokens; see `Stack.length_of`."""
+        """Return the full length of a sequence from this rank's number of tokens; see `Stack.length_of`."""
         if self._length is None:
             self._length = self.stack.length_of(local_length)
         return self._length
 
     @contextmanager
     def part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Surrounds the forward of a part of the layer, which has been given these arguments."""
+        """Context of a submodule's forward with these arguments."""
         before = self._at_hand, self._is_in_part
         given = [*args, *kwargs.values()]
         self._at_hand = tuple(whole for whole in self._wholes if any(whole is one for one in given))
@@ -105,7 +105,7 @@ class RunningLayer:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Surrounds attention; see `is_attending`."""
+        """Context of an attention call; see `is_attending`."""
         before, self.is_attending = self.is_attending, True
         self.num_attentions += 1
         try:
@@ -114,23 +114,23 @@ class RunningLayer:
             self.is_attending = before
 
     def is_whole(self, key_length: int, local_length: int) -> bool:
-        """Returns whether keys of this length are those of another sequence, of which no part is missing.
+        """Whether keys of this length belong to another, unsharded sequence.
 
         Raises:
-            ConfigError: They are neither that nor this rank's tokens, or it can't be told.
+            ConfigError: The keys are neither that nor this rank's tokens, or both are possible.
         """
         fits_whole = any(whole.shape[1] == key_length for whole in self._at_hand)
         if fits_whole and key_length == local_length and not self._is_in_part:
             raise ConfigError(
-                f"attention to {key_length} keys may be to this rank's tokens or to another sequence that is as long,"
-                " and a layer that does both itself does not tell which: move one of them into a module of its own, or"
-                " pad the other sequence by a token"
+                f"attention to {key_length} keys may be to this rank's tokens or to another sequence of the same"
+                " length, which is ambiguous in a layer that calls both itself: move one of them into a separate"
+                " module, or pad the other sequence by a token"
             )
         if not fits_whole and key_length != local_length:
             raise ConfigError(
                 f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: sequence parallelism"
-                " has no cache of earlier keys (use_cache=False; generate without it), and another sequence must be an"
-                " argument of the layer"
+                " has no key-value cache (set use_cache=False, and generate without sequence parallelism), and another"
+                " sequence must be an argument of the layer"
             )
         return fits_whole
 
@@ -144,18 +144,18 @@ _subclasses: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
 def running_layer() -> RunningLayer | None:
-    """Returns the layer that runs in this thread with split attention, if one does."""
+    """Return the context of this thread's running layer, or None."""
     return _current.layer
 
 
 def is_in_backward() -> bool:
-    """Returns whether this runs for activation checkpointing, which computes layers again within backward."""
+    """Whether this is a recomputation of activation checkpointing, which runs inside of backward."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
 @contextmanager
 def made_current(layer: RunningLayer) -> Iterator[None]:
-    """Makes a layer the running one of this thread."""
+    """Set the running layer of this thread."""
     before, _current.layer = _current.layer, layer
     try:
         yield
@@ -166,14 +166,15 @@ def made_current(layer: RunningLayer) -> Iterator[None]:
 def join_running_layers(
     layer: nn.Module, stack: Stack, interception: Callable[[], AbstractContextManager[Any]] | None = None
 ) -> None:
-    """Exchanges a layer's class for a subclass of the same name, whose forward takes a `Span` and runs within it.
+    """Replace a layer's class by a subclass of the same name whose forward takes a `Span` and sets the context.
 
-    Activation checkpointing computes a forward again, without hooks around it, so this can't be one.
+    This is not a hook, because activation checkpointing recomputes a forward without its hooks.
 
     Args:
-        layer: Of a stack.
-        stack: That stack.
-        interception: Makes the context of each forward; None: the regions within gather the sequence themselves.
+        layer: Layer of a stack.
+        stack: The stack.
+        interception: Factory of the context manager that dispatches attention; optional, defaults to none because
+            tensor-parallel regions gather the sequence.
     """
     layer.__dict__[_STACK] = stack
     layer.__dict__[_INTERCEPTION] = interception
@@ -184,7 +185,7 @@ def join_running_layers(
 
 
 def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
-    """Returns a subclass of the same name, with the members that `make(base)` returns; one for each purpose."""
+    """Return a subclass of the same name with the members of `make(base)`, cached by purpose."""
     if (base, purpose) not in _subclasses:
         members = {**make(base), "__module__": base.__module__, "__doc__": base.__doc__}
         _subclasses[base, purpose] = type(base.__name__, (base,), members)
@@ -204,7 +205,7 @@ def _running_members(base: type[nn.Module]) -> dict[str, Any]:
         with made_current(running), interception():
             try:
                 output = base.forward(self, *args, **kwargs)
-            except (RuntimeError, ValueError) as error:  # of shapes that don't fit, of products in attention's place
+            except (RuntimeError, ValueError) as error:  # shape errors of attention implemented by plain matmuls
                 if running.num_attentions == 0 and not isinstance(error, ConfigError):
                     raise no_attention(base.__name__) from error
                 raise
@@ -216,17 +217,16 @@ def _running_members(base: type[nn.Module]) -> dict[str, Any]:
 
 
 def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
-    """Attention is found by a mode and by what runs in this thread, of which a graph would know nothing."""
+    """Not compiled: a compiled graph would bypass the function mode and the thread's context."""
     return {"forward": not_compiled(_running_members(base)["forward"])}
 
 
 def no_attention(layer: str) -> ConfigError:
-    """Returns what to say of a layer none of whose attention was intercepted, so that tokens saw this rank's only."""
+    """Return the error for a layer without a dispatched attention call, which would see this rank's tokens only."""
     return ConfigError(
-        f"{layer} computes without F.scaled_dot_product_attention or transformers' attention interface, so that"
-        " sequence parallelism can't know how it mixes tokens: use one of them"
-        " (nn.MultiheadAttention does with need_weights=False), or split the sequence over the tensor-parallel"
-        ' ranks (sequence_parallelism_mode="split_gather")'
+        f"{layer} uses neither F.scaled_dot_product_attention nor transformers' attention interface, which sequence"
+        " parallelism replaces: use one of them (nn.MultiheadAttention does with need_weights=False), or shard the"
+        ' sequence over the tensor-parallel ranks (sequence_parallelism_mode="split_gather")'
     )
 
 

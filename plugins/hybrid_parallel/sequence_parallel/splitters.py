@@ -1,4 +1,4 @@
-"""What splits a sequence over ranks: those of an axis of its own, or those that share the layers' weights."""
+"""Sharding of sequences over the sp axis or the tp axis."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ __all__ = ["SequenceAxisSplitter", "SequenceSplitter", "TensorAxisSplitter"]
 
 
 class SequenceSplitter(Protocol):
-    """What a stack of layers needs of whoever splits its sequence."""
+    """Interface between a stack of layers and the sharding of its sequence."""
 
     @property
     def attention_ranks(self) -> SequenceParallelRanks | None:
-        """Those that attention communicates with, as it sees this rank's tokens only; None: it sees all."""
+        """The group of sequence-parallel attention, or None if attention sees all tokens."""
 
     @property
     def streams(self) -> SplitStream:
-        """Random numbers of tokens that no other rank holds."""
+        """RNG state of this rank's tokens."""
 
     def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's tokens."""
+        """Return this rank's tokens. Collective: in backward."""
 
     def join(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Returns the whole sequence."""
+        """Gather the full sequence. Collective: yes."""
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
-        """Returns the dimension along which a layer's argument is split; None: it stays whole. No communication."""
+        """Return the dimension along which a layer's argument is sharded, or None. Collective: no."""
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns what stays whole, for each rank to compute with."""
+        """Return an unsharded tensor for computation on shards. Collective: in backward."""
 
     def begin_layer(self, length: int | None) -> None:
-        """Is told how long the whole sequence is, before each layer. No communication."""
+        """Set the full sequence length before each layer. Collective: no."""
 
     def end(self) -> None:
-        """Is told that the stack has ended. No communication."""
+        """Reset at the end of the stack. Collective: no."""
 
     def find_length(self, local_length: int) -> int:
-        """Returns how long the whole sequence is, from how much of it each rank holds."""
+        """Return the full sequence length from each rank's number of tokens. Collective: yes."""
 
 
 class SequenceAxisSplitter:
-    """Splits over ranks that hold the same weights; attention inside of the stack exchanges what it needs.
+    """Sharding over ranks with the same weights; attention in the stack communicates.
 
     Args:
-        ranks: Those that share the sequence.
+        ranks: The sequence-parallel group.
     """
 
     def __init__(self, ranks: SequenceParallelRanks) -> None:
@@ -62,46 +62,46 @@ class SequenceAxisSplitter:
 
     @property
     def attention_ranks(self) -> SequenceParallelRanks | None:
-        """Those that attention communicates with."""
+        """The group of sequence-parallel attention."""
         return self.ranks
 
     @property
     def streams(self) -> SplitStream:
-        """Random numbers of tokens that no other rank holds."""
+        """RNG state of this rank's tokens."""
         return self.ranks.streams
 
     def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's tokens; see `regions.split_tokens`."""
+        """Return this rank's tokens; see `regions.split_tokens`."""
         return split_tokens(x, self.ranks, dim)
 
     def join(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Returns the whole sequence; see `regions.join_tokens`."""
+        """Gather the full sequence; see `regions.join_tokens`."""
         return join_tokens(x, self.ranks, dim, length)
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
-        """Returns the dimension along which a layer's argument is split; None: it stays whole."""
+        """Return the dimension along which a layer's argument is sharded, or None."""
         return token_dim(name, tensor, length)
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns what stays whole; see `regions.share_whole`."""
+        """Return an unsharded tensor; see `regions.share_whole`."""
         return share_whole(x, self.ranks)
 
     def begin_layer(self, length: int | None) -> None:
-        """Nothing to keep: attention is told the length by its context."""
+        """No-op: attention gets the length from its context."""
 
     def end(self) -> None:
-        """Nothing to forget."""
+        """No-op."""
 
     def find_length(self, local_length: int) -> int:
-        """Returns how long the whole sequence is. Collective."""
+        """Return the full sequence length. Collective: yes."""
         return int(all_reduce_numbers([local_length], self.ranks.group)[0])
 
 
 class TensorAxisSplitter:
-    """Splits over the tensor-parallel ranks, whose regions gather the tokens again (arXiv:2205.05198).
+    """Sharding over the tensor-parallel ranks, whose regions gather the tokens again (arXiv:2205.05198).
 
     Args:
-        ranks: Those that share the layers' weights.
+        ranks: The tensor-parallel group.
     """
 
     def __init__(self, ranks: TensorParallelRanks) -> None:
@@ -109,38 +109,38 @@ class TensorAxisSplitter:
 
     @property
     def attention_ranks(self) -> SequenceParallelRanks | None:
-        """None: regions gather the tokens, so that attention sees all."""
+        """None, as regions gather the tokens and attention sees all."""
         return None
 
     @property
     def streams(self) -> SplitStream:
-        """Random numbers of tokens that no other rank holds."""
+        """RNG state of this rank's tokens."""
         return self.ranks.streams
 
     def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's tokens; its gradient is whole on all ranks."""
+        """Return this rank's tokens; the gradient is replicated."""
         return split_sequence(x, self.ranks, dim)
 
     def join(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Returns the whole sequence."""
+        """Gather the full sequence."""
         return join_sequence(x, self.ranks, dim, length)
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
-        """Returns None: within the regions, where other arguments are used, the sequence is whole."""
+        """Return None, as other arguments are used inside of regions, where the sequence is unsharded."""
         return None
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor: regions take care of what enters them."""
+        """Return the tensor, as regions copy their inputs."""
         return x
 
     def begin_layer(self, length: int | None) -> None:
-        """Tells the regions how long the sequence is that they gather."""
+        """Set the sequence length that the regions gather."""
         self.ranks.sequence_length = length
 
     def end(self) -> None:
-        """Forgets it."""
+        """Reset the sequence length."""
         self.ranks.sequence_length = None
 
     def find_length(self, local_length: int) -> int:
-        """Returns how long the whole sequence is. Collective."""
+        """Return the full sequence length. Collective: yes."""
         return int(all_reduce_numbers([local_length], self.ranks.group)[0])

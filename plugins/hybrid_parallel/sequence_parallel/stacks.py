@@ -1,4 +1,4 @@
-"""Stacks of layers between whose ends every rank holds its own tokens."""
+"""Stacks of layers that run on sharded tokens."""
 
 from __future__ import annotations
 
@@ -20,25 +20,18 @@ from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["Stack", "attach_stack"]
 
-# Note [Stacks]
-# Before the first layer of a stack hidden states (batch, tokens, features) are split, behind the last they are joined.
-# In between a tensor does not tell how long the whole sequence is, which differs from batch to batch, so the stack
-# notes it, and hands it to each layer's forward as one more argument: activation checkpointing keeps that with the
-# others, and has it when the layer is computed again, maybe after other batches. Where hooks themselves run again, in
-# backward, the first layer sees the whole sequence, and another one finds the length: the only one there ever was, or
-# the sum over the ranks.
 _HIDDEN = "hidden_states"
 _TOKENS = 1  # the dimension of hidden states that is the sequence
 
 
 @dataclass(slots=True)
 class _Run:
-    """A forward that is within the stack.
+    """State of a forward inside of the stack.
 
     Attributes:
-        length: Tokens of the whole sequence.
-        notes: What transformers notes of the layers.
-        shared: What stays whole, by the identity of what was given.
+        length: Tokens of the full sequence.
+        notes: Layer outputs that transformers captures.
+        shared: Unsharded arguments and their copies, by the argument's id.
     """
 
     length: int
@@ -47,10 +40,16 @@ class _Run:
 
 
 class Stack:
-    """The layers of a model that run one after the other on split hidden states; made by `attach_stack`.
+    """Consecutive layers of a model that run on sharded hidden states; created by `attach_stack`.
+
+    Hidden states (batch, tokens, features) are sharded before the first layer and gathered after the last. In between,
+    the full sequence length, which differs between batches, cannot be inferred from a tensor. So the stack passes it to
+    each layer's forward as an additional argument: activation checkpointing stores it with the other arguments, and a
+    recomputation gets it even after other batches. If hooks are recomputed as well, in backward, the first layer sees
+    the full sequence; another one uses the only length seen so far, or else an all-reduce.
 
     Attributes:
-        splitter: Who splits and joins.
+        splitter: Sharding of the sequence.
         splits_attention: Whether attention sees this rank's tokens only.
     """
 
@@ -64,9 +63,9 @@ class Stack:
         return self
 
     def length_of(self, local_length: int) -> int:
-        """Returns how long the whole sequence is of which this rank holds so many tokens.
+        """Return the full length of a sequence from this rank's number of tokens.
 
-        Collective in backward, where sequences of several lengths went through the stack.
+        Collective: in backward, after sequences of several lengths.
         """
         if self._run is not None and not is_in_backward():
             return self._run.length
@@ -75,14 +74,14 @@ class Stack:
         return self.splitter.find_length(local_length)
 
     def begin(self, x: torch.Tensor, *, is_training: bool) -> tuple[torch.Tensor, int]:
-        """Returns this rank's tokens of the hidden states, and how many there were."""
+        """Return this rank's tokens of the hidden states, and the full length."""
         if x.dim() != 3:
             raise ConfigError(
                 f"the first layer of a stack got hidden states of shape {tuple(x.shape)}, but sequence parallelism"
-                " splits the second dimension of (batch, tokens, features): pass them so, or turn it off"
+                " shards the second dimension of (batch, tokens, features): pass this shape, or disable it"
             )
         length = x.shape[_TOKENS]
-        if len(self._lengths_seen) < 2:  # whether there are several is all that matters
+        if len(self._lengths_seen) < 2:  # `length_of` only distinguishes one length from several
             self._lengths_seen.add(length)
         self._run = None if is_in_backward() else _Run(length, Notes(sees_all_tokens=not self.splits_attention))
         if is_training:
@@ -90,7 +89,7 @@ class Stack:
         return self.splitter.split(x, _TOKENS), length
 
     def end(self, output: Any, length: int, *, is_training: bool) -> Any:
-        """Returns a layer's output with hidden states of the whole sequence."""
+        """Return a layer's output with gathered hidden states."""
 
         def join(x: torch.Tensor) -> torch.Tensor:
             if self._run is not None:
@@ -105,25 +104,25 @@ class Stack:
         return joined
 
     def keep(self, output: Any, length: int) -> None:
-        """Notes on the output of a layer that is not the last how its hidden states become whole. No communication."""
+        """Attach the gathering function to the hidden states of a layer before the last. Collective: no."""
         if not is_in_backward():
             keep_joinable(output, lambda x: self.splitter.join(x, _TOKENS, length))
 
     def continued(self, x: torch.Tensor, index: int) -> int:
-        """Returns how long the sequence is of which a layer behind the first one got hidden states."""
+        """Return the full sequence length for a layer after the first."""
         if self._run is None and not is_in_backward():
             raise ConfigError(
-                f"layer {index} of a stack ran without the layers before it, but sequence parallelism splits hidden"
-                " states at the first one: don't drop or call single layers (layerdrop=0), or turn it off"
+                f"layer {index} of a stack ran without the layers before it, but sequence parallelism shards hidden"
+                " states at the first one: do not drop or call single layers (layerdrop=0), or disable it"
             )
         return self.length_of(x.shape[_TOKENS])
 
     def shared(self, x: torch.Tensor, *, is_new: bool) -> torch.Tensor:
-        """Returns what stays whole for each rank to compute with, the same for all layers that get the same tensor.
+        """Return the copy of an unsharded argument for computation on shards, one for all layers that get it.
 
         Args:
-            x: An argument that stays whole.
-            is_new: Whether a tensor that has not been shared yet comes from outside of the stack.
+            x: The argument.
+            is_new: Whether a tensor without a copy comes from outside of the stack.
         """
         known = self._run.shared.get(id(x)) if self._run is not None else None
         if known is not None:
@@ -137,7 +136,7 @@ class Stack:
 
 
 class _LayerHooks:
-    """The hooks of one layer; they hold nothing that leads back to it."""
+    """Hooks of one layer, without references to it."""
 
     def __init__(self, stack: Stack, index: int, names: Sequence[str]) -> None:
         self._stack = stack
@@ -156,7 +155,7 @@ class _LayerHooks:
         key = _hidden_key(args, kwargs)
         if self._index == 0:
             hidden, length = self._stack.begin(named[key], is_training=module.training)
-            if self._end is not None:  # transformers' hooks, made at the first call, note this layer's input as well
+            if self._end is not None:  # run after transformers' hooks, which are registered at the first call
                 module._forward_hooks[self._end] = module._forward_hooks.pop(self._end)
         else:
             hidden, length = named[key], self._stack.continued(named[key], self._index)
@@ -195,18 +194,20 @@ class _LayerHooks:
 
 
 def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Stack:
-    """Makes layers that run one after the other work on split hidden states; their parameters stay as they are.
+    """Make consecutive layers run on sharded hidden states; their parameters are unchanged.
 
-    Hooks split and join, see Note [Stacks], and the layers' classes are exchanged for subclasses of the same name.
-    To be called once, before activation checkpointing is put on the layers. No communication.
+    Hooks shard and gather the hidden states, and the layers' classes are replaced by subclasses of the same name. Call
+    this once, before activation checkpointing is applied to the layers.
 
     Args:
-        layers: In the order in which they run. Their hidden states (batch, tokens, features) are the first positional
+        layers: Layers in execution order. Their hidden states (batch, tokens, features) are the first positional
             argument or `hidden_states`, and the output or the first element of a tuple.
-        splitter: Who splits and joins.
+        splitter: Sharding of the sequence.
 
     Returns:
-        The stack, which has to live no longer than the layers.
+        The stack, which the layers reference.
+
+    Collective: no; the layers' calls are.
     """
     stack = Stack(splitter)
     for index, layer in enumerate(layers):
@@ -228,8 +229,8 @@ def _hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
     if not args and tensors:
         return tensors[0]
     raise ConfigError(
-        f"a layer of a stack was called with {[type(value).__name__ for value in args]} and {sorted(kwargs)}, among"
-        " which sequence parallelism finds no hidden states: pass them first, or as hidden_states="
+        f"a layer of a stack was called with {[type(value).__name__ for value in args]} and {sorted(kwargs)}, which"
+        " contain no hidden states for sequence parallelism: pass them first, or as hidden_states="
     )
 
 
@@ -242,6 +243,6 @@ def _with_hidden(output: Any, change: Any) -> Any:
         output[_HIDDEN] = change(output[_HIDDEN])
         return output
     raise ConfigError(
-        f"the last layer of a stack returned {type(output).__name__}, in which sequence parallelism finds no hidden"
-        " states to join: return a tensor, or a tuple whose first element it is"
+        f"the last layer of a stack returned {type(output).__name__}, which contains no hidden states to gather for"
+        " sequence parallelism: return a tensor, or a tuple with the tensor as first element"
     )

@@ -1,4 +1,4 @@
-"""What in a stack's layers would see the tokens of one rank only, though it needs its neighbours or all."""
+"""Check that only attention mixes tokens in a stack's layers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from booster.plugins.hybrid_parallel.sequence_parallel.running import no_attenti
 
 __all__ = ["check_attention_alone_mixes_tokens"]
 
-# By these names transformers' models call attention that can be exchanged; the others multiply matrices themselves.
+# Names by which transformers models call replaceable attention; other models implement it with plain matmuls.
 _ATTENTION = re.compile(r"ALL_ATTENTION_FUNCTIONS|scaled_dot_product_attention|multi_head_attention_forward")
 _MIXES_TOKENS: tuple[type[nn.Module], ...] = (_ConvNd, _BatchNorm, nn.RNNBase, nn.InstanceNorm1d, nn.AvgPool1d)
 
 
 def check_attention_alone_mixes_tokens(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
-    """Returns if no module in the layers of a stack is of a kind that combines tokens, but for attention.
+    """Check that no module in a stack's layers mixes tokens, except for replaceable attention.
 
-    Functions that do are found at the first batch; of transformers' layers it is known now that their attention can't
-    be exchanged.
+    Functions that mix tokens are only detected in the first batch. Irreplaceable attention of transformers layers is
+    detected here.
 
     Args:
-        model: The user's.
+        model: The user's model.
         stacks: Names of the layers of each stack.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such a module.
     """
     for name in (name for stack in stacks for name in stack):
         if _attends_by_hand(model.get_submodule(name)):
@@ -41,14 +41,14 @@ def check_attention_alone_mixes_tokens(model: nn.Module, stacks: Sequence[Sequen
         for inner, module in model.get_submodule(name).named_modules():
             if isinstance(module, _MIXES_TOKENS):
                 raise ConfigError(
-                    f"{name}.{inner} is a {type(module).__name__}, which combines tokens, and sequence parallelism"
-                    " gives each rank some of them, which only attention exchanges: split the layers instead (tp_size),"
-                    " or move the module out of the stack of layers"
+                    f"{name}.{inner} is a {type(module).__name__}, which mixes tokens, but sequence parallelism"
+                    " communicates in attention only: shard the layers instead (tp_size), or move the module out of"
+                    " the stack of layers"
                 )
 
 
 def _attends_by_hand(layer: nn.Module) -> bool:
-    """Returns whether all of a layer's code is transformers' own, in files that nowhere call known attention."""
+    """Whether a layer's code is in transformers files only, none of which calls replaceable attention."""
     files = {type(module).__module__ for module in layer.modules()}
     if any(isinstance(module, nn.MultiheadAttention) for module in layer.modules()):
         return False
@@ -62,4 +62,4 @@ def _calls_attention(module_name: str) -> bool:
     try:
         return _ATTENTION.search(inspect.getsource(sys.modules[module_name])) is not None
     except OSError:
-        return True  # installed without sources, so that the first batch has to tell
+        return True  # no source code; the first batch detects it

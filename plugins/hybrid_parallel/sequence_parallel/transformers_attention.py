@@ -1,4 +1,4 @@
-"""An attention implementation for transformers' models, which their configurations choose by name."""
+"""Sequence-parallel attention implementation for transformers models."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from booster.plugins.hybrid_parallel.sequence_parallel.running import RunningLay
 __all__ = ["IMPLEMENTATION", "use_sequence_attention"]
 
 IMPLEMENTATION = "booster_sequence_parallel"
-# In place of "eager", whose masks say all that limits attention; sdpa's is causal without one, unless a module denies
-# it.
+# Replaces "eager", whose masks are complete; sdpa is causal without a mask, unless the module sets is_causal=False.
 _EAGER = "booster_sequence_parallel_eager"
-# What other implementations compute beside attention, and this one can't.
+# Unsupported features of other implementations.
 _UNKNOWN = {"softcap": "caps scores", "s_aux": "has sinks"}
 
 
 def use_sequence_attention(model: nn.Module) -> None:
-    """Has a transformers model or layer call attention that knows of split sequences; does nothing to any other one.
+    """Make a transformers model or layer call sequence-parallel attention; other models are unchanged.
 
-    The name is set in the model's configurations, in place, so it also replaces transformers' eager attention, whose
-    matrix products could not be intercepted. Outside of stacks it is transformers' sdpa attention, with the masks of
-    what it replaces. Configurations don't
-    save the name. No communication.
+    The implementation's name is set in the model's configurations, in place, so it also replaces transformers' eager
+    attention, whose matmuls could not be intercepted. Outside of stacks it is transformers' sdpa attention, with the
+    masks of the replaced implementation. Configurations do not save the name.
 
     Raises:
-        ConfigError: The model's attention can't be chosen by name, or is of a kind that can't be split.
+        ConfigError: The model uses an implementation other than sdpa and eager.
+
+    Collective: no.
     """
     if "transformers" not in sys.modules:
         return
@@ -43,18 +43,18 @@ def use_sequence_attention(model: nn.Module) -> None:
     for config in configs.values():
         if config._attn_implementation not in (None, "eager", "sdpa", IMPLEMENTATION, _EAGER):
             raise ConfigError(
-                f"{type(config).__name__} asks for attn_implementation={config._attn_implementation!r}, which does not"
-                ' know of sequences split over ranks: load the model with "sdpa" or "eager", in whose place sequence'
-                " parallelism puts its own"
+                f"{type(config).__name__} has attn_implementation={config._attn_implementation!r}, which does not"
+                ' support sharded sequences: load the model with "sdpa" or "eager", which sequence parallelism replaces'
             )
     for config in configs.values():
         config._attn_implementation = _EAGER if config._attn_implementation in ("eager", _EAGER) else IMPLEMENTATION
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Returns the configurations by which modules look their attention up, as most do.
+    """Return the configurations of modules that look up their attention by name.
 
-    The others ask for "sdpa" by name, so that theirs has to stay; or compute by hand, which is refused when they run.
+    Other modules select "sdpa" by their class, so their configuration must stay, or compute attention with plain
+    matmuls, which is refused when they run.
     """
     looking_up = [
         module
@@ -89,7 +89,7 @@ def _attention_forward(
     is_eager: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: (batch, heads, tokens, features) in, (batch, tokens, heads, features) out."""
+    """Attention function for transformers: (batch, heads, tokens, features) to (batch, tokens, heads, features)."""
     layer = running_layer()
     is_causal = False if is_eager else is_causal
     _refuse_unknown(module, kwargs)
@@ -138,7 +138,7 @@ def _dense_forward(
 
 
 def _rows_of(layer: RunningLayer, mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor | None:
-    """Returns a mask with the rows of the bias: all, or this rank's where attention to another sequence made it."""
+    """Return the mask's rows of the bias: all, or this rank's in attention to another sequence."""
     if mask is None or mask.shape[-2] in (1, bias.shape[-2]):
         return mask
     order = layer.ranks.order_of(mask.shape[-2])
@@ -146,7 +146,7 @@ def _rows_of(layer: RunningLayer, mask: torch.Tensor | None, bias: torch.Tensor)
 
 
 def _biased(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:
-    """Returns one mask that is added to scores, from the bias of T5's kind and what else limits attention."""
+    """Combine a T5-like bias with the mask or causality into one additive mask."""
     if mask is None and is_causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     if mask is None:
@@ -160,11 +160,11 @@ def _refuse_unknown(module: nn.Module, given: dict[str, Any]) -> None:
     for name, meaning in _UNKNOWN.items():
         if given.get(name) is not None:
             raise ConfigError(
-                f"{type(module).__name__} {meaning} ({name}), which attention over a sequence split over ranks doesn't:"
-                ' turn it off in the config, or use sequence_parallelism_mode="split_gather"'
+                f"{type(module).__name__} {meaning} ({name}), which attention over a sharded sequence does not support:"
+                ' disable it in the config, or use sequence_parallelism_mode="split_gather"'
             )
     if given.get("output_attentions"):
         raise ConfigError(
-            "output_attentions=True asks for attention weights, which sequence parallelism never has in one place:"
+            "output_attentions=True requests attention weights, which sequence parallelism never computes in full:"
             " leave it out"
         )

@@ -1,1 +1,1 @@
-"""Layers of which every rank holds a part."""
+"""Tensor-parallel layers."""

@@ -1,12 +1,11 @@
-"""The tokens of all ranks in a few chunks, of which one travels while another is computed.
+"""Collectives over tokens in chunks, overlapped with the matmuls of other chunks (async tensor parallelism).
 
 Note [Chunks]
-The tokens of every rank are cut at the same places; a chunk is what all ranks have between two of them, in equal pieces
-(rank, sequences, tokens, features). Ranks that have fewer tokens than others have a gap at the end of their last piece.
-So the chunks together have as many bytes as the pieces that `regions` sends in one go. All chunks of a sum are started
-as soon as they are computed, and waited for at the end; of a gathering there is always the next one under way. Where
-ranks share a host, transfers through shared memory happen when they are waited for: the numbers are the same, and
-nothing is gained.
+The tokens of all ranks are chunked at the same offsets. A chunk is a tensor of equal shards (rank, sequences, tokens,
+features); ranks with fewer tokens pad their last shard with zeros. The chunks together have as many bytes as the
+unchunked collective of `regions`. Every chunk of a reduce-scatter is started as soon as it is computed, and all are
+waited for at the end. All-gathers prefetch one chunk. Between ranks of one host transfers through shared memory happen
+in the wait, so that nothing overlaps; the result is the same.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ _NUM_CHUNKS = 4
 
 
 def runs_in_chunks(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> bool:
-    """Returns whether products of tokens are computed in chunks; the same on all ranks.
+    """Whether matmuls of tokens are chunked; equal on all ranks.
 
     Args:
-        x: Tokens, this rank's or all, with features last.
-        ranks: Who have the tokens.
-        dim: Along which the tokens lie.
-        sizes: How many each rank has.
+        x: Tokens of this rank or of all ranks, features last.
+        ranks: The tensor-parallel group.
+        dim: Dimension of the tokens.
+        sizes: Number of tokens of each rank.
     """
     return ranks.sequence_mode == "ring" and ranks.size > 1 and dim == x.dim() - 2 and max(sizes) > 0
 
 
 class Span(NamedTuple):
-    """Where a chunk lies among the tokens of each rank."""
+    """Range of a chunk in the tokens of each rank."""
 
     start: int
     length: int
 
 
 class Chunks:
-    """How tokens are cut that lie along the last dimension but one; dimensions before it are sequences.
+    """Chunks of the tokens in the second to last dimension; the dimensions before it are sequences.
 
     Args:
-        ranks: Who have the tokens.
-        sizes: How many each of them has; not none altogether.
+        ranks: The tensor-parallel group.
+        sizes: Number of tokens of each rank, not all 0.
     """
 
     def __init__(self, ranks: TensorParallelRanks, sizes: Sequence[int]) -> None:
@@ -62,21 +61,24 @@ class Chunks:
 
     @property
     def num_own(self) -> int:
-        """Tokens of this rank."""
+        """Number of tokens of this rank."""
         return self._sizes[self._ranks.rank]
 
     @property
     def num_whole(self) -> int:
-        """Tokens of all ranks."""
+        """Number of tokens of all ranks."""
         return sum(self._sizes)
 
     def gathered(self, own: torch.Tensor) -> Iterator[tuple[Span, torch.Tensor]]:
-        """Yields the pieces of all ranks, chunk by chunk; while the caller computes, the next one is under way.
+        """All-gather chunk by chunk; while the caller computes, the next chunk is in flight.
 
         Args:
-            own: This rank's tokens.
+            own: Tokens of this rank.
 
-        Collective.
+        Yields:
+            The range of a chunk, and its shards.
+
+        Collective: yes.
         """
         own = _three_dimensional(own)
         ahead: tuple[Span, torch.Tensor, AllGather] | None = None
@@ -90,17 +92,18 @@ class Chunks:
     def start_sum(
         self, make: Callable[[Span], torch.Tensor], like: torch.Tensor, num_features: int
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Starts the sum over the ranks of what is computed chunk by chunk, of which each rank gets its own tokens.
+        """Start a reduce-scatter of tokens that are computed chunk by chunk.
 
         Args:
-            make: Returns the pieces of a chunk, which nobody else needs. While it runs, those before are under way.
-            like: What the sum is like, but for the numbers of tokens and features.
-            num_features: Of the sum.
+            make: Function of a chunk's range that returns its shards in a new tensor. It overlaps with the
+                reduce-scatters of the previous chunks.
+            like: Tensor with the output's dtype, device and leading dimensions.
+            num_features: Number of features of the output.
 
         Returns:
-            Room for the sum, and a function that waits until it is there.
+            The output tensor, and a function that waits until it is filled.
 
-        Collective.
+        Collective: yes.
         """
         total = like.new_empty((*like.shape[:-2], self.num_own, num_features))
         under_way = []
@@ -119,12 +122,12 @@ class Chunks:
         return total, finish
 
     def put(self, pieces: torch.Tensor, span: Span, whole: torch.Tensor) -> None:
-        """Writes the pieces of a chunk to their places among the tokens of all ranks.
+        """Write the shards of a chunk to their positions in the tokens of all ranks.
 
         Args:
-            pieces: (rank, sequences, tokens, features).
-            span: Which chunk.
-            whole: Contiguous.
+            pieces: Shards of the chunk (rank, sequences, tokens, features).
+            span: Range of the chunk.
+            whole: Contiguous tensor of the tokens of all ranks.
         """
         whole = _three_dimensional(whole)
         for rank, offset in enumerate(self._offsets()):
@@ -132,7 +135,7 @@ class Chunks:
             whole.narrow(1, offset + start, length).copy_(pieces[rank].narrow(1, 0, length))
 
     def take(self, whole: torch.Tensor, span: Span) -> torch.Tensor:
-        """Returns the pieces of a chunk, zeros in the gaps."""
+        """Return the shards of a chunk, padded with zeros."""
         whole = _three_dimensional(whole)
         pieces = whole.new_empty((len(self._sizes), whole.shape[0], span.length, whole.shape[2]))
         for rank, offset in enumerate(self._offsets()):
@@ -146,22 +149,21 @@ class Chunks:
         return span, pieces, start_all_gather(pieces.view(-1), self._ranks.group)
 
     def _offsets(self) -> Iterator[int]:
-        """Yields where each rank's tokens begin among those of all."""
+        """Yield the offset of each rank's tokens in those of all ranks."""
         return itertools.accumulate(self._sizes[:-1], initial=0)
 
     def _place(self, span: Span, rank: int) -> tuple[int, int]:
-        """Returns where a chunk begins among a rank's tokens, and how many of them it has."""
+        """Return a chunk's start and length in a rank's tokens."""
         start = min(span.start, self._sizes[rank])
         return start, min(span.length, self._sizes[rank] - start)
 
 
 def _fill(piece: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Copies tokens to the beginning of a piece, and zeros to its end."""
     length = tokens.shape[1]
     piece.narrow(1, 0, length).copy_(tokens)
     piece.narrow(1, length, piece.shape[1] - length).zero_()
 
 
 def _three_dimensional(x: torch.Tensor) -> torch.Tensor:
-    """Returns (sequences, tokens, features); a view of what is contiguous."""
+    """Return (sequences, tokens, features), a view if `x` is contiguous."""
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

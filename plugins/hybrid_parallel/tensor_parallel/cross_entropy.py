@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are split over the ranks by class, without gathering them."""
+"""Vocabulary-parallel cross-entropy: no all-gather of logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallel
 
 __all__ = ["split_cross_entropy"]
 
-# Note [Split cross-entropy]
 # The loss of a token is the logarithm of the sum of exp(logit) over all classes, minus the logit of its target. Each
-# rank knows the sum over its own classes, and one of them knows the target's logit. So the ranks exchange the largest
-# logit of every token, which keeps the exponentials in range, and after that the sums, those of all logits too, which
-# label smoothing needs: four numbers a token instead of all logits. Backward needs no communication.
+# rank has the partial sum over its classes, and one rank has the target's logit. The ranks all-reduce the maximum logit
+# of every token, which keeps the exponentials in range, then the target logits, the sums of logits (label smoothing)
+# and the sums of exponentials: four numbers per token instead of all logits. Backward needs no communication.
 
 
 def split_cross_entropy(
@@ -30,20 +29,20 @@ def split_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Returns what `torch.nn.functional.cross_entropy` returns for the joined logits; fp32 inside for lower formats.
+    """Return `torch.nn.functional.cross_entropy` of the full logits, computed in fp32 for half-precision dtypes.
 
     Args:
-        local_logits: This rank's classes along the last dimension; it may have none.
-        target: The class of each token, of the shape without that dimension.
-        ranks: Who have the other classes.
-        first_entry: Number of this rank's first class.
-        num_entries: How many classes there are; None: not known, and not checked. Needed with `label_smoothing`.
-        ignore_index: The target of tokens that don't count.
+        local_logits: This rank's classes along the last dimension, possibly none.
+        target: Class of each token, of the logits' shape without the last dimension.
+        ranks: The tensor-parallel group.
+        first_entry: Index of this rank's first class.
+        num_entries: Number of classes; optional without `label_smoothing`, targets are then not checked.
+        ignore_index: Target of ignored tokens.
         reduction: "mean", "sum" or "none".
-        label_smoothing: How much of each target is spread over all classes.
+        label_smoothing: Fraction of each target that is spread over all classes.
 
     Raises:
-        IndexError: A target is no class (on the CPU).
+        IndexError: A target is not a class (checked on the CPU only).
 
     Collective: two all-reduces.
     """
@@ -103,7 +102,7 @@ class _TokenLosses(torch.autograd.Function):
             grad.scatter_add_(-1, column, (ctx.smoothing - 1) * is_mine.to(grad.dtype).unsqueeze(-1))
         if ctx.smoothing > 0:
             grad -= ctx.smoothing / ctx.num_entries
-        grad *= grad_losses.masked_fill(~is_counted, 0).unsqueeze(-1)  # a mean over no tokens is not a number
+        grad *= grad_losses.masked_fill(~is_counted, 0).unsqueeze(-1)  # the mean over 0 tokens has nan gradients
         return grad.to(logits.dtype), *[None] * 6
 
 
@@ -119,7 +118,7 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _picked(shifted: torch.Tensor, column: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
-    """Returns the value of every token's target; 0 where another rank has it."""
+    """Return the logit of every token's target; 0 if another rank holds it."""
     if shifted.shape[-1] == 0:
         return shifted.new_zeros(shifted.shape[:-1])
     return shifted.gather(-1, column).squeeze(-1).masked_fill(~is_mine, 0)

@@ -1,4 +1,4 @@
-"""Exchanges a module's class for one derived from it, so that what asks for its kind still finds it."""
+"""Subclass a module's class at run time to override its forward; `isinstance` keeps working."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["become", "class_before"]
 
 
 def become(module: nn.Module, kind: type[nn.Module], split: object) -> None:
-    """Puts `kind` before a module's class.
+    """Make a module an instance of a new class with the bases `kind` and the module's class.
 
     Args:
-        module: Keeps its parameters, buffers and hooks.
-        kind: Its forward may call `super().forward`, which is the module's own.
-        split: Becomes the attribute `_split`, for `kind` to read.
+        module: Module to change in place; it keeps its parameters, buffers and hooks.
+        kind: Mixin whose forward may call the module's forward as `super().forward`.
+        split: Value of the attribute `_split`, which `kind` reads.
     """
     module.__class__ = _derived(kind, type(module))  # type: ignore[arg-type]
     module._split = split  # type: ignore[assignment]
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:
-    """Returns the class that a module had before `become`."""
+    """Return a module's class before `become`."""
     return type(module).__mro__[2]
 
 

@@ -1,7 +1,7 @@
-"""Embeddings and output heads of which each rank has a part of the vocabulary, or of the features.
+"""Embeddings and output heads sharded over the vocabulary or the features.
 
-As with linear layers, the module's class is exchanged for one derived from it, and its parameters are this rank's parts
-already. See `splits.vocabulary_rows` for which rows those are; rows behind the vocabulary's end are zero and stay zero.
+As with linear layers, the module's class is replaced by a subclass, and its parameters are already sharded. See
+`splits.vocabulary_rows` for the rows of each rank; padding rows are zero and stay zero.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["make_feature_embedding", "make_vocabulary_embedding", "make_vocabula
 
 @dataclass(frozen=True, slots=True)
 class VocabularySplit:
-    """Which entries a rank has.
+    """Vocabulary shard of a rank.
 
     Attributes:
-        ranks: Who have the others.
+        ranks: The tensor-parallel group.
         start: First entry of this rank.
-        stop: One past its last.
-        num_entries: Of the whole vocabulary.
-        multiple: What the rows of all ranks together are a multiple of.
-        gathers_output: Whether a head returns the logits of all entries as an ordinary tensor.
+        stop: End of this rank's entries, exclusive.
+        num_entries: Size of the vocabulary.
+        multiple: Multiple to which the vocabulary is padded.
+        gathers_output: If True, a head returns the logits of all entries as a plain tensor.
     """
 
     ranks: TensorParallelRanks
@@ -50,7 +50,7 @@ class VocabularySplit:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many entries each rank has."""
+        """Number of entries of each rank."""
         size = self.ranks.size
         rows = [vocabulary_rows(self.num_entries, self.multiple, size, rank) for rank in range(size)]
         return tuple(stop - start for start, stop, _ in rows)
@@ -58,7 +58,7 @@ class VocabularySplit:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSplit:
-    """How an embedding goes about of whose features each rank has some."""
+    """Settings of an embedding sharded over its features."""
 
     ranks: TensorParallelRanks
     sizes: tuple[int, ...]
@@ -68,24 +68,24 @@ class FeatureSplit:
 def make_vocabulary_embedding(
     module: nn.Module, ranks: TensorParallelRanks, *, num_entries: int, multiple: int
 ) -> None:
-    """Lets an embedding look up its own rows; the ranks sum what they found.
+    """Make an embedding vocabulary-parallel: it looks up this rank's rows, and the results are all-reduced.
 
     Args:
-        module: An `nn.Embedding`, or one derived from it that scales what it looks up, whose weight is this rank's.
-        ranks: Who have the other rows.
-        num_entries: Rows of the logical weight.
-        multiple: What the rows of all ranks together are a multiple of.
+        module: An `nn.Embedding`, or a subclass that scales its output, with this rank's shard as weight.
+        ranks: The tensor-parallel group.
+        num_entries: Number of rows of the logical weight.
+        multiple: Multiple to which the vocabulary is padded.
 
     Raises:
-        ConfigError: The module is no embedding, or renormalises or counts its rows.
+        ConfigError: The module is not an embedding, or uses max_norm or scale_grad_by_freq.
 
-    The forward is collective.
+    Collective: no; the module's forward is.
     """
     embedding = _require_embedding(module, "vocab")
     if embedding.max_norm is not None or embedding.scale_grad_by_freq:
         raise ConfigError(
-            "an embedding with max_norm or scale_grad_by_freq changes rows by which ones are looked up, which its ranks"
-            " don't know of each other: leave it out of the plan, so that it stays whole"
+            "an embedding with max_norm or scale_grad_by_freq depends on the rows that are looked up, which differ"
+            " between tensor-parallel ranks: leave it out of the plan, so that it stays unsharded"
         )
     split = _vocabulary_split(ranks, num_entries, multiple)
     padding, embedding.num_embeddings = embedding.padding_idx, embedding.weight.shape[0]
@@ -97,23 +97,23 @@ def make_vocabulary_embedding(
 def make_feature_embedding(
     module: nn.Module, ranks: TensorParallelRanks, *, sizes: Sequence[int], gathers_output: bool
 ) -> None:
-    """Lets an embedding look up its own features of every row.
+    """Make an embedding look up this rank's features of every row.
 
     Args:
-        module: An `nn.Embedding` or one derived from it, whose weight is this rank's.
-        ranks: Who have the other features.
-        sizes: Features of each rank.
-        gathers_output: Return the features of all ranks.
+        module: An `nn.Embedding` or a subclass, with this rank's shard as weight.
+        ranks: The tensor-parallel group.
+        sizes: Number of features of each rank.
+        gathers_output: If True, the module returns the features of all ranks.
 
     Raises:
-        ConfigError: The module is no embedding, or renormalises its rows.
+        ConfigError: The module is not an embedding, or uses max_norm.
 
-    The forward is collective with `gathers_output`.
+    Collective: no; with `gathers_output` the module's forward is.
     """
     embedding = _require_embedding(module, "embedding_colwise")
     if embedding.max_norm is not None:
         raise ConfigError(
-            "an embedding with max_norm needs whole rows to measure them: leave it out of the plan, or split it by"
+            "an embedding with max_norm needs full rows to compute their norms: leave it out of the plan, or shard its"
             ' vocabulary with the style "vocab"'
         )
     embedding.embedding_dim = sizes[ranks.rank]
@@ -123,31 +123,31 @@ def make_feature_embedding(
 def make_vocabulary_head(
     module: nn.Module, ranks: TensorParallelRanks, *, num_entries: int, multiple: int, gathers_output: bool
 ) -> None:
-    """Lets an output head compute the logits of its own entries.
+    """Make an output head compute the logits of this rank's entries.
 
     Args:
-        module: A linear layer whose weight, and bias, are this rank's rows.
-        ranks: Who have the other rows.
-        num_entries: Rows of the logical weight.
-        multiple: What the rows of all ranks together are a multiple of.
-        gathers_output: Return all logits as an ordinary tensor; otherwise as `SplitLogits`.
+        module: A linear layer whose weight and bias are this rank's rows.
+        ranks: The tensor-parallel group.
+        num_entries: Number of rows of the logical weight.
+        multiple: Multiple to which the vocabulary is padded.
+        gathers_output: If True, the module returns all logits as a plain tensor, otherwise `SplitLogits`.
 
     Raises:
-        ConfigError: The module is no linear layer.
+        ConfigError: The module is not a linear layer.
 
-    The backward is collective, and the forward with `gathers_output`.
+    Collective: no; the module's backward is, and with `gathers_output` its forward.
     """
     require_linear(module, "vocab_head")
     become(module, VocabularyHead, _vocabulary_split(ranks, num_entries, multiple, gathers_output))
 
 
 class VocabularyParallel(nn.Module):
-    """What is put before an embedding's class to split it by rows."""
+    """Mixin of an embedding sharded over its rows."""
 
     _split: VocabularySplit
 
     def forward(self, entries: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the rows of the entries, of any shape, as features along a last dimension."""
+        """Return the embeddings of entries of any shape, with the features in a new last dimension."""
         split = self._split
         is_foreign = (entries < split.start) | (entries >= split.stop)
         own = (entries - split.start).masked_fill(is_foreign, 0)
@@ -157,24 +157,24 @@ class VocabularyParallel(nn.Module):
 
 
 class FeatureParallel(nn.Module):
-    """What is put before an embedding's class to split it by features."""
+    """Mixin of an embedding sharded over its features."""
 
     _split: FeatureSplit
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns this rank's features of the entries, or all of them."""
+        """Return this rank's features of the entries, or those of all ranks."""
         found: torch.Tensor = super().forward(*args, **kwargs)
         split = self._split
         return gather_features(found, split.ranks, split.sizes) if split.gathers_output else found
 
 
 class VocabularyHead(nn.Module):
-    """What is put before a linear layer's class to split it by rows of the vocabulary."""
+    """Mixin of a linear layer sharded over the vocabulary."""
 
     _split: VocabularySplit
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the logits, without those of rows that are padding."""
+        """Return the logits without those of padding rows."""
         split = self._split
         x = shared_copy_to_ranks(x, split.ranks)
         local = self._logits(x, split.stop - split.start)
@@ -200,7 +200,7 @@ def _vocabulary_split(
 def _require_embedding(module: nn.Module, style: str) -> nn.Embedding:
     if not isinstance(module, nn.Embedding):
         raise ConfigError(
-            f"the plan gives the style {style!r} to a {type(module).__name__}, which is no nn.Embedding: leave it out"
-            " of the plan"
+            f"the plan gives the style {style!r} to a {type(module).__name__}, which is not an nn.Embedding: leave it"
+            " out of the plan"
         )
     return module

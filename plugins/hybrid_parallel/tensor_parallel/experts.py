@@ -1,6 +1,6 @@
-"""Mixture-of-experts blocks whose expert weights are split over the ranks, and other modules that add to a sum.
+"""Tensor parallelism of mixture-of-experts blocks, and of other modules with partial outputs.
 
-What is split is inside of these modules' forwards, so they are surrounded by hooks. The styles are those of
+The sharded computation is inside of these modules' forwards, so hooks around them communicate. The styles are those of
 transformers' plans.
 """
 
@@ -21,44 +21,44 @@ __all__ = ["make_identity_expert", "make_latent_projection", "make_output_sum", 
 
 
 def make_split_experts(module: nn.Module, ranks: TensorParallelRanks) -> None:
-    """Lets a module that has a part of every expert's features return the sum over the ranks: "moe_tp_experts".
+    """Style "moe_tp_experts": all-reduce the output of experts whose features are sharded.
 
-    Its tensors are the same on all ranks: hidden states, which experts they go to, and with which weights. Each rank
-    adds to the gradients of the hidden states and of the weights.
+    The module's inputs are equal on all ranks: hidden states, and the indices and weights of their experts. Their
+    gradients are partial and all-reduced.
 
     Args:
-        module: Its parameters are this rank's.
-        ranks: Who have the other features.
+        module: Module with this rank's shards as parameters.
+        ranks: The tensor-parallel group.
 
-    The module's forward and backward are collective.
+    Collective: no; the module's forward and backward are.
     """
     module.register_forward_pre_hook(_CopyInputs(ranks), with_kwargs=True)
     module.register_forward_hook(_SumOutputs(ranks))
 
 
 def make_output_sum(module: nn.Module, ranks: TensorParallelRanks) -> None:
-    """Lets a module return the sum over the ranks of what it returned: "all_reduce". Its forward is collective."""
+    """Style "all_reduce": all-reduce a module's output. Collective: no; the module's forward is."""
     module.register_forward_hook(_SumOutputs(ranks))
 
 
 def make_identity_expert(module: nn.Module, ranks: TensorParallelRanks) -> None:
-    """Lets an expert that is the same on all ranks add one share to the sum of split ones: "moe_identity_expert"."""
+    """Style "moe_identity_expert": divide a replicated expert's input by the ranks, as the outputs are all-reduced."""
     module.register_forward_pre_hook(_ShareInput(ranks))
 
 
 def make_latent_projection(module: nn.Module, ranks: TensorParallelRanks, *, num_rotary: int) -> None:
-    """Lets each rank's heads read the rotary part of a replicated latent projection: "mla_kv_a_proj".
+    """Style "mla_kv_a_proj": all-reduce the gradient of the rotary part of a replicated latent projection.
 
-    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) projects to a compressed key-value vector, which goes
-    through a column-parallel layer, and to a rotary key, which all heads use as it is: its gradient is a sum over the
-    ranks.
+    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) projects to a compressed key-value vector, which a
+    column-parallel layer reads, and to a rotary key, which all heads use directly. Each rank's heads compute a partial
+    gradient of the rotary key.
 
     Args:
-        module: Its output's last features are the rotary key.
-        ranks: Who have the other heads.
-        num_rotary: How many features that is.
+        module: Projection whose last output features are the rotary key.
+        ranks: The tensor-parallel group.
+        num_rotary: Number of features of the rotary key.
 
-    The module's backward is collective.
+    Collective: no; the module's backward is.
     """
     module.register_forward_hook(_CopyRotary(ranks, num_rotary))
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several ranks hold, and of which each computes a part."""
+"""All-reduces of partial gradients of parameters that several ranks hold."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from booster.interface import ParameterLayout
 __all__ = ["sum_shared_gradient", "sum_whole_gradient"]
 
 # Note [Partial gradients]
-# A parameter that ranks hold alike gets the same gradient on all of them where its input and the gradient of its output
-# are the same on all. Where they are not (norms on a rank's own heads or tokens, key-value heads that several ranks
-# read) each rank computes a part of the gradient, and the parts are summed as soon as autograd has this rank's.
+# A replicated parameter gets the same gradient on all ranks if its input and the gradient of its output are equal on
+# all. Otherwise (norms of a rank's own heads or tokens, key-value heads that several ranks read) each rank computes a
+# partial gradient, which a tensor hook all-reduces as soon as autograd has computed it.
 
 
 def sum_whole_gradient(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
-    """Has the gradient of a parameter that all ranks of a group hold whole summed over them in every backward.
+    """All-reduce the gradient of a parameter that is replicated on a group, in every backward.
 
-    The backward is collective over the group.
+    Collective: no; every backward is, over the group.
     """
     if parameter.requires_grad:
         parameter.register_hook(partial(_summed, group))
@@ -32,15 +32,15 @@ def sum_whole_gradient(parameter: nn.Parameter, group: dist.ProcessGroup | None)
 def sum_shared_gradient(
     parameter: nn.Parameter, layouts: Sequence[ParameterLayout], rank: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Has the gradient of elements that some ranks of a group hold alike summed over these in every backward.
+    """All-reduce the gradients of elements that several ranks of a group hold, in every backward.
 
     Args:
-        parameter: This rank's part.
-        layouts: What each rank holds of the parameter.
-        rank: This one.
-        group: All ranks.
+        parameter: This rank's shard.
+        layouts: Shard specs of the parameter, one per rank.
+        rank: This rank in the group.
+        group: The process group; None is the world.
 
-    The backward is collective over the group, whether this rank shares an element or not.
+    Collective: no; every backward is, over the group, also on ranks without shared elements.
     """
     spans = _shared_spans(layouts, rank)
     if parameter.requires_grad and spans is not None:
@@ -56,10 +56,11 @@ Spans = list[tuple[slice, slice]]
 
 
 def _shared_spans(layouts: Sequence[ParameterLayout], rank: int) -> tuple[int, int, Spans] | None:
-    """Returns along which dimension this rank shares what, in its own part and among all that is shared.
+    """Find the elements of this rank's shard that other ranks hold as well.
 
     Returns:
-        The dimension, how much of it is shared by any ranks, and pairs of slices; None if no rank shares anything.
+        The sharded dimension, its total shared length, and pairs of slices of this rank's shard and of the all-reduced
+        buffer; None if no elements are shared.
     """
     foreign = [piece.logical for layout in layouts for piece in layout.pieces if not piece.is_primary]
     if not foreign:

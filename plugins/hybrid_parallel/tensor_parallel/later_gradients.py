@@ -1,10 +1,9 @@
-"""Products with weights whose gradients may be left for later than the backward that comes through them.
+"""Matmuls whose weight gradients can be deferred to after the backward.
 
-Note [Later gradients]
-The gradient of a linear layer's weight is a product of two matrices, the layer's input and the gradient of its output,
-and nothing in the backward needs it. So the backward can hand the two to someone who multiplies them at a better time.
-Whether it does is asked when it gets there: the graph is the same either way. Where the graph of backward itself is
-asked for, everything is computed at once and by differentiable operations.
+The gradient of a linear layer's weight is the matmul of the layer's input and the gradient of its output. Nothing else
+in the backward depends on it, so the backward can put both matrices into a queue. It decides when it reaches the layer:
+the graph is the same in both cases. With create_graph=True the gradient is computed immediately by differentiable
+operations.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class GradientKeeper(Protocol):
-    """Keeps what gradients of weights are made of until they are computed. Backward may ask it in any thread."""
+    """Queue of the operands of deferred weight gradients. Backward may call it from any thread."""
 
     @property
     def is_deferring(self) -> bool:
-        """Whether the backward that runs now leaves gradients of weights for later."""
+        """Whether the running backward defers weight gradients."""
 
     def keep(self, weight: torch.Tensor, pairs: Sequence[_Pair]) -> None:
-        """Keeps pairs of matrices; the sum of `left.t() @ right` is added to the gradient of the leaf `weight`."""
+        """Enqueue pairs of matrices; the sum of `left.t() @ right` is later added to the gradient of `weight`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaterGradient:
-    """A weight whose gradient a keeper may compute later; see Note [Later gradients].
+    """A weight with a deferrable gradient.
 
     Attributes:
-        weight: A leaf.
-        keeper: Says whether it does, and then gets what the gradient is made of.
+        weight: The weight, a leaf.
+        keeper: Queue that decides whether the gradient is deferred, and receives its operands.
     """
 
     weight: torch.Tensor
@@ -54,21 +53,21 @@ class LaterGradient:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether the backward that runs now hands pairs to `keep` rather than to multiply them."""
+        """Whether the running backward has to defer this weight's gradient."""
         return self.keeper.is_deferring and not torch.is_grad_enabled() and _is_accumulated(self.weight)
 
     def keep(self, *pairs: _Pair) -> None:
-        """Hands over pairs of matrices; see `GradientKeeper.keep`."""
+        """Enqueue pairs of matrices; see `GradientKeeper.keep`."""
         self.keeper.keep(self.weight, pairs)
 
 
 def keep_gradients_in(layer: nn.Module, keeper: GradientKeeper) -> None:
-    """Lets a layer's backward leave the gradient of its weight to a keeper, if `later_gradient` is asked about it."""
+    """Attach the queue that `later_gradient` returns for a layer."""
     layer._gradient_keeper = keeper  # type: ignore[assignment]
 
 
 def later_gradient(layer: nn.Module) -> LaterGradient | None:
-    """Returns how the gradient of a layer's weight is left for later; None: it is not."""
+    """Return the deferrable gradient of a layer's weight, or None if the layer has no queue or needs no gradient."""
     keeper: Any = getattr(layer, "_gradient_keeper", None)
     weight: Any = layer.weight if keeper is not None else None
     if not _is_ordinary(weight) or not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
@@ -79,18 +78,18 @@ def later_gradient(layer: nn.Module) -> LaterGradient | None:
 def deferrable_product(
     layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, *, is_transposed: bool, num_outputs: int | None = None
 ) -> torch.Tensor | None:
-    """Returns a layer's product, whose backward leaves the weight's gradient for later if it is asked to.
+    """Multiply with a layer's weight; backward defers the weight's gradient if its queue is deferring.
 
     Args:
-        layer: Whose weight it is.
-        x: Of any number of dimensions, features last.
-        bias: What is added to the product.
-        is_transposed: The weight is (inputs, outputs).
-        num_outputs: Only the first so many output features; None: all.
+        layer: The linear layer.
+        x: Input of any number of dimensions, features last.
+        bias: Bias of the output, or None.
+        is_transposed: If True, the weight is (inputs, outputs).
+        num_outputs: Number of leading output features to compute; optional, defaults to all.
 
     Returns:
-        None where the gradient can't be left: it is no parameter's, or who casts, traces or transforms the product
-        has to see it.
+        The output, or None if the gradient is not deferrable: the weight is not a leaf that trains, or autocast,
+        tracing or functorch has to see the matmul.
     """
     later = later_gradient(layer)
     if later is None or x.is_meta or not _is_plain_product(x, later.weight):
@@ -100,7 +99,7 @@ def deferrable_product(
 
 
 def sum_of_products(pairs: Sequence[_Pair], shape: torch.Size) -> torch.Tensor:
-    """Returns the sum of `left.t() @ right`, with zeros where the shape is larger than those of the products."""
+    """Return the sum of `left.t() @ right`, padded with zeros to a shape."""
     (left, right), *others = pairs
     total = left.t() @ right
     if total.shape != shape:
@@ -110,7 +109,7 @@ def sum_of_products(pairs: Sequence[_Pair], shape: torch.Size) -> torch.Tensor:
 
 
 def add_products(total: torch.Tensor, pairs: Sequence[_Pair]) -> None:
-    """Adds `left.t() @ right` of each pair to the first rows and columns of a matrix, in place."""
+    """Add `left.t() @ right` of each pair to the first rows and columns of a matrix, in place."""
     for left, right in pairs:
         total[: left.shape[1], : right.shape[1]].addmm_(left.t(), right)
 
@@ -123,20 +122,20 @@ def _is_plain_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _is_accumulated(weight: torch.Tensor) -> bool:
-    """Returns whether the backward that runs now adds to `.grad`: not with `inputs=` of others, nor `autograd.grad`."""
+    """Whether the running backward accumulates into `.grad`: not with other `inputs=`, nor in `autograd.grad`."""
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)  # type: ignore[no-any-return]
-    except RuntimeError:  # what it says where `autograd.grad` returns this very gradient
+    except RuntimeError:  # raised if `autograd.grad` returns this gradient
         return False
 
 
 def _is_ordinary(x: object) -> bool:
-    """Returns whether a tensor is no subclass's, which may do anything in a product."""
+    """Whether a tensor is not of a subclass, which may override the matmul."""
     return type(x) in (torch.Tensor, nn.Parameter)
 
 
 class _Product(torch.autograd.Function):
-    """Of rows; the tensors that it returns are no views, so that others may change them in place."""
+    """Matmul of 2-d rows. It does not return views, so that callers may modify the output in place."""
 
     @staticmethod
     def forward(
@@ -168,6 +167,6 @@ class _Product(torch.autograd.Function):
 
 
 def _matrix(weight: torch.Tensor, is_transposed: bool, num_outputs: int | None) -> torch.Tensor:
-    """Returns the weight, or its first rows, as (outputs, inputs)."""
+    """Return the weight, or its first rows, as (outputs, inputs)."""
     matrix = weight.t() if is_transposed else weight
     return matrix if num_outputs is None else matrix[:num_outputs]

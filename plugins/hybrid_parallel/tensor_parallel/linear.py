@@ -1,7 +1,12 @@
-"""Linear layers of which each rank has a part: of the output features, or of the input features.
+"""Column- and row-parallel linear layers (Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
 
-The layer's class is exchanged for one derived from it, so that everything that asks for its kind still works. Its
-weight and bias are this rank's parts already when the functions of this file are called.
+The layer's class is replaced by a subclass, so that `isinstance` keeps working. Its weight and bias are already sharded
+when the functions of this file are called.
+
+A column-parallel layer holds some of the output features. Its input is replicated, and the gradient of the input is
+all-reduced. A row-parallel layer holds some of the input features. Its output is all-reduced, and its replicated bias
+is added once, after that. A column-row pair with element-wise operations between them needs one all-reduce in forward
+and one in backward.
 """
 
 from __future__ import annotations
@@ -39,23 +44,17 @@ __all__ = [
     "require_linear",
 ]
 
-# Note [Column and row]
-# A column-parallel layer has some of the output features: it reads an input that is the same on all ranks, whose
-# gradient is a sum over them. A row-parallel layer has some of the input features: its output is a sum over the ranks,
-# and its bias, which all ranks hold, is added once, after that. A pair of them with element-wise operations between
-# needs one sum forward and one backward (Megatron-LM, arXiv:1909.08053).
-
 
 @dataclass(frozen=True, slots=True)
 class ColumnSplit:
-    """How a column-parallel layer goes about.
+    """Settings of a column-parallel layer.
 
     Attributes:
-        ranks: Who have the other features.
-        sizes: Output features of each rank.
-        gathers_output: Whether it returns the features of all ranks.
-        is_input_gathered: Whether its input is made for the ranks to compute with already.
-        siblings: The layers that read the same input.
+        ranks: The tensor-parallel group.
+        sizes: Number of output features of each rank.
+        gathers_output: If True, the layer returns the features of all ranks.
+        is_input_gathered: If True, the input comes from `gather_sequence` or `copy_to_ranks` already.
+        siblings: All layers that read the same input.
     """
 
     ranks: TensorParallelRanks
@@ -65,17 +64,17 @@ class ColumnSplit:
     siblings: tuple[nn.Module, ...]
 
     def enter_region(self, training: bool) -> None:
-        """Begins a region, unless the layer's output or the tokens around it are the same on all ranks, or others."""
+        """Enter the region's RNG stream, unless the output is replicated or the stack's stream is used."""
         ranks = self.ranks
         if training and not self.gathers_output and not ranks.splits_sequence and ranks.size > 1:
             ranks.streams.enter()
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns what the layer's own part is multiplied with."""
+        """Return the input of this rank's shard."""
         return x if self.is_input_gathered else shared_copy_to_ranks(x, self.ranks)
 
     def product(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Returns what a layer that only multiplies and adds makes of its input; see Note [Overlapped backward]."""
+        """Return the output of a plain linear layer's shard; see Note [Overlapped backward]."""
         ready = self.ranks.products.take(module, x)
         if ready is not None:
             return ready
@@ -88,21 +87,21 @@ class ColumnSplit:
         return OverlappedInput(x, self.siblings, self.ranks)
 
     def after(self, y: torch.Tensor) -> torch.Tensor:
-        """Returns what the layer returns."""
+        """Return the layer's output from the shard's output."""
         return gather_features(y, self.ranks, self.sizes) if self.gathers_output else y
 
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """How a row-parallel layer goes about.
+    """Settings of a row-parallel layer.
 
     Attributes:
-        ranks: Who have the other features.
-        sizes: Input features of each rank.
-        splits_input: Whether its input has the features of all ranks.
-        reduces: Whether it sums over the ranks.
-        scatters: Whether each rank keeps its own tokens of the sum.
-        sequence_dim: Along which the tokens lie.
+        ranks: The tensor-parallel group.
+        sizes: Number of input features of each rank.
+        splits_input: If True, the input has the features of all ranks.
+        reduces: If True, the output is reduced over the ranks.
+        scatters: If True, the reduction is a reduce-scatter over the tokens.
+        sequence_dim: Dimension of the tokens.
     """
 
     ranks: TensorParallelRanks
@@ -113,15 +112,15 @@ class RowSplit:
     sequence_dim: int
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns what the layer's own part is multiplied with."""
+        """Return the input of this rank's shard."""
         return split_features(x, self.ranks, self.sizes) if self.splits_input else x
 
     def after(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns what the layer returns.
+        """Return the layer's output from the shard's output.
 
         Args:
-            y: The product with this rank's part of the weight; its memory may be taken.
-            bias: What is added to the sum. Without a sum it is added by the first rank alone.
+            y: Output of this rank's shard without bias; may be overwritten.
+            bias: Bias of the output. Without reduction only the first rank adds it.
         """
         if not self.reduces:
             return y if bias is None or self.ranks.rank > 0 else y + bias.to(y.dtype)
@@ -132,7 +131,7 @@ class RowSplit:
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def chunked(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns what the layer returns, from its input; None: that is not computed in chunks."""
+        """Return the layer's output by a chunked matmul and reduce-scatter, or None if chunks are not used."""
         weight, bias = module.weight, _bias(module)
         if not (self.reduces and self.scatters) or cast_between(x, weight):  # type: ignore[arg-type]
             return None
@@ -144,12 +143,12 @@ class RowSplit:
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def _scattering(self, x: torch.Tensor) -> tuple[int, list[int]]:
-        """Returns along which dimension a tensor's tokens lie, and how many of them each rank gets."""
+        """Return the dimension of the tokens, and the number of tokens of each rank."""
         dim, length = (self.sequence_dim, None) if x.dim() > 2 else (0, self.ranks.sequence_length)
         return dim, sizes_of_all(x.shape[dim], self.ranks, length)
 
     def leave_region(self) -> None:
-        """Ends the region that the column-parallel layers before have begun."""
+        """Leave the RNG stream that the preceding column-parallel layers entered."""
         if not self.ranks.splits_sequence:
             self.ranks.streams.leave()
 
@@ -163,20 +162,20 @@ def make_column_parallel(
     is_input_gathered: bool = False,
     siblings: Sequence[nn.Module] = (),
 ) -> None:
-    """Lets a linear layer compute its own output features; see Note [Column and row].
+    """Make a linear layer column-parallel: it computes this rank's output features.
 
     Args:
-        module: An `nn.Linear` or one derived from it, or transformers' `Conv1D`, whose parameters are this rank's.
-        ranks: Who have the other features.
-        sizes: Output features of each rank.
-        gathers_output: Return the features of all ranks, as a tensor that is the same on all.
-        is_input_gathered: The input comes from `gather_sequence` or `copy_to_ranks` already.
-        siblings: All layers that read the same input, this one included.
+        module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shards as parameters.
+        ranks: The tensor-parallel group.
+        sizes: Number of output features of each rank.
+        gathers_output: If True, the layer returns the features of all ranks.
+        is_input_gathered: If True, the input comes from `gather_sequence` or `copy_to_ranks` already.
+        siblings: All layers that read the same input, including this one.
 
     Raises:
-        ConfigError: The module is no linear layer.
+        ConfigError: The module is not a linear layer.
 
-    The layer's forward and backward are collective.
+    Collective: no; the layer's forward and backward are.
     """
     require_linear(module, "colwise")
     split = ColumnSplit(ranks, tuple(sizes), gathers_output, is_input_gathered, tuple(siblings))
@@ -194,22 +193,23 @@ def make_row_parallel(
     scatters_sequence: bool | None = None,
     sequence_dim: int = 1,
 ) -> None:
-    """Lets a linear layer read its own input features; see Note [Column and row].
+    """Make a linear layer row-parallel: it reads this rank's input features.
 
     Args:
-        module: An `nn.Linear` or one derived from it, or transformers' `Conv1D`, whose weight is this rank's; the bias
-            is whole.
-        ranks: Who have the other features.
-        sizes: Input features of each rank.
-        splits_input: The input has all features, as where it is the same on all ranks.
-        reduces: Sum over the ranks. Otherwise each rank returns what it adds to the sum.
-        scatters_sequence: Return this rank's tokens of the sum; None: where `ranks` splits the sequence.
-        sequence_dim: Along which the tokens lie; inputs of two dimensions have tokens along the first.
+        module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shard as weight and a
+            replicated bias.
+        ranks: The tensor-parallel group.
+        sizes: Number of input features of each rank.
+        splits_input: If True, the input is replicated with the features of all ranks.
+        reduces: If True, the output is reduced over the ranks, otherwise partial.
+        scatters_sequence: If True, reduce-scatter the output over the tokens; optional, defaults to whether `ranks`
+            shards the sequence.
+        sequence_dim: Dimension of the tokens; 2-d inputs have tokens along the first.
 
     Raises:
-        ConfigError: The module is no linear layer.
+        ConfigError: The module is not a linear layer.
 
-    The layer's forward and backward are collective.
+    Collective: no; the layer's forward and backward are.
     """
     require_linear(module, "rowwise")
     scatters = ranks.splits_sequence if scatters_sequence is None else scatters_sequence
@@ -219,12 +219,12 @@ def make_row_parallel(
 
 
 class ColumnParallel(nn.Module):
-    """What is put before a linear layer's class to make it column-parallel."""
+    """Mixin of a column-parallel linear layer."""
 
     _split: ColumnSplit
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns this rank's output features, or all of them."""
+        """Return this rank's output features, or those of all ranks."""
         split = self._split
         split.enter_region(self.training)
         y = split.product(self, x) if is_plain_linear(self) else super().forward(split.before(x), *args, **kwargs)
@@ -232,17 +232,17 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """What is put before a linear layer's class to make it row-parallel."""
+    """Mixin of a row-parallel linear layer."""
 
     _split: RowSplit
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the sum over the ranks, or what this rank adds to it."""
+        """Return the reduced output, or this rank's partial output."""
         split = self._split
         x = split.before(x)
         is_plain = is_plain_linear(self)
         if is_plain and (chunked := split.chunked(self, x)) is not None:
-            return chunked  # no region to leave, as its streams are the stack's
+            return chunked  # the stack's RNG stream is used, so there is none to leave
         y = product(self, x, None) if is_plain else self._without_bias(x, *args, **kwargs)
         split.leave_region()
         return split.after(y, _bias(self))
@@ -259,13 +259,13 @@ class RowParallel(nn.Module):
 def product(
     module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, *, num_outputs: int | None = None
 ) -> torch.Tensor:
-    """Returns the product of an input with the weight of an `nn.Linear` or a `Conv1D`.
+    """Multiply an input with the weight of an `nn.Linear` or a `Conv1D`.
 
     Args:
-        module: Whose weight it is.
-        x: Of any number of dimensions, features last.
-        bias: What is added to the product.
-        num_outputs: Only the first so many output features; None: all.
+        module: The linear layer.
+        x: Input of any number of dimensions, features last.
+        bias: Bias of the output, or None.
+        num_outputs: Number of leading output features to compute; optional, defaults to all.
     """
     transposed = is_transposed(module)
     deferrable = deferrable_product(module, x, bias, is_transposed=transposed, num_outputs=num_outputs)
@@ -277,19 +277,19 @@ def product(
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns whether a module is a linear layer that can be split: its weight is no result of other parameters."""
+    """Whether a module is a linear layer that can be sharded: its weight is a parameter, not computed from others."""
     return "weight" in module._parameters and (isinstance(module, nn.Linear) or is_transposed(module))
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Returns whether a module is transformers' `Conv1D`, whose weight is (inputs, outputs)."""
+    """Whether a module is transformers' `Conv1D`, whose weight is (inputs, outputs)."""
     return any(
         base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__
     )
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Returns whether a layer multiplies by its weight and adds its bias, and does nothing else."""
+    """Whether a layer's forward only multiplies by its weight and adds its bias."""
     base = class_before(module)
     return base is nn.Linear or (is_transposed(module) and base.__name__ == "Conv1D")
 
@@ -299,20 +299,20 @@ def _bias(module: nn.Module) -> torch.Tensor | None:
 
 
 def require_linear(module: nn.Module, style: str) -> None:
-    """Raises if a module is no linear layer.
+    """Check that a module is a linear layer.
 
     Raises:
-        ConfigError: It names the style that the plan gives to the module.
+        ConfigError: It is not; the message contains the style.
     """
     if not is_linear(module):
         raise ConfigError(
-            f"the plan gives the style {style!r} to a {type(module).__name__}, which is no linear layer: leave it out"
-            " of the plan, or give the style to the nn.Linear or Conv1D inside of it"
+            f"the plan gives the style {style!r} to a {type(module).__name__}, which is not a linear layer: leave it"
+            " out of the plan, or give the style to the nn.Linear or Conv1D inside of it"
         )
 
 
 def _set_features(module: nn.Module, *, inputs: int | None = None, outputs: int | None = None) -> None:
-    """Tells a layer its own sizes, by the names that its kind has for them."""
+    """Set a layer's size attributes to those of its shard."""
     input_name, output_name = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
     for name, size in ((input_name, inputs), (output_name, outputs)):
         if size is not None:

@@ -1,17 +1,16 @@
-"""Backward of column-parallel layers in which the sum over the ranks goes on while weight gradients are computed.
+"""Backward of column-parallel layers with the input gradient's all-reduce overlapped by weight gradients.
 
 Note [Overlapped backward]
-The gradient of a layer's input has to be summed over the ranks, that of its weight stays where it is. So the first is
-computed first, its sum is started, and the second is computed meanwhile. Autograd runs what is ready in the opposite
-order of creation, which is put to use: for an input that several layers share, nodes are created in the order
+The gradient of a layer's input is all-reduced, the gradient of its weight is local. So the input gradient is computed
+first, its all-reduce is started, and the weight gradient is computed meanwhile. Autograd runs ready nodes in the
+reverse order of their creation. For an input that several layers share, nodes are created in the order
 
     Wait(x), Deferred(weight of q), Deferred(weight of k), Deferred(weight of v), Communicate(x)
 
-and after them those of the products. Backward comes through the products, which compute gradients of the input only and
-leave to the Deferred nodes what these need; then through Communicate, which starts the sum; then through the Deferred
-nodes; and last through Wait. Any other order gives the same numbers. Where the gradients of weights
-are computed later still, see Note [Later gradients], the Deferred nodes hand on what they got. Where the graph of
-backward itself is asked for, everything is computed at once and by differentiable operations.
+followed by those of the matmuls. Backward first runs the matmuls, which compute input gradients only and leave the
+operands of weight gradients to the Deferred nodes. Then Communicate starts the all-reduce, the Deferred nodes compute
+weight gradients, and Wait waits. Any other order gives the same result. With `later_gradients`, the Deferred nodes put
+their operands into the queue. With create_graph=True everything is computed immediately by differentiable operations.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ __all__ = ["DeferredWeight", "OverlappedInput", "Pending", "Stash", "awaited", "
 
 
 def can_overlap(x: torch.Tensor, weight: torch.Tensor, ranks: TensorParallelRanks) -> bool:
-    """Returns whether a product can have its backward overlapped: both have gradients, and nobody casts them."""
+    """Whether a matmul's backward can be overlapped: both operands need gradients, and neither is cast."""
     needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
     return ranks.size > 1 and needs_both and not cast_between(x, weight) and x.dim() > 1
 
 
 def cast_between(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether a product of both needs one of them in another format, or autocast may choose one."""
+    """Whether a matmul of both needs a cast: their dtypes differ, or autocast is enabled."""
     return torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
 
 
 class OverlappedInput:
-    """An input of column-parallel layers, and what of their weights takes part in its backward.
+    """A replicated input of column-parallel layers, whose gradient is all-reduced asynchronously.
 
     Args:
-        x: The same on all ranks.
-        layers: That will read it, as far as known.
-        ranks: Who sum its gradient.
+        x: The input, equal on all ranks.
+        layers: Layers known to read it.
+        ranks: The tensor-parallel group.
     """
 
     def __init__(self, x: torch.Tensor, layers: Sequence[nn.Module], ranks: TensorParallelRanks) -> None:
@@ -62,11 +61,11 @@ class OverlappedInput:
         self._x: torch.Tensor = _Communicate.apply(waited, ranks, pending)  # type: ignore[no-untyped-call]
 
     def product(self, layer: nn.Module, *, is_transposed: bool) -> torch.Tensor:
-        """Returns the product with the weight of a layer, and its bias.
+        """Return a layer's output.
 
         Args:
-            layer: Known or not.
-            is_transposed: The weight is (inputs, outputs).
+            layer: One of the known layers, or another one.
+            is_transposed: If True, the weight is (inputs, outputs).
         """
         deferred = self._weights.get(id(layer.weight)) or DeferredWeight.of(layer)
         y: torch.Tensor = _Product.apply(self._x, deferred.view, layer.bias, deferred.stash, is_transposed)  # type: ignore[no-untyped-call]
@@ -74,10 +73,10 @@ class OverlappedInput:
 
 
 class Pending:
-    """What Communicate has started and Wait finishes: the gradient is there after that.
+    """All-reduce in flight between a Communicate and a Wait node.
 
     Attributes:
-        finish: None: nothing is under way.
+        finish: Function that waits for it, or None if none is in flight.
     """
 
     def __init__(self) -> None:
@@ -85,16 +84,16 @@ class Pending:
 
 
 def awaited(x: torch.Tensor, pending: Pending) -> torch.Tensor:
-    """Returns a tensor in whose backward is finished what is pending."""
+    """Return a view of `x` whose backward waits for the pending communication."""
     y: torch.Tensor = _Wait.apply(x, pending)  # type: ignore[no-untyped-call]
     return y
 
 
 class Stash:
-    """What products leave to the node of their weight: pairs of matrices whose product is its gradient.
+    """Operands of a weight's gradient: pairs of matrices that matmul nodes leave to the weight's node.
 
     Args:
-        later: How the gradient is left for later; None: it is not.
+        later: The weight's deferrable gradient; optional, defaults to computing it in backward.
     """
 
     def __init__(self, later: LaterGradient | None = None) -> None:
@@ -104,9 +103,9 @@ class Stash:
         self._zero: torch.Tensor | None = None
 
     def put(self, left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Keeps a pair, and returns zeros that go through the graph in the place of the gradient."""
+        """Store a pair, and return expanded zeros that pass through the graph in place of the gradient."""
         if self._backward_id != torch._C._current_graph_task_id():
-            self._pairs = []  # of another backward, which did not ask for the weight's gradient
+            self._pairs = []  # left by another backward, which did not need the weight's gradient
         self._backward_id = torch._C._current_graph_task_id()
         self._pairs.append((left, right))
         if self._zero is None:
@@ -114,15 +113,15 @@ class Stash:
         return self._zero.expand(shape)
 
     def gradient(self, arrived: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient, or what is not left for later of it, and lets go of what it is made of.
+        """Return the gradient, or the undeferred rest of it, and release the operands.
 
         Args:
-            arrived: What came through the graph: zeros, or what others than products add.
+            arrived: Gradient from the graph: the zeros of `put`, or contributions of other operations.
         """
         pairs, self._pairs = self._pairs, []
         if not pairs or self._backward_id != torch._C._current_graph_task_id():
             return arrived
-        # By what owns the memory, as tensors without values have no address.
+        # Compare storages, as tensors without values have no data pointer.
         owner = arrived.untyped_storage()._cdata
         is_zero = self._zero is not None and owner == self._zero.untyped_storage()._cdata
         if self._later is not None and self._later.is_asked_for:
@@ -133,15 +132,15 @@ class Stash:
 
 
 class DeferredWeight:
-    """A weight whose gradient is computed after what was created later has started.
+    """A weight whose gradient is computed after nodes that were created later have started their communication.
 
     Args:
-        weight: It has a gradient.
-        later: How that is left for later; None: it is not.
+        weight: The weight, which needs a gradient.
+        later: Its deferrable gradient, or None.
 
     Attributes:
-        stash: Where products leave what the gradient is made of.
-        view: What products read in the weight's place.
+        stash: Operands of the gradient.
+        view: View of the weight for matmuls.
     """
 
     def __init__(self, weight: nn.Parameter, later: LaterGradient | None) -> None:
@@ -150,7 +149,7 @@ class DeferredWeight:
 
     @classmethod
     def of(cls, layer: nn.Module) -> DeferredWeight:
-        """Returns a linear layer's weight."""
+        """Wrap a linear layer's weight."""
         return cls(layer.weight, later_gradient(layer))  # type: ignore[arg-type]
 
 
@@ -178,7 +177,7 @@ class _Communicate(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if torch.is_grad_enabled():
             return sum_over_ranks(grad, ctx.ranks), None, None
-        # Products are all that read the input, and nothing else holds the gradients that they make.
+        # Only matmuls read the input, and nothing else references their gradients, so that they can be overwritten.
         grad = grad.contiguous()
         ctx.pending.finish = start_all_reduce(grad, ctx.ranks.group).wait
         return grad, None, None

@@ -1,4 +1,4 @@
-"""Random numbers of a rank's own where activations are split, and the same on all ranks elsewhere."""
+"""RNG states of tensor-parallel regions: distinct per rank where activations are sharded, equal elsewhere."""
 
 from __future__ import annotations
 
@@ -12,20 +12,8 @@ from booster.device import current_device
 
 __all__ = ["SplitStream"]
 
-# Note [Random streams]
-# Ranks that share a model's layers draw the same numbers where activations are replicated, as their default generators
-# are in the same state. In a region where activations are split, as between a column-parallel and a row-parallel layer,
-# equal numbers would give each rank's heads the same dropout mask. So a region is entered by seeding the default
-# generators with a hash of their states and the rank. It is left by putting the states back; if the region has drawn
-# something, one number is drawn after that, so that the next region does not begin in the same state.
-# All of this is a function of the default generators' state alone: activation checkpointing, which puts that state
-# back, draws the same masks again; and a model without dropout sees the numbers that one process would see.
-# A forward that is computed again may end within a region, when all that backward needs has been computed, and another
-# one may follow. So whether a region is open is not noted anywhere but in the generator: the first bits of the seed
-# it was last given, which is part of its state, are those of the axis.
-
 _NUM_HASH_BITS = 48
-_NUM_MARK_BITS = 15  # together one less than a seed has, which may be signed
+_NUM_MARK_BITS = 15  # 63 bits in total, as seeds may be signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +24,22 @@ class _Region:
 
 
 class SplitStream:
-    """The random numbers that one rank draws in regions where activations are split; see Note [Random streams].
+    """RNG states of one rank in regions with sharded activations.
+
+    The default generators of tensor-parallel ranks are in the same state, which keeps replicated activations equal. In
+    a region with sharded activations, such as between a column-parallel and a row-parallel layer, equal random numbers
+    would give all ranks' heads the same dropout mask. Entering a region seeds the default generators with a hash of
+    their states and the rank. Leaving it restores the states; if the region has drawn numbers, one number is drawn
+    after that, so that the next region does not start in the same state.
+
+    The streams are a function of the default generators' states alone. Activation checkpointing, which restores these,
+    repeats the same masks, and a model without dropout draws the numbers of a single process. A recomputed forward may
+    stop inside of a region, as soon as backward has all it needs, and another forward may follow. Therefore the open
+    region is only recorded in the generator's state: the top bits of its seed identify the axis.
 
     Args:
-        rank: This rank among those that the activations are split over.
-        axis: Over which they are split; regions of one axis may lie within those of another.
+        rank: This rank in the group over which the activations are sharded.
+        axis: Name of that group; regions of one axis may be nested in those of another.
     """
 
     def __init__(self, rank: int, axis: str = "sequence") -> None:
@@ -51,24 +50,24 @@ class SplitStream:
 
     @property
     def is_entered(self) -> bool:
-        """Whether a region of this axis is open, and no other one within it."""
+        """Whether the innermost open region is one of this axis."""
         return torch.default_generator.initial_seed() >> _NUM_HASH_BITS == self._mark
 
     def enter(self, *, anew: bool = False) -> None:
-        """Begins a region, unless one is open. No communication.
+        """Enter a region, unless one is open. Collective: no.
 
         Args:
-            anew: Begins one in any case, and forgets which is open: for a caller that knows that none can be.
+            anew: If True, always enter a new region and drop an open one, for callers that start a new forward.
         """
         if are_others_imagined() or (self.is_entered and not anew):
-            return  # where ranks are imagined, tensors have no values
+            return  # in a fake process group tensors have no values
         before = _states()
         seed = self._mark << _NUM_HASH_BITS | self._hash_of(before)
         _seed_generators(seed)
         self._region = _Region(seed, before, _states())
 
     def leave(self) -> None:
-        """Ends the region that is open; nothing to do without one. No communication."""
+        """Leave the open region, if any. Collective: no."""
         region, self._region = self._region, None
         if region is None or region.seed != torch.default_generator.initial_seed():
             return
@@ -79,7 +78,7 @@ class SplitStream:
                 torch.rand(1, device=device)
 
     def reset(self) -> None:
-        """Ends a region that nobody left."""
+        """Leave a region that an aborted forward left open."""
         self.leave()
 
     def _hash_of(self, states: tuple[torch.Tensor, ...]) -> int:
@@ -88,7 +87,7 @@ class SplitStream:
 
 
 def _devices() -> tuple[torch.device, ...]:
-    """Returns where this process draws: its CPU, and its accelerator where it uses one."""
+    """Return the devices whose generators are seeded: the CPU, and the accelerator if it is initialized."""
     own = current_device()
     is_used = own.type != "cpu" and getattr(torch.get_device_module(own.type), "is_initialized", bool)()
     return (torch.device("cpu"), own) if is_used else (torch.device("cpu"),)

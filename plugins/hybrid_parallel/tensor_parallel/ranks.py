@@ -1,4 +1,4 @@
-"""The ranks that share a model's layers, and what they remember during one forward."""
+"""The tensor-parallel group and its state during a forward."""
 
 from __future__ import annotations
 
@@ -17,20 +17,14 @@ __all__ = ["TensorParallelRanks"]
 
 _Copy = TypeVar("_Copy")
 
-# Note [Shared inputs]
-# Query, key and value projections read one tensor, whose gradient is the sum over ranks of what each of them adds. One
-# all-reduce of the sum is enough. So the layers that are called with the very same tensor share one copy of it, at
-# which the contributions meet before they go to the other ranks. Only the last copy is kept, as layers that share an
-# input are called one after the other; and none beyond a forward, as a copy holds on to its graph.
-
 
 class TensorParallelRanks:
-    """The ranks of a tensor-parallel group. A deep copy of a layer keeps working with the same ranks.
+    """A tensor-parallel process group. Deep copies of a layer share it.
 
     Args:
-        group: None: the world.
-        sequence_mode: "split_gather" or "ring" where the sequence is split over these ranks between the layers; None:
-            hidden states are replicated.
+        group: The process group; optional, defaults to the world.
+        sequence_mode: "split_gather" or "ring" if the sequence is sharded over the group between the layers; optional,
+            defaults to replicated hidden states.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, sequence_mode: str | None = None) -> None:
@@ -40,7 +34,7 @@ class TensorParallelRanks:
         self.sequence_mode = sequence_mode
         self.streams = SplitStream(self.rank, "tensor")
         self.sequence_length: int | None = None
-        """Tokens of the whole sequence of the stack that runs now, set by who splits it."""
+        """Number of tokens of the full sequence in the running stack, set by its splitter."""
         self.products = RegionProducts()
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
@@ -51,16 +45,21 @@ class TensorParallelRanks:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether hidden states are split along the sequence between the layers."""
+        """Whether hidden states are sharded along the sequence between the layers."""
         return self.sequence_mode is not None
 
     def shared(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
-        """Returns `make(x)`, or what that returned for the last call if it was with the very same tensor.
+        """Return `make(x)`, cached while consecutive calls pass the same tensor object.
+
+        Query, key and value projections read one tensor, whose gradient is the sum of all three, all-reduced. Layers
+        called with the same tensor share one copy of it, so that autograd adds up their gradients before a single
+        all-reduce. Only the last copy is cached, because such layers are called consecutively, and only during a
+        forward, because it references the graph.
 
         Args:
-            x: What several layers read.
-            kind: What `make` returns.
-            make: Called for the first of them.
+            x: Input of several layers.
+            kind: Type that `make` returns.
+            make: Function called for the first of them.
         """
         is_same = self._input is not None and self._input() is x and self._version == x._version
         if is_same and isinstance(self._copy, kind):
@@ -70,7 +69,7 @@ class TensorParallelRanks:
         return copy
 
     def reset(self) -> None:
-        """Forgets shared inputs and open regions: at the start and the end of a forward, and after backward."""
+        """Drop shared inputs and open regions, at the start and end of a forward and after backward."""
         self._input, self._copy = None, None
         self.products.clear()
         self.streams.reset()

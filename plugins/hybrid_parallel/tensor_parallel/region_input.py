@@ -1,11 +1,9 @@
-"""The input of a region over which the sequence is split, gathered together with the products that the region needs.
+"""All-gather of a region's sharded tokens, fused with the matmuls of the layers that read them.
 
-Note [Gathered input]
-The layers that read a gathered input are multiplied with it in one autograd node, so that in backward the gradients of
-all of them arrive there together. It computes the gradient of the input from them and starts its sum over the ranks;
-the weights' gradients are computed while that is under way, by the nodes of Note [Overlapped backward]: those of the
-products that the layers take only hand on what is needed for that. In the mode "ring" the input arrives in chunks, of
-which one is multiplied while the next is under way, and its gradient leaves in chunks: see Note [Chunks].
+One autograd node gathers the input and multiplies it with the weights of all layers, so that in backward it receives
+all their gradients together. It computes the gradient of the input and starts its reduce-scatter; the weight gradients
+are computed meanwhile, by the nodes of Note [Overlapped backward]. In the mode "ring" the all-gather and the
+reduce-scatter are chunked and overlapped with the matmuls; see Note [Chunks].
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ __all__ = ["RegionInput"]
 
 
 class RegionInput:
-    """Gathers the tokens of all ranks where a parallel region begins.
+    """Hook that all-gathers the tokens of all ranks at the input of a parallel region.
 
     Args:
-        ranks: Who have the tokens.
+        ranks: The tensor-parallel group.
         layers: The column-parallel layers that read the region's input.
     """
 
@@ -54,7 +52,7 @@ class RegionInput:
         self._layers = layers
 
     def attach(self, region: nn.Module) -> None:
-        """Hooks a module so that its first argument, or `hidden_states`, is gathered; collective at each call."""
+        """Gather a module's first argument, or `hidden_states`. Collective: no; the module's calls are."""
         region.register_forward_pre_hook(self._enter, with_kwargs=True)
         region.register_forward_hook(self._leave, with_kwargs=True)
 
@@ -80,12 +78,12 @@ class RegionInput:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How an input is gathered.
+    """Geometry of an all-gather.
 
     Attributes:
-        ranks: Who have the tokens.
-        dim: Along which they lie.
-        sizes: How many each rank has.
+        ranks: The tensor-parallel group.
+        dim: Dimension of the tokens.
+        sizes: Number of tokens of each rank.
     """
 
     ranks: TensorParallelRanks
@@ -93,11 +91,11 @@ class _Way:
     sizes: tuple[int, ...]
 
     def chunks(self, x: torch.Tensor) -> Chunks | None:
-        """Returns how the tokens of a tensor are cut, this rank's or all; None: not at all."""
+        """Return the chunks of a tensor of local or gathered tokens, or None if it is not chunked."""
         return Chunks(self.ranks, self.sizes) if runs_in_chunks(x, self.ranks, self.dim, self.sizes) else None
 
     def multiplied(self, x: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
-        """Returns the tokens of all ranks; products with them wait for the layers."""
+        """Return the tokens of all ranks, and store the layers' outputs in the group's `products`."""
         pending = Pending()
         x = awaited(x, pending)
         layers = [_Layer.of(module) for module in modules]
@@ -109,13 +107,13 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer that reads the input.
+    """Operands of a layer that reads the input.
 
     Attributes:
-        weight: (outputs, inputs).
-        bias: What is added to the product.
-        is_transposed: The weight is (inputs, outputs).
-        deferred: Whoever computes the weight's gradient; None: it has none.
+        weight: The weight.
+        bias: The bias, or None.
+        is_transposed: If True, the weight is (inputs, outputs), otherwise (outputs, inputs).
+        deferred: The weight's node in backward, or None if it needs no gradient.
     """
 
     weight: torch.Tensor
@@ -125,24 +123,23 @@ class _Layer:
 
     @classmethod
     def of(cls, module: nn.Module) -> _Layer:
-        """Returns what takes part of a linear layer."""
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
         deferred = DeferredWeight.of(module) if weight.requires_grad and torch.is_grad_enabled() else None
         return cls(weight, module.bias, is_transposed(module), deferred)  # type: ignore[arg-type]
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the weight as (outputs, inputs)."""
+        """Return the weight as (outputs, inputs)."""
         return weight.t() if self.is_transposed else weight
 
     def taken(self, product: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's product, with the gradients of its parameters."""
+        """Return the precomputed output as one that backpropagates to the layer's parameters."""
         weight, stash = (self.weight, None) if self.deferred is None else (self.deferred.view, self.deferred.stash)
         y: torch.Tensor = _Taken.apply(product, whole, weight, self.bias, stash, self.is_transposed)  # type: ignore[no-untyped-call]
         return y
 
 
 class _GatherAndMultiply(torch.autograd.Function):
-    """The weights are no inputs of the node: those whose product no layer takes have no gradient, rather than none."""
+    """Weights are not inputs of the node: one whose output is never used keeps `.grad` None instead of zeros."""
 
     @staticmethod
     def forward(
@@ -173,14 +170,14 @@ class _GatherAndMultiply(torch.autograd.Function):
             return scatter_sum(total, way.ranks, way.dim, way.sizes), None, None, None  # type: ignore[arg-type]
         grad_x, finish = _start_input_gradient(way, grad_whole, terms)
         if torch.is_anomaly_enabled():
-            finish()  # it looks at what is not there yet
+            finish()  # anomaly detection reads the gradient immediately
         else:
             ctx.pending.finish = finish
         return grad_x, None, None, None
 
 
 class _Taken(torch.autograd.Function):
-    """A product as it was made, whose backward leaves to others what the weight's gradient is made of."""
+    """A precomputed output, whose backward leaves the operands of the weight's gradient to the weight's node."""
 
     @staticmethod
     def forward(
@@ -192,7 +189,7 @@ class _Taken(torch.autograd.Function):
         stash: Stash | None,
         is_transposed: bool,
     ) -> torch.Tensor:
-        ctx.mark_dirty(product)  # it is handed on rather than viewed, so that the layer's caller may change it in place
+        ctx.mark_dirty(product)  # returned itself rather than a view, so that callers may modify it in place
         ctx.save_for_backward(whole if ctx.needs_input_grad[2] else None)
         ctx.stash, ctx.is_transposed, ctx.shape = stash, is_transposed, weight.shape
         return product
@@ -217,7 +214,7 @@ _Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _product(x: torch.Tensor, layer: _Layer) -> torch.Tensor:
-    """Returns a tensor of its own, not a view as `linear` returns, which nobody might change in place."""
+    """Return a new tensor, not a view as `linear` does, so that callers may modify it in place."""
     matrix = layer.matrix(layer.weight)
     y = x.new_empty((*x.shape[:-1], matrix.shape[0]))
     rows, inputs = y.flatten(0, -2), x.flatten(0, -2)
@@ -231,7 +228,7 @@ def _product(x: torch.Tensor, layer: _Layer) -> torch.Tensor:
 def _multiplied_in_chunks(
     x: torch.Tensor, layers: Sequence[_Layer], chunks: Chunks
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns the tokens of all ranks, and their products with the weights."""
+    """Return the tokens of all ranks, and the layers' outputs."""
     shape = (*x.shape[:-2], chunks.num_whole)
     whole = x.new_empty((*shape, x.shape[-1]))
     products: list[torch.Tensor] = []
@@ -248,7 +245,7 @@ def _multiplied_in_chunks(
 def _start_input_gradient(
     way: _Way, first: torch.Tensor | None, terms: _Terms
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Starts the sum over the ranks of the input's gradient: what others make of it, and gradients times matrices."""
+    """Start the reduce-scatter of the input's gradient: `first` plus the sum of `grad @ matrix` over the terms."""
     example = terms[0][0] if first is None else first
     chunks = way.chunks(example)
     if chunks is None:
@@ -262,7 +259,6 @@ def _start_input_gradient(
 
 
 def _sum_of_products(first: torch.Tensor | None, terms: _Terms) -> torch.Tensor:
-    """Returns a new tensor."""
     if not terms:
         return first.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
     (grad, matrix), *others = terms

@@ -1,4 +1,4 @@
-"""What a parallel region has computed of its input before the layers that are to return it are called."""
+"""Outputs of linear layers that a parallel region computed while gathering its input."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from torch import nn
 
 __all__ = ["RegionProducts"]
 
-# Note [Products that wait]
-# Where a region gathers its input, the layers that will read it are known, and are multiplied with it as it arrives. A
-# layer that is then called with that very tensor takes its product; with anything else, a second time, or after its
-# weight was exchanged, it multiplies. So it does where activation checkpointing has begun since, whose second forward
-# would not find the product: that shows in how tensors are saved, or in that there is no graph.
-
-
 _Product = Callable[[], torch.Tensor]
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Products of one tensor; it is kept, as another one may have its identity after its end."""
+    """Outputs for one input tensor, which is referenced to keep its id unique."""
 
     x: torch.Tensor
     version: int
@@ -32,23 +25,30 @@ class _Waiting:
 
 
 class RegionProducts:
-    """Products that wait for their layers; see Note [Products that wait]."""
+    """Precomputed outputs of linear layers by input tensor.
+
+    A region that gathers its input multiplies with the weights of the layers that read it as chunks arrive. A layer
+    that is then called with this tensor takes its output from here. It computes the output itself if it is called with
+    another tensor, a second time, or after its weight was replaced. It also does so if activation checkpointing started
+    in between, as the recomputation would not find the output; this shows in the saved-tensor hooks or in the absence
+    of a graph.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
 
     def keep(self, x: torch.Tensor, products: Mapping[nn.Module, _Product]) -> None:
-        """Keeps what linear layers make of a tensor, until they take it or the tensor is forgotten.
+        """Store the outputs of linear layers for an input, until they are taken or forgotten.
 
         Args:
-            x: What they will be called with.
-            products: By layer, functions of which the one that a layer takes is called once.
+            x: Input that the layers will be called with.
+            products: Functions by layer that return the output; each is called at most once.
         """
         by_layer = {layer: (layer.weight, layer.bias, product) for layer, product in products.items()}
         self._waiting[id(x)] = _Waiting(x, _version(x), _saving(), by_layer)  # type: ignore[arg-type]
 
     def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns what a layer makes of the tensor that it is called with, if that waits for it."""
+        """Remove and return a layer's output for an input, or None if it has to be computed."""
         waiting = self._waiting.get(id(x))
         if waiting is None or waiting.version != _version(x) or waiting.saving != _saving():
             return None
@@ -58,11 +58,11 @@ class RegionProducts:
         return product()
 
     def forget(self, x: object) -> None:
-        """Lets go of what waits of a tensor."""
+        """Drop the outputs of an input."""
         self._waiting.pop(id(x), None)
 
     def clear(self) -> None:
-        """Lets go of everything."""
+        """Drop all outputs."""
         self._waiting.clear()
 
 
@@ -71,5 +71,5 @@ def _version(x: torch.Tensor) -> int:
 
 
 def _saving() -> tuple[bool, Any]:
-    """Returns whether there is a graph now, and how it saves tensors."""
+    """Return whether grad mode is enabled, and the innermost saved-tensor hooks."""
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,12 +1,8 @@
-"""How tensors enter and leave what the ranks compute apart from each other: each way forward has its way backward.
+"""Differentiable collectives at the boundaries of tensor-parallel regions (Megatron-LM's mappings, arXiv:1909.08053).
 
-Note [Regions]
-Outside of a region the ranks hold the same tensors (or, with sequence parallelism, each its own tokens of them), inside
-each its own features. What is an identity in one direction is a sum over the ranks in the other: a tensor that all
-ranks read gets a gradient from each, and one that each rank adds to has the same gradient on all. Gathering goes with
-cutting, and a sum of which each rank keeps its own part with gathering (Megatron-LM, arXiv:1909.08053; with the
-sequence split, arXiv:2205.05198). So every function here has another one of this file as its backward, which may be
-differentiated again.
+Outside of a region tensors are replicated or, with sequence parallelism (arXiv:2205.05198), sharded over tokens. Inside
+they are sharded over features. The backward of each function is another function of this file, so that double backward
+works: copy and all-reduce, gather and split, all-gather and reduce-scatter.
 """
 
 from __future__ import annotations
@@ -41,9 +37,9 @@ __all__ = [
 
 
 def copy_to_ranks(x: torch.Tensor, ranks: TensorParallelRanks) -> torch.Tensor:
-    """Returns a tensor that is the same on all ranks, for each of them to compute with. Backward: `sum_over_ranks`.
+    """Return a replicated tensor for computation on shards. Backward: `sum_over_ranks`.
 
-    Collective in backward.
+    Collective: in backward.
     """
     if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -51,48 +47,48 @@ def copy_to_ranks(x: torch.Tensor, ranks: TensorParallelRanks) -> torch.Tensor:
 
 
 def shared_copy_to_ranks(x: torch.Tensor, ranks: TensorParallelRanks) -> torch.Tensor:
-    """Returns what `copy_to_ranks` returns, the same for layers that read the same tensor: see Note [Shared inputs]."""
+    """Return `copy_to_ranks(x)`, one copy for all layers that read `x`; see `TensorParallelRanks.shared`."""
     if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return ranks.shared(x, torch.Tensor, lambda one: copy_to_ranks(one, ranks))
 
 
 def sum_over_ranks(x: torch.Tensor, ranks: TensorParallelRanks, *, overwrites: bool = False) -> torch.Tensor:
-    """Returns the sum of the ranks' tensors, in fp32 where they are lower. Backward: `copy_to_ranks`.
+    """All-reduce a tensor; half-precision dtypes are summed in fp32. Backward: `copy_to_ranks`.
 
     Args:
-        x: The same shape on all ranks.
-        ranks: Who sums.
-        overwrites: The sum may take the memory of `x`, of which nothing else has a view.
+        x: Partial tensor of the same shape on all ranks.
+        ranks: The tensor-parallel group.
+        overwrites: If True, the result may overwrite `x`, which has no other views.
 
-    Collective.
+    Collective: yes.
     """
     return x if ranks.size == 1 else _Sum.apply(x, ranks, overwrites)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_features(x: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> torch.Tensor:
-    """Returns the ranks' tensors joined along the last dimension. Backward: `split_features`.
+    """All-gather a tensor along the last dimension. Backward: `split_features`.
 
     Args:
-        x: `sizes[rank]` features on this rank; the other dimensions are the same on all.
-        ranks: Who gathers.
-        sizes: Features of each rank.
+        x: Tensor with `sizes[rank]` features; the other dimensions are equal on all ranks.
+        ranks: The tensor-parallel group.
+        sizes: Number of features of each rank.
 
-    Collective.
+    Collective: yes.
     """
     return _joined(x, ranks, -1, sizes)
 
 
 def split_features(x: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> torch.Tensor:
-    """Returns this rank's part of the last dimension of a tensor that all ranks hold. Backward: `gather_features`.
+    """Return this rank's shard of a replicated tensor's last dimension. Backward: `gather_features`.
 
-    Collective in backward.
+    Collective: in backward.
     """
     return _own_part(x, ranks, -1, sizes)
 
 
 def sequence_length(length: int, size: int, rank: int) -> int:
-    """Returns how many of so many tokens a rank takes; the first ranks take one more where they don't divide."""
+    """Return a rank's number of tokens of a sequence; the first ranks get one more if the length is not divisible."""
     base, rest = divmod(length, size)
     return base + (rank < rest)
 
@@ -100,16 +96,16 @@ def sequence_length(length: int, size: int, rank: int) -> int:
 def gather_sequence(
     x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, length: int | None = None
 ) -> torch.Tensor:
-    """Returns the whole sequence, for each rank to compute with. Backward: `scatter_sequence_sum`.
+    """All-gather the tokens of a sequence for computation on shards. Backward: `scatter_sequence_sum`.
 
     Args:
-        x: This rank's tokens.
-        ranks: Who gathers.
-        dim: Along which the tokens lie. It may hold those of several sequences, this rank's tokens of each; those of
-            all ranks are then joined rank by rank, an order that the backward and `scatter_sequence_sum` know.
-        length: Tokens of the whole sequence; None: `ranks.sequence_length`.
+        x: Tokens of this rank.
+        ranks: The tensor-parallel group.
+        dim: Dimension of the tokens. It may contain this rank's tokens of several sequences; the result is then
+            concatenated rank by rank, as `scatter_sequence_sum` expects.
+        length: Tokens of the full sequence; optional, defaults to `ranks.sequence_length`.
 
-    Collective, also in backward.
+    Collective: in forward and backward.
     """
     sizes = sizes_of_own(x.shape[dim], ranks, length)
     return x if ranks.size == 1 else gather_parts(x, ranks, dim, sizes)
@@ -118,47 +114,47 @@ def gather_sequence(
 def scatter_sequence_sum(
     x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, length: int | None = None
 ) -> torch.Tensor:
-    """Returns this rank's tokens of the sum of the ranks' tensors. Backward: `gather_sequence`.
+    """Reduce-scatter a tensor over its tokens. Backward: `gather_sequence`.
 
     Args:
-        x: The same shape on all ranks.
-        ranks: Who sums.
-        dim: Along which the tokens lie.
-        length: Tokens of the whole sequence, where the dimension holds those of several as `gather_sequence` joins
-            them; None: as many as the dimension has.
+        x: Partial tensor of the same shape on all ranks.
+        ranks: The tensor-parallel group.
+        dim: Dimension of the tokens.
+        length: Tokens of the full sequence if the dimension contains several sequences in the order of
+            `gather_sequence`; optional, defaults to the dimension's size.
 
-    Collective, also in backward.
+    Collective: in forward and backward.
     """
     sizes = sizes_of_all(x.shape[dim], ranks, length)
     return x if ranks.size == 1 else scatter_sum(x, ranks, dim, sizes)
 
 
 def split_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's tokens of a tensor that all ranks hold. Backward: `join_sequence`. Collective in backward."""
+    """Return this rank's tokens of a replicated tensor. Backward: `join_sequence`. Collective: in backward."""
     return _own_part(x, ranks, dim, sizes_of_all(x.shape[dim], ranks, None))
 
 
 def join_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, length: int | None = None) -> torch.Tensor:
-    """Returns the whole sequence as a tensor that is the same on all ranks. Backward: `split_sequence`.
+    """All-gather the tokens of a sequence into a replicated tensor. Backward: `split_sequence`.
 
     Args:
-        x: This rank's tokens.
-        ranks: Who gathers.
-        dim: Along which the tokens lie.
-        length: Tokens of the whole sequence; None: `ranks.sequence_length`.
+        x: Tokens of this rank.
+        ranks: The tensor-parallel group.
+        dim: Dimension of the tokens.
+        length: Tokens of the full sequence; optional, defaults to `ranks.sequence_length`.
 
-    Collective.
+    Collective: yes.
     """
     return _joined(x, ranks, dim, sizes_of_own(x.shape[dim], ranks, length))
 
 
 def gather_parts(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Does what `gather_sequence` does, with what each rank holds of the dimension given. Collective both ways."""
+    """Return `gather_sequence` for given shard sizes. Collective: in forward and backward."""
     return _GatherToCompute.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter_sum(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Does what `scatter_sequence_sum` does, with what each rank gets of the dimension given. Collective both ways."""
+    """Return `scatter_sequence_sum` for given shard sizes. Collective: in forward and backward."""
     return _ScatterSum.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -175,10 +171,10 @@ def _own_part(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequ
 
 
 def sizes_of_own(own: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
-    """Returns how much each rank holds along a dimension of which this rank has `own`."""
+    """Return all ranks' sizes of a sharded dimension, from this rank's size `own`."""
     length = ranks.sequence_length if length is None else length
     if length is None:
-        raise AssertionError("nobody has said how long the whole sequence is")
+        raise AssertionError("the length of the full sequence is not set")
     lengths = [sequence_length(length, ranks.size, rank) for rank in range(ranks.size)]
     mine = lengths[ranks.rank]
     if own == mine:
@@ -189,10 +185,10 @@ def sizes_of_own(own: int, ranks: TensorParallelRanks, length: int | None) -> li
 
 
 def sizes_of_all(whole: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
-    """Returns how much each rank gets along a dimension that all hold whole."""
+    """Return all ranks' sizes of a dimension after sharding, from its full size `whole`."""
     length = whole if length is None else length
     if length and whole % length:
-        raise AssertionError(f"{whole} tokens are not whole sequences of {length}")
+        raise AssertionError(f"{whole} tokens are not a multiple of the sequence length {length}")
     count = whole // length if length else 0
     return [count * sequence_length(length, ranks.size, rank) for rank in range(ranks.size)]
 
@@ -240,7 +236,7 @@ class _Cut(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
         part = x.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])
-        return part.clone(memory_format=torch.contiguous_format)  # what follows may change it in place
+        return part.clone(memory_format=torch.contiguous_format)  # callers may modify it in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -272,7 +268,7 @@ class _ScatterSum(torch.autograd.Function):
 
 
 def gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Joins the ranks' parts; shorter ones travel with a gap behind them, as pieces are of one length."""
+    """All-gather shards of uneven sizes, padded to the largest; not differentiable. Collective: yes."""
     if x.shape[dim] != sizes[ranks.rank]:
         raise AssertionError(f"rank {ranks.rank} has {x.shape[dim]} along dimension {dim}, not one of {list(sizes)}")
     own = sizes[ranks.rank]
@@ -290,10 +286,12 @@ def gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Seque
 def start_summed_part(
     x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Starts the sum of the ranks' tensors, of which each keeps its own part; nobody may touch `x` until the end.
+    """Start a reduce-scatter into shards of uneven sizes; `x` must not be modified until it is complete.
 
     Returns:
-        Room for this rank's part, and a function that waits until it is there.
+        The output tensor of this rank's shard, and a function that waits until it is filled.
+
+    Collective: yes.
     """
     if x.shape[dim] != sum(sizes):
         raise AssertionError(f"{x.shape[dim]} along dimension {dim} are not the {list(sizes)} of the ranks")
@@ -324,6 +322,6 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
 
 
 def _lies_outermost(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> bool:
-    """Returns whether equal parts behind each other in memory are the joined tensor."""
+    """Whether the gathered tensor is the concatenation of equal shards in memory."""
     dim %= x.dim()
     return len(set(sizes)) == 1 and all(size == 1 for size in x.shape[:dim])

@@ -1,4 +1,4 @@
-"""Products of row-parallel layers whose sum over the ranks goes on chunk by chunk: see Note [Chunks]."""
+"""Chunked matmul and reduce-scatter of row-parallel layers; see Note [Chunks]."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def scattered_product(
     is_transposed: bool,
     later: LaterGradient | None = None,
 ) -> torch.Tensor:
-    """Returns this rank's tokens of the sum over the ranks of `x @ weight.t()`, as `scatter_sum` makes them of that.
+    """Return the reduce-scatter of `x @ weight.t()` over the tokens, like `scatter_sum` of that product.
 
     Args:
-        x: Tokens along the last dimension but one, the same number on all ranks; features last.
-        weight: (outputs, inputs).
-        ranks: Who sums.
-        sizes: How many tokens each rank gets; not none altogether.
-        is_transposed: The weight is (inputs, outputs).
-        later: How the weight's gradient is left for later; None: it is not.
+        x: Input with tokens in the second to last dimension, the same number on all ranks, and features last.
+        weight: Weight (outputs, inputs).
+        ranks: The tensor-parallel group.
+        sizes: Number of tokens of each rank, not all 0.
+        is_transposed: If True, the weight is (inputs, outputs).
+        later: The weight's deferrable gradient; optional, defaults to computing it in backward.
 
-    Collective, also in backward.
+    Collective: in forward and backward.
     """
     y: torch.Tensor = _ScatteredProduct.apply(x, weight, ranks, tuple(sizes), is_transposed, later)  # type: ignore[no-untyped-call]
     return y
@@ -87,7 +87,7 @@ class _ScatteredProduct(torch.autograd.Function):
 def _gathered_product(
     grad: torch.Tensor, weight: torch.Tensor | None, chunks: Chunks
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the gradient of the tokens of all ranks, and its product with the weight."""
+    """Return the gathered output gradient, and its matmul with the weight."""
     shape = (*grad.shape[:-2], chunks.num_whole)
     whole = grad.new_empty((*shape, grad.shape[-1]))
     grad_x = None if weight is None else grad.new_empty((*shape, weight.shape[-1]))
@@ -99,12 +99,12 @@ def _gathered_product(
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """Returns the gradient of a linear layer's weight, from that of its output, for all tokens at once."""
+    """Return the gradient of a linear layer's weight from the gradient of its output and its input."""
     left, right = gradient_pair(grad, x, is_transposed)
     return left.t() @ right
 
 
 def gradient_pair(grad: torch.Tensor, x: torch.Tensor, is_transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `weight_gradient` multiplies: `left` and `right` of `left.t() @ right`."""
+    """Return the operands of `weight_gradient`: `left` and `right` of `left.t() @ right`."""
     rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
     return (inputs, rows) if is_transposed else (rows, inputs)

@@ -1,13 +1,11 @@
-"""Logits that are split over the ranks by vocabulary entry, and behave as the whole ones.
+"""Vocabulary-parallel logits that behave like the full logits.
 
-Note [Split logits]
-The largest activation of a language model is its logits, and most often all that happens to them is a cast, a change of
-shape and a cross-entropy, all of which work on the parts. So a split output head returns a tensor that shows the shape
-of the whole logits and holds a part. The few operations named here keep it split. Whatever else is done to it, first
-gathers the logits, once, and goes on with an ordinary tensor: slower, but never a wrong number. Functions that go
-past torch's override mechanism, such as an autograd function of the user's own, meet the same below autograd: the
-tensor's own graph leads through `_Shown`, whose backward keeps a rank's part of a whole gradient.
-Gathering is collective: all ranks have to do the same with their logits.
+Logits are the largest activation of a language model, and mostly only cast, reshaped and passed to a cross-entropy, all
+of which work on shards. So a vocabulary-parallel head returns a tensor subclass with the shape of the full logits that
+holds a shard. The operations in `split_operations` keep it sharded. Any other operation first gathers the logits, once,
+and continues with a plain tensor: slower, but correct. Functions that bypass torch's override mechanism, such as a
+user's autograd function, are handled below autograd: the tensor's graph contains `_Shown`, whose backward returns this
+rank's shard of a full gradient. The gathering is collective, so all ranks must apply the same operations.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ __all__ = ["SplitLogits"]
 
 
 class SplitLogits(torch.Tensor):
-    """Logits of which this rank has some vocabulary entries; see Note [Split logits]. Made by `SplitLogits.of`."""
+    """Logits sharded over the vocabulary, with the shape of the full logits. Created by `SplitLogits.of`."""
 
     _local: torch.Tensor
     _ranks: TensorParallelRanks
@@ -36,12 +34,12 @@ class SplitLogits(torch.Tensor):
 
     @staticmethod
     def of(local: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> SplitLogits:
-        """Returns logits from this rank's part of them.
+        """Return logits from this rank's shard.
 
         Args:
-            local: This rank's entries along the last dimension; it may have none.
-            ranks: Who have the others.
-            sizes: Entries of each rank.
+            local: This rank's entries along the last dimension, possibly none.
+            ranks: The tensor-parallel group.
+            sizes: Number of entries of each rank.
         """
         shown: SplitLogits = _Shown.apply(local, ranks, tuple(sizes))  # type: ignore[no-untyped-call]
         shown._local, shown._ranks, shown._sizes, shown._whole = local, ranks, tuple(sizes), None
@@ -50,31 +48,31 @@ class SplitLogits(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's entries. No communication."""
+        """This rank's entries. Collective: no."""
         return self._local
 
     @property
     def ranks(self) -> TensorParallelRanks:
-        """Who have the other entries."""
+        """The tensor-parallel group."""
         return self._ranks
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Entries of each rank."""
+        """Number of entries of each rank."""
         return self._sizes
 
     @property
     def first_entry(self) -> int:
-        """Number of this rank's first entry."""
+        """Index of this rank's first entry."""
         return sum(self._sizes[: self._ranks.rank])
 
     @property
     def is_connected(self) -> bool:
-        """Whether this rank's entries have the graph of the logits; those that an autograd function returns do not."""
+        """Whether the local entries have the logits' graph; not so for outputs of an autograd function."""
         return self.grad_fn is self._node
 
     def whole(self) -> torch.Tensor:
-        """Returns the logits as an ordinary tensor, which is the same on all ranks. Collective at the first call."""
+        """Return the full logits as a plain tensor, equal on all ranks. Collective: the first call."""
         is_late = self._whole is not None and self._whole.requires_grad < self.requires_grad
         if self._whole is None or (is_late and torch.is_grad_enabled()):
             if self.is_connected:
@@ -84,15 +82,15 @@ class SplitLogits(torch.Tensor):
         return self._whole  # type: ignore[return-value]
 
     def with_local(self, local: torch.Tensor) -> SplitLogits:
-        """Returns logits of which this rank has other values, at the same entries."""
+        """Return logits with other local values of the same entries."""
         return SplitLogits.of(local, self._ranks, self._sizes)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Returns a text without the numbers, as one rank may print alone. No communication."""
+        """Return a description without values, so that a single rank may print it. Collective: no."""
         return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, entries per rank={list(self._sizes)})"
 
     def __format__(self, specification: str) -> str:
-        """Returns the text of `repr`."""
+        """Return `repr(self)`."""
         return repr(self)
 
     @classmethod
@@ -103,7 +101,7 @@ class SplitLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Keeps what stays split split, and gathers for everything else."""
+        """Run supported functions on shards, and all others on the gathered logits."""
         kwargs = dict(kwargs or {})
         if is_shown(func):
             with torch._C.DisableTorchFunctionSubclass():
@@ -129,7 +127,7 @@ class SplitLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Gathers for what came past `__torch_function__`."""
+        """Gather for operations that bypassed `__torch_function__`."""
         if func._schema.is_mutable:  # type: ignore[attr-defined]
             raise RuntimeError(_refusal(str(func)))
         args, kwargs = tree_map_only(SplitLogits, _whole_values, (tuple(args), dict(kwargs or {})))
@@ -143,13 +141,13 @@ def _whole_values(logits: SplitLogits) -> torch.Tensor:
 
 def _refusal(name: str) -> str:
     return (
-        f"{name} on logits that are split over the ranks by vocabulary would change or watch a part of them only: call"
-        " it on `logits.whole()`, or give parallel_output=False to the plugin"
+        f"{name} on logits that are sharded over the vocabulary would affect this rank's shard only: call it on"
+        " `logits.whole()`, or give parallel_output=False to the plugin"
     )
 
 
 class _Shown(torch.autograd.Function):
-    """Shows the shape of the whole logits to autograd."""
+    """Wrap a shard as a tensor with the shape of the full logits."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> torch.Tensor:
@@ -166,7 +164,7 @@ class _Shown(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers logits of which only the whole has a graph."""
+    """Gather logits whose local entries have no graph."""
 
     @staticmethod
     def forward(ctx: Any, logits: SplitLogits) -> torch.Tensor:

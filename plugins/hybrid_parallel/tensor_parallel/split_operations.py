@@ -1,7 +1,7 @@
-"""Which operations leave the last dimension of logits alone, and what they do to a rank's part of it.
+"""Operations of vocabulary-parallel logits that work on a rank's shard.
 
-Each function takes split logits and what the operation is called with, and returns its result; `NotImplemented` where
-these arguments reach into the last dimension.
+Each handler takes the logits and the operation's other arguments, and returns its result, or `NotImplemented` if the
+arguments affect the last dimension.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = ["HANDLERS", "is_refused", "is_shown"]
 
-_PLAIN = (torch.Tensor, FakeTensor)  # no subclass that would do something else with them
+_PLAIN = (torch.Tensor, FakeTensor)  # other subclasses may override the operations
 
 
 def is_shown(function: Callable[..., Any]) -> bool:
-    """Returns whether the shape, the format and the graph of the logits are all that a function asks for."""
+    """Whether a function reads only metadata of the logits: shape, dtype, device or graph."""
     return function in _SHOWN
 
 
 def is_refused(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a function changes or watches the tensor itself, of which a rank has a part only."""
+    """Whether a function modifies the tensor in place or hooks it, which would affect a rank's shard only."""
     name = getattr(function, "__name__", "")
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     return is_in_place or kwargs.get("out") is not None
@@ -46,7 +46,7 @@ def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 def _scaled(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def apply(logits: SplitLogits, other: Any) -> Any:
-        # The gradient of a factor that is learned would be this rank's share of it.
+        # The gradient of a trained factor would be partial.
         is_number = isinstance(other, (int, float)) or (
             isinstance(other, torch.Tensor) and other.dim() == 0 and not other.requires_grad
         )
@@ -68,7 +68,7 @@ def _reshape(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
     known = math.prod(size for size in sizes if size != -1)
     shape = [logits.numel() // max(known, 1) if size == -1 else size for size in sizes]
     if list(sizes).count(-1) > 1 or math.prod(shape) != logits.numel() or shape[-1] != logits.shape[-1]:
-        return NotImplemented  # or wrong: the whole tensor's error says how
+        return NotImplemented  # or an invalid shape, for which the full tensor raises torch's error
     return logits.with_local(logits.local.reshape(*shape[:-1], logits.local.shape[-1]))
 
 
@@ -84,7 +84,7 @@ def _getitem(logits: SplitLogits, index: Any) -> Any:
 
 
 def _leaves_last(parts: Sequence[Any], num_dims: int) -> bool:
-    """Returns whether an index selects nothing of the last dimension, and puts none behind it."""
+    """Whether an index keeps the last dimension in full and in the last position."""
     if not parts or not all(_is_simple(part) for part in parts):
         return False
     if isinstance(parts[-1], slice) and parts[-1] == slice(None):
@@ -125,7 +125,7 @@ def _cross_entropy(
         return NotImplemented
     local = logits.local
     if torch.is_autocast_enabled(local.device.type):
-        local = local.float()  # as autocast has it for this function
+        local = local.float()  # autocast runs cross_entropy in fp32
     return split_cross_entropy(
         local,
         target,

@@ -1,4 +1,4 @@
-"""Which features of a dimension each tensor-parallel rank holds: numbers only, the same on every rank."""
+"""Sharding of a dimension's features over tensor-parallel ranks. Pure functions, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from booster.interface.parameter_layout import Box, LayoutPiece, ParameterLayout
 __all__ = ["Block", "UnitRange", "local_sizes", "split_layout", "units_of_rank", "vocabulary_layout", "vocabulary_rows"]
 
 # Note [Units and groups]
-# A dimension that is split consists of one block, or of several behind each other (query, key and value of a fused
-# projection; gate and up). A block consists of units that stay together on one rank: the features of a head, or single
-# ones. With grouped-query attention several query heads read one key-value head: the block of queries has `num_units`
-# query heads in `num_groups` groups, that of keys as many units as groups. If there are enough groups, ranks take whole
-# groups, as evenly as goes. If there are fewer groups than ranks, they take query heads as evenly as goes, and each of
-# them has the key-value heads that its own query heads read: some are on several ranks, primary on the first of these.
+# A sharded dimension consists of one block or of several consecutive ones (query, key and value of a fused projection;
+# gate and up). A block consists of indivisible units: heads, or single features. With grouped-query attention several
+# query heads read one key-value head: the block of queries has `num_units` query heads in `num_groups` groups, that of
+# keys one unit per group. With at least as many groups as ranks, groups are distributed as evenly as possible. With
+# fewer groups than ranks, query heads are distributed as evenly as possible, and each rank holds the key-value heads
+# that its query heads read: some are replicated on several ranks, of which the first is primary.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Features that are split alike; see Note [Units and groups].
+    """Consecutive features that are sharded in the same way; see Note [Units and groups].
 
     Attributes:
-        num_units: How many units there are.
-        unit_size: Features of a unit.
-        num_query_units: Units of the block whose groups decide which rank holds what; None: this block's own.
-        num_groups: Groups of these; None: every unit is a group.
+        num_units: Number of units, which are not divided between ranks.
+        unit_size: Number of features per unit.
+        num_query_units: Number of units of the query block that determines the sharding; optional, defaults to
+            `num_units`.
+        num_groups: Number of groups of query units; optional, defaults to one group per unit.
     """
 
     num_units: int
@@ -44,12 +45,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class UnitRange:
-    """The units of a block that a rank holds.
+    """Range of a block's units on a rank.
 
     Attributes:
         start: First unit.
-        stop: One past the last.
-        num_foreign: How many of them, from the first on, another rank counts.
+        stop: End of the range, exclusive.
+        num_foreign: Number of leading units whose primary copy is on another rank.
     """
 
     start: int
@@ -58,17 +59,17 @@ class UnitRange:
 
 
 def units_of_rank(block: Block, num_ranks: int, rank: int) -> UnitRange:
-    """Returns the units of a block that a rank holds.
+    """Return the units of a block that a rank holds.
 
     Raises:
-        ConfigError: There are more ranks than units, or the rank's query heads don't share key-value heads evenly.
+        ConfigError: There are more ranks than units, or the rank's query heads share key-value heads unevenly.
     """
     num_queries = block.num_query_units or block.num_units
     num_groups = block.num_groups or num_queries
     if num_queries < num_ranks:
         raise ConfigError(
-            f"tp_size={num_ranks} divides {num_queries} heads or features, so that some ranks would have none: take a"
-            f" tp_size of at most {num_queries}, or leave the module out of the plan"
+            f"tp_size={num_ranks} is larger than the {num_queries} heads or features of a module, so some ranks would"
+            f" have none: use a tp_size of at most {num_queries}, or leave the module out of the plan"
         )
     per_group = num_queries // num_groups
     if num_groups >= num_ranks:
@@ -83,32 +84,32 @@ def units_of_rank(block: Block, num_ranks: int, rank: int) -> UnitRange:
     if len(counts) > 1:
         raise ConfigError(
             f"tp_size={num_ranks} gives rank {rank} the query heads {first} to {last - 1} of {num_queries}, which share"
-            f" {num_groups} key-value heads unevenly: take a tp_size of at most {num_groups}, or a multiple of it"
+            f" {num_groups} key-value heads unevenly: use a tp_size of at most {num_groups}, or a multiple of it"
         )
     return UnitRange(start, stop, num_foreign=int(first % per_group > 0))
 
 
 def local_sizes(blocks: Sequence[Block], num_ranks: int) -> list[int]:
-    """Returns how many features each rank holds of blocks that lie behind each other."""
+    """Return each rank's number of features of consecutive blocks."""
     ranges = [[(block, units_of_rank(block, num_ranks, rank)) for block in blocks] for rank in range(num_ranks)]
     return [sum((held.stop - held.start) * block.unit_size for block, held in of_rank) for of_rank in ranges]
 
 
 def split_layout(shape: Sequence[int], dim: int, blocks: Sequence[Block], num_ranks: int, rank: int) -> ParameterLayout:
-    """Returns a rank's part of a parameter of which one dimension is split.
+    """Return the shard spec of a parameter that is sharded along one dimension.
 
     Args:
-        shape: Of the logical tensor.
-        dim: The dimension that is split.
-        blocks: What it consists of; their sizes add up to its length.
-        num_ranks: Ranks that share the parameter.
-        rank: This one among them.
+        shape: Shape of the logical tensor.
+        dim: The sharded dimension.
+        blocks: Consecutive blocks of the dimension; their sizes add up to its length.
+        num_ranks: Number of tensor-parallel ranks.
+        rank: This rank among them.
     """
     dim %= len(shape)
     if sum(block.size for block in blocks) != shape[dim]:
         raise ConfigError(
-            f"the plan splits a dimension of {shape[dim]} features into blocks of {[block.size for block in blocks]},"
-            " which don't add up: give the blocks that the model's forward takes it apart into"
+            f"the plan divides a dimension of {shape[dim]} features into blocks of {[block.size for block in blocks]},"
+            " which do not add up: give the sizes into which the model's forward splits the dimension"
         )
     pieces = []
     offset = position = 0
@@ -128,13 +129,13 @@ def split_layout(shape: Sequence[int], dim: int, blocks: Sequence[Block], num_ra
 
 
 def vocabulary_rows(size: int, multiple: int, num_ranks: int, rank: int) -> tuple[int, int, int]:
-    """Returns first row, one past the last, and how many rows a rank has room for, of a vocabulary split in order.
+    """Return a rank's first row of the vocabulary, the end of its rows (exclusive), and its padded number of rows.
 
     Args:
-        size: Entries of the vocabulary.
-        multiple: What all ranks' room together is a multiple of.
-        num_ranks: Ranks that share it; each has as much room.
-        rank: This one among them.
+        size: Number of entries of the vocabulary.
+        multiple: Multiple to which the vocabulary is padded.
+        num_ranks: Number of tensor-parallel ranks, all with the same padded number of rows.
+        rank: This rank among them.
     """
     step = math.lcm(multiple, num_ranks)
     room = -(-size // step) * step // num_ranks
@@ -143,7 +144,7 @@ def vocabulary_rows(size: int, multiple: int, num_ranks: int, rank: int) -> tupl
 
 
 def vocabulary_layout(shape: Sequence[int], multiple: int, num_ranks: int, rank: int) -> ParameterLayout:
-    """Returns a rank's part of a parameter whose rows are the vocabulary, which is padded with rows of zeros."""
+    """Return the shard spec of a parameter whose rows are the vocabulary, padded with zeros."""
     start, stop, room = vocabulary_rows(shape[0], multiple, num_ranks, rank)
     rows = stop - start
     pieces = (_piece(shape, 0, (0, rows), (start, rows), True),) if rows > 0 else ()
@@ -151,7 +152,7 @@ def vocabulary_layout(shape: Sequence[int], multiple: int, num_ranks: int, rank:
 
 
 def _share(count: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Returns which of so many things a rank takes; the first ranks take one more where they don't divide."""
+    """Return a rank's even share of a range; the first ranks get one more if the count is not divisible."""
     base, rest = divmod(count, num_ranks)
     start = rank * base + min(rank, rest)
     return start, start + base + (rank < rest)
