@@ -187,12 +187,12 @@ def test_models_of_other_plugins_are_shared_too(model):
 
 @pytest.mark.parametrize("model", ["torch_transformer", "mlp_odd", "lstm", "convnet_batchnorm"])
 def test_models_that_nothing_can_be_cut_of_are_refused(model):
-    with pytest.raises(RanksFailed, match=r"ConfigError: no tensor-parallel plan is known .* stays whole: "):
+    with pytest.raises(RanksFailed, match=r"ConfigError: no tensor-parallel plan is known .* is not sharded: "):
         assert_hybrid_equals_serial(model, TP_2, steps=1)
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [("user_mixer", "treat every token by itself"), ("mixtral", "needs the whole sequence")]
+    ("model", "reason"), [("user_mixer", "compute tokens independently"), ("mixtral", "needs the full sequence")]
 )
 def test_layers_that_need_the_whole_sequence_are_refused(model, reason):
     with pytest.raises(RanksFailed, match=f"ConfigError: .*{reason}"):

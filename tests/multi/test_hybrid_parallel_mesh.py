@@ -62,7 +62,7 @@ def test_axes_that_add_no_ranks_need_no_group():
 
 
 def _is_refused():
-    with pytest.raises(ConfigError, match="a mesh of dp 2 x pp 1 x sp 1 x tp 2 has 4 places, but there are 2 ranks"):
+    with pytest.raises(ConfigError, match="a mesh of dp 2 x pp 1 x sp 1 x tp 2 has 4 ranks, but the world size is 2"):
         HybridMesh("cpu", dp=2, pp=1, sp=1, tp=2)
 
 

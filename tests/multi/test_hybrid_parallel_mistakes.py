@@ -51,7 +51,7 @@ def shapes(model):
 def test_arguments_are_refused_when_the_plugin_is_made():
     with pytest.raises(ConfigError, match="pp_size=2 without num_microbatches and microbatch_size"):
         HybridParallelPlugin(tp_size=1, pp_size=2)
-    with pytest.raises(ConfigError, match="tp_size=3 asks for groups of 3 ranks, into which 2 ranks cannot be divided"):
+    with pytest.raises(ConfigError, match="tp_size=3 needs groups of 3 ranks, which do not divide world_size=2"):
         HybridParallelPlugin(tp_size=3)
     with pytest.raises(ConfigError, match="leave custom_policy out"):
         HybridParallelPlugin(tp_size=2, plan=PLAN, custom_policy=PLAN)
@@ -68,16 +68,16 @@ def test_the_configuration_style():
     assert HybridParallelPlugin.from_config({}, zero_stage=1).axis_sizes() == {"dp": 2, "pp": 1, "sp": 1, "tp": 1}
     assert HybridParallelPlugin.from_config({"data": 2}).dp_size == 2
     for config, said in [
-        ({"tensor": 2}, "does not say how: write tensor="),
-        ({"tensor": {"size": 2, "mode": "2d"}}, "mode '2d' comes in a later version"),
-        ({"tensor": {"size": 2, "mode": "1D"}}, "mode '1D' is not known"),
-        ({"tensor": {"size": 4, "mode": "1d"}}, "into which 2 ranks cannot be divided"),
+        ({"tensor": 2}, "has no mode: write tensor="),
+        ({"tensor": {"size": 2, "mode": "2d"}}, "mode '2d' is not supported yet"),
+        ({"tensor": {"size": 2, "mode": "1D"}}, "mode '1D' is unknown"),
+        ({"tensor": {"size": 4, "mode": "1d"}}, "which do not divide world_size=2"),
         ({"pipeline": 2}, "pp_size=2 without num_microbatches and microbatch_size"),
-        ({"data": 1}, "data=1 times pipeline=1 and tensor=1 is 1 ranks, and there are 2"),
+        ({"data": 1}, "data=1 times pipeline=1 and tensor=1 is 1 ranks, but the world size is 2"),
     ]:
         with pytest.raises(ConfigError, match=said):
             HybridParallelPlugin.from_config(config)
-    with pytest.raises(ConfigError, match="tp_size=2 was given beside the configuration"):
+    with pytest.raises(ConfigError, match="tp_size=2 was given in addition to 'tensor'=2 of the configuration"):
         HybridParallelPlugin.from_config({"tensor": {"size": 2, "mode": "1d"}}, tp_size=2)
 
 
@@ -178,7 +178,7 @@ def test_a_model_that_is_boosted_twice():
 
 @distributed(world_size=2)
 def test_a_stack_is_needed_to_compute_layers_again():
-    with pytest.raises(ConfigError, match="Pair has no stack of like layers whose forward could be computed again"):
+    with pytest.raises(ConfigError, match="Pair has no stack of equal layers to recompute"):
         boosted(gradient_checkpoint_config=True)
 
 
@@ -209,7 +209,7 @@ def test_layers_that_combine_tokens_beside_attention_are_no_stack_to_split():
     plugin = HybridParallelPlugin(
         precision="fp32", enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all", sp_size=2
     )
-    with pytest.raises(ConfigError, match=r"layers\.0\.mix is a Conv1d, which combines tokens"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.mix is a Conv1d, which mixes tokens"):
         Booster(plugin=plugin).boost(Convolved())
 
 

@@ -230,7 +230,7 @@ def test_mistakes_are_named():
         query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
         with pytest.raises(ConfigError, match="enable_gqa=True"):
             sequence_attention(query, key, key, ranks, length=6)
-        with pytest.raises(ConfigError, match=r"make it outside of the layers"):
+        with pytest.raises(ConfigError, match=r"create it outside of the layers"):
             sequence_attention(query, query, query, ranks, length=6, attn_mask=torch.ones(3, 3, dtype=torch.bool))
         with pytest.raises(ConfigError, match="is_causal=True"):
             sequence_attention(query, query, query, ranks, length=6, attn_mask=torch.ones(6, 6), is_causal=True)

@@ -395,8 +395,8 @@ def test_what_would_be_wrong_is_refused(mode):
     ranks = SequenceParallelRanks(None, mode)
     x = torch.randn(3, 8, 8)
     for layer, message in [
-        (_Mixer(), "computes without F.scaled_dot_product_attention"),
-        (_LocalMask(), "make it outside of the layers"),
+        (_Mixer(), "uses neither F.scaled_dot_product_attention"),
+        (_LocalMask(), "create it outside of the layers"),
         (_WithWeights(), "need_weights=False"),
         (_BatchSecond(), "hidden states"),
     ]:

@@ -145,7 +145,7 @@ def test_a_model_is_freed():
 
 
 def test_no_layers():
-    with pytest.raises(ConfigError, match="Linear has no stack of like layers whose forward could be computed again"):
+    with pytest.raises(ConfigError, match="Linear has no stack of equal layers to recompute"):
         checkpoint_layers(nn.Linear(2, 2), [], ALL)
 
 

@@ -46,19 +46,19 @@ def refused(world_size=8, **given):
 
 # Argument, value, and what the message says to write instead.
 BAD_VALUES = [
-    *[(name, value, "give a whole number from 1") for name in ("tp_size", "pp_size") for value in (0, -1, 2.0, None)],
-    ("tp_size", True, "give a whole number from 1"),
-    *[("sp_size", value, "give a whole number from 1, or None") for value in (0, 2.0, "2", True)],
+    *[(name, value, "give a positive integer") for name in ("tp_size", "pp_size") for value in (0, -1, 2.0, None)],
+    ("tp_size", True, "give a positive integer"),
+    *[("sp_size", value, "give a positive integer, or None") for value in (0, 2.0, "2", True)],
     *[("precision", value, "choose one of fp32, bf16, fp16") for value in ("fp23", None, ["fp16"], torch.float16)],
     *[
-        ("zero_stage", value, "0, which keeps optimizer states whole, 1, which divides them")
+        ("zero_stage", value, "0 to shard nothing, 1 to shard optimizer states")
         for value in (3, -1, True, None, "1", 1.0, [1])
     ],
     *[("make_vocab_size_divisible_by", value, "such as 64") for value in (0, 1.5, None, True)],
     ("max_norm", -1.0, "give a positive number, or 0 for no clipping"),
     ("norm_type", 0, "give a positive number, or float('inf')"),
-    *[("ddp_bucket_cap_mb", value, "above 0, such as 25") for value in (0, -1, INF, NAN, None, True)],
-    *[("zero_bucket_size_in_m", value, "above 0, such as 12") for value in (0, -1, INF, NAN, None)],
+    *[("ddp_bucket_cap_mb", value, "must be a positive number") for value in (0, -1, INF, NAN, None, True)],
+    *[("zero_bucket_size_in_m", value, "must be a positive number") for value in (0, -1, INF, NAN, None)],
     ("communication_dtype", torch.int8, "torch.float32, torch.bfloat16, torch.float16, or None"),
     *[("num_microbatches", value, "give a whole number from 1, or None") for value in (0, 1.5, True)],
     ("microbatch_size", -2, "give a whole number from 1, or None"),
@@ -108,8 +108,8 @@ def test_every_argument_has_a_default_that_can_be():
         ({"sequence_parallelism_mode": "ring"}, "set enable_sequence_parallelism=True, or leave the mode out"),
         ({"sp_size": 2}, "or leave sp_size out"),
         ({"enable_sequence_parallelism": True}, "tp_size=1 and sp_size=None has no ranks"),
-        ({"enable_sequence_parallelism": True, "sp_size": 2}, "does not say how a sequence is divided"),
-        ({"enable_sequence_parallelism": True, "sp_size": 2, "tp_size": 2}, "does not say how a sequence is divided"),
+        ({"enable_sequence_parallelism": True, "sp_size": 2}, "sp_size=2 needs a mode: give"),
+        ({"enable_sequence_parallelism": True, "sp_size": 2, "tp_size": 2}, "sp_size=2 needs a mode: give"),
         *[
             ({"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode, **more}, said)
             for modes, more, said in (
@@ -155,7 +155,7 @@ def test_a_mode_that_was_left_out_is_worked_out_and_said(sp_size):
     assert given.tensor_axis_mode == given.sequence_mode == "split_gather"
     assert given.own_axis_mode is None
     (line,) = given.remarks()
-    assert "sequence_parallelism_mode='split_gather' is used" in line
+    assert "using sequence_parallelism_mode='split_gather'" in line
 
 
 def test_no_sequence_parallelism():
@@ -169,12 +169,12 @@ def test_no_sequence_parallelism():
 
 def test_sizes_that_do_not_divide_the_world():
     assert refused(6, tp_size=4) == (
-        "tp_size=4 asks for groups of 4 ranks, into which 6 ranks cannot be divided: choose sizes whose product is one"
-        " of 1, 2, 3, 6, or start a multiple of 4 ranks"
+        "tp_size=4 needs groups of 4 ranks, which do not divide world_size=6: choose sizes whose product is one of 1,"
+        " 2, 3, 6, or start a multiple of 4 ranks"
     )
     message = refused(6, tp_size=2, sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all")
-    assert message.startswith("sp_size=2 x tp_size=2 asks for groups of 4 ranks, into which 6 ranks cannot be divided")
-    assert "into which 1 ranks" in refused(1, tp_size=2)
+    assert message.startswith("sp_size=2 x tp_size=2 needs groups of 4 ranks, which do not divide world_size=6")
+    assert "world_size=1:" in refused(1, tp_size=2)
 
 
 def test_data_parallel_ranks_are_what_is_left():
@@ -263,36 +263,36 @@ def test_a_configuration_with_further_arguments():
     [
         (
             {"tensor": 4},
-            "tensor=4 splits layers over 4 ranks and does not say how: write tensor=dict(size=4, mode='1d')",
+            "tensor=4 shards layers over 4 ranks but has no mode: write tensor=dict(size=4, mode='1d')",
         ),
         ({"tensor": {"size": 4}}, "write tensor=dict(size=4, mode='1d')"),
         ({"tensor": {"size": 4, "mode": None}}, "write tensor=dict(size=4, mode='1d')"),
-        ({"tensor": {"size": 4, "mode": "4d"}}, "mode '4d' is not known: use mode='1d'"),
-        ({"tensor": {"size": 4, "mode": 1}}, "mode 1 is not known: use mode='1d'"),
-        ({"tensor": {"size": 4, "mode": ["1d"]}}, "mode ['1d'] is not known: use mode='1d'"),
+        ({"tensor": {"size": 4, "mode": "4d"}}, "mode '4d' is unknown: use mode='1d'"),
+        ({"tensor": {"size": 4, "mode": 1}}, "mode 1 is unknown: use mode='1d'"),
+        ({"tensor": {"size": 4, "mode": ["1d"]}}, "mode ['1d'] is unknown: use mode='1d'"),
         *[
             (
                 {"tensor": {"size": 4, "mode": mode, "depth": 2}},
-                f"mode {mode!r} comes in a later version: use mode='1d'",
+                f"mode {mode!r} is not supported yet: use mode='1d'",
             )
             for mode in ("2d", "2.5d", "3d", "sequence")
         ],
         ({"tensor": {"mode": "sequence", "size": 2}}, "or sequence_parallelism_mode='ring_attn' with sp_size"),
         ({"tensor": {"mode": "1d"}}, "has no 'size': write tensor=dict(size=4, mode='1d')"),
-        ({"tensor": {"size": 4, "mode": "1d", "depth": 2}}, "has 'depth', which means nothing there"),
-        ({"tensor": {"size": 0, "mode": "1d"}}, "give a whole number from 1"),
-        ({"tensor": "4"}, "give a whole number from 1"),
-        ({"pipeline": 0}, "pipeline=0 has no number of ranks: give a whole number from 1"),
-        ({"pipeline": True}, "give a whole number from 1"),
-        ({"pipeline": 2.0}, "give a whole number from 1"),
-        ({"pipeline": None}, "give a whole number from 1"),
+        ({"tensor": {"size": 4, "mode": "1d", "depth": 2}}, "has the unknown key 'depth'"),
+        ({"tensor": {"size": 0, "mode": "1d"}}, "give a positive integer"),
+        ({"tensor": "4"}, "give a positive integer"),
+        ({"pipeline": 0}, "pipeline=0 is not a number of ranks: give a positive integer"),
+        ({"pipeline": True}, "give a positive integer"),
+        ({"pipeline": 2.0}, "give a positive integer"),
+        ({"pipeline": None}, "give a positive integer"),
         ({"pipeline": {}}, "pipeline={} has no 'size': write pipeline=dict(size=2, num_microbatches=4)"),
-        ({"pipeline": {"size": 2, "mode": "1f1b"}}, "has 'mode', which means nothing there"),
-        ({"data": 2}, "data=2 times pipeline=1 and tensor=1 is 2 ranks, and there are 1: leave data out"),
-        ({"tensors": {"size": 4}}, "has 'tensors', which is no axis"),
+        ({"pipeline": {"size": 2, "mode": "1f1b"}}, "has the unknown key 'mode'"),
+        ({"data": 2}, "data=2 times pipeline=1 and tensor=1 is 2 ranks, but the world size is 1: leave data out"),
+        ({"tensors": {"size": 4}}, "has 'tensors', which is not a parallel axis"),
         ({"tp_size": 4}, "choose from data, pipeline, tensor"),
         ({"parallel": {"pipeline": 2}}, "from_config(config['parallel'])"),
-        (4, "the configuration 4 is of type int, which names no axes: give a dict"),
+        (4, "must be a dict of axes, got 4 of type int: give a dict"),
         ([("pipeline", 2)], "give a dict, such as dict(pipeline=dict(size=2, num_microbatches=4), tensor="),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_configuration_that_cannot_be(config, said):
 
 @pytest.mark.parametrize(("name", "axis"), [("tp_size", "tensor"), ("pp_size", "pipeline")])
 def test_a_size_given_beside_the_configuration(name, axis):
-    with pytest.raises(ConfigError, match=f"{name}=2 was given beside the configuration, whose '{axis}' says 1: leave"):
+    with pytest.raises(ConfigError, match=f"{name}=2 was given in addition to '{axis}'=1 of the configuration: leave"):
         arguments_from_config({}, {name: 2})
 
 

@@ -166,5 +166,5 @@ def test_what_can_not_be_divided_is_refused(blocks, ranks, told):
 
 
 def test_blocks_have_to_add_up():
-    with pytest.raises(ConfigError, match="don't add up"):
+    with pytest.raises(ConfigError, match="do not add up"):
         split_layout((7, 3), 0, [Block(num_units=6)], 2, 0)

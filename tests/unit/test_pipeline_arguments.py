@@ -167,9 +167,9 @@ def test_a_value_that_cannot_be_is_refused_with_any_number_of_stages(given, inst
             {**TWO, "split": ["a", "b"]},
             "has 2 names, which divide a model into 3 pieces, and pp_size=2 needs 2: give 1",
         ),
-        ({**TWO, "zero_stage": 2}, "give zero_stage=1, which divides the optimizer states alike"),
+        ({**TWO, "zero_stage": 2}, "give zero_stage=1, which shards optimizer states as well"),
         ({**TWO, "gradient_checkpoint_config": {"num_layers_per_stage": [1]}}, "has 1 numbers for pp_size=2"),
-        ({**TWO, "world_size": 3}, "pp_size=2 asks for groups of 2 ranks, into which 3 ranks cannot be divided"),
+        ({**TWO, "world_size": 3}, "pp_size=2 needs groups of 2 ranks, which do not divide world_size=3"),
     ],
 )
 def test_arguments_that_cannot_be_together(given, said):
@@ -247,11 +247,11 @@ def test_layers_that_are_computed_again_by_stage():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_layers_per_stage": [1, 1], "ratio": 1.0}, "and ratio=1.0 both say how many layers"),
+        ({"num_layers_per_stage": [1, 1], "ratio": 1.0}, "and ratio=1.0 both set the number of recomputed layers"),
         ({"num_layers_per_stage": [1, 1, 1]}, "has 3 numbers for pp_size=2 stages"),
         ({"num_layers_per_stage": []}, "has 0 numbers for pp_size=2 stages"),
         *[
-            ({"num_layers_per_stage": value}, "whole numbers from 0")
+            ({"num_layers_per_stage": value}, "must be a list of non-negative integers")
             for value in ([1, -1], [1.0, 1], "11", 2, [True, 1])
         ],
     ],
@@ -276,12 +276,12 @@ def test_a_configuration_with_stages():
 @pytest.mark.parametrize(
     ("pipeline", "more", "said"),
     [
-        ({"size": 2, "num_stages": 2}, {}, "has 'num_stages', which means nothing there: write pipeline=dict(size=2,"),
+        ({"size": 2, "num_stages": 2}, {}, "has the unknown key 'num_stages': write pipeline=dict(size=2,"),
         ({"num_microbatches": 4}, {}, "has no 'size': write pipeline=dict(size=2, num_microbatches=4)"),
         (
             {"size": 2, "num_microbatches": 4},
             {"num_microbatches": 8},
-            "num_microbatches=8 was given beside the configuration, whose 'pipeline' says 4: leave one of them out",
+            "num_microbatches=8 was given in addition to 4 in the configuration's 'pipeline': leave one of them out",
         ),
     ],
 )

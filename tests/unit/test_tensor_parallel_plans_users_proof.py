@@ -141,12 +141,12 @@ def test_right_plans_are_accepted_without_a_note(kind: type[nn.Module], plan: di
 
 
 def test_plain_colwise_on_a_fused_projection() -> None:
-    with pytest.raises(ConfigError, match=r"splits '0' \(Attention\).*\(1\) if 'c_attn' .* 'packed_colwise:3'"):
+    with pytest.raises(ConfigError, match=r"shards '0' \(Attention\).*\(1\) if 'c_attn' .* 'packed_colwise:3'"):
         choose_plan(layers(Attention), tp_size=2, plan={**ATTENTION, "*.c_attn": "colwise"})
 
 
 def test_sizes_of_the_whole_without_an_error() -> None:
-    said = r"'0' \(WholeHeadSize\).*'c_proj' \(rowwise\) is not given its rank's .* such as C // self.n_head.*head_dim"
+    said = r"'0' \(WholeHeadSize\).*'c_proj' \(rowwise\) does not get its rank's .* such as C // self.n_head.*head_dim"
     with pytest.raises(ConfigError, match=said):
         choose_plan(layers(WholeHeadSize), tp_size=2, plan=ATTENTION)
 
@@ -159,37 +159,38 @@ def test_sizes_of_the_whole_with_an_error() -> None:
 
 def test_colwise_and_rowwise_swapped() -> None:
     swapped = {"*.up": "rowwise", "*.down": "colwise"}
-    said = r"'up' \(rowwise\) is given all 32 features, .*\(1\) if 'colwise' and 'rowwise' are swapped, exchange them"
+    said = r"'up' \(rowwise\) gets all 32 features, .*\(1\) if 'colwise' and 'rowwise' are swapped, exchange them"
     with pytest.raises(ConfigError, match=said):
         choose_plan(layers(Pair), tp_size=2, plan=swapped)
 
 
 def test_layers_in_modules_of_their_own() -> None:
     model = nn.ModuleList([Outer(shifts=True)])
-    with pytest.raises(ConfigError, match=r"'0' \(Outer\).*'output\.0' \(rowwise\) is not given"):
+    with pytest.raises(ConfigError, match=r"'0' \(Outer\).*'output\.0' \(rowwise\) does not get"):
         choose_plan(model, tp_size=2, plan={"0.inner.0": "colwise", "0.output.0": "rowwise"})
 
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [(Asking, "its forward takes 'other' too, of which nothing is known"), (Noisy, "what it gives is random")],
+    [(Asking, "its forward has the further argument 'other', whose value is unknown"), (Noisy, "its output is random")],
 )
 def test_what_cannot_be_proven_is_accepted_with_a_note(kind: type[nn.Module], why: str) -> None:
     (note,) = choose_plan(layers(kind), tp_size=2, plan=PAIR).notes
-    assert note.startswith(f"* is split as the plan says, unproven: {why}")
+    assert note.startswith(f"* is sharded by the plan without verification: {why}")
 
 
 def test_whole_models_are_not_run() -> None:
     model = nn.ModuleDict({"layers": layers(Pair), "up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
     (note,) = choose_plan(model, tp_size=2, plan={"up": "colwise", "down": "rowwise"}).notes
-    assert note == "ModuleDict is split as the plan says, unproven: it holds whole layers, which are not run"
+    reason = "it contains full layers of a stack, which are not run"
+    assert note == f"ModuleDict is sharded by the plan without verification: {reason}"
 
 
 def test_bare_parameters_are_not_proven() -> None:
     model = Pair()
     model.scale = nn.Parameter(torch.ones(4, 32))
     (note,) = choose_plan(model, tp_size=2, plan={"up": "colwise", "down": "rowwise", "scale": "rowwise"}).notes
-    assert note.endswith("unproven: 'rowwise' of scale needs the other ranks")
+    assert note.endswith("without verification: 'rowwise' of scale needs communication with other ranks")
 
 
 def test_the_model_and_random_numbers_stay_as_they_are() -> None:
@@ -205,15 +206,15 @@ def test_the_model_and_random_numbers_stay_as_they_are() -> None:
 
 def test_a_derived_plan_says_what_to_change_in_the_forward() -> None:
     plan = choose_plan(nn.ModuleDict({"good": Pair(), "bad": WholeWidth()}), tp_size=2)
-    (note,) = (note for note in plan.notes if note.startswith("bad.c_attn stays whole: "))
-    assert "it raises when it is run in parts" in note
+    (note,) = (note for note in plan.notes if note.startswith("bad.c_attn is not sharded: "))
+    assert "it raises when it is run in shards" in note
     assert "C // self.n_head" in note
     assert "self.head_dim" in note
 
 
 @pytest.mark.parametrize("pattern", ["*.up.weight", "*.up.bias", "*.up.*"])
 def test_weights_of_layers_are_no_entries(pattern: str) -> None:
-    with pytest.raises(ConfigError, match=r"of a Linear: a layer is split as a whole.* Name the module, '\*\.up'"):
+    with pytest.raises(ConfigError, match=r"of a Linear, but styles apply to layers.* name the module, '\*\.up'"):
         choose_plan(layers(Pair), tp_size=2, plan={pattern: "colwise", "*.down": "rowwise"})
     with pytest.raises(ConfigError, match="the weight of a Embedding"):
         choose_plan(nn.ModuleDict({"table": nn.Embedding(8, 8)}), tp_size=2, plan={"table.weight": "colwise"})
