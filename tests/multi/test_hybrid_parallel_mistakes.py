@@ -97,7 +97,7 @@ def test_other_arguments_on_another_rank():
 
 @distributed(world_size=2)
 def test_an_argument_that_one_rank_alone_has_wrong():
-    with pytest.raises(ConfigError, match="tp_size=0 is no number of ranks"):
+    with pytest.raises(ConfigError, match="tp_size=0 is not a number of ranks"):
         HybridParallelPlugin(tp_size=dist.get_rank() * 2)
 
 
