@@ -153,8 +153,6 @@ class _Part(MemoryQuestion):
 
 
 class _HeldParameters(nn.Module):
-    """View of a model with some of its parameters and all of its buffers."""
-
     _whole: Any
     _held: set[str]
 

@@ -195,7 +195,6 @@ class HybridModel(ZeroModel):
         raise_on_all_ranks(error)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's state dict that are not parameters."""
         state = self.module.state_dict().items()
         return {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
 

@@ -87,7 +87,6 @@ def _present(module: nn.Module, attributes: tuple[str, ...], number: int) -> lis
 
 
 def _sources(kind: type[nn.Module]) -> list[str]:
-    """Return the source code of a class and its bases, as far as available."""
     found = []
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         with contextlib.suppress(OSError, TypeError):

@@ -300,6 +300,5 @@ def module_kind(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]
 
 
 def _numbers(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return a module's plain attributes, except for indices of layers."""
     plain = (int, float, bool, str)
     return tuple((name, value) for name, value in vars(module).items() if type(value) in plain and "idx" not in name)

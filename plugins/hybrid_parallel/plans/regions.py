@@ -130,7 +130,6 @@ def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
 
 
 def _input_of(name: str, module: nn.Module) -> tuple[str, str, int]:
-    """Return a key of a column-parallel layer's input."""
     leaf = name.rpartition(".")[2]
     source = leaf if leaf in _LATENT else ""
     if is_cross_attention(name):

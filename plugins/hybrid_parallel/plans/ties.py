@@ -88,7 +88,6 @@ def _refuse(names: list[str], given: Mapping[str, Style], other: str) -> None:
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
-    """Return the output head of a transformers model, if it has one."""
     for module in model.modules():
         ask: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
         if callable(ask) and (head := ask()) is not None:

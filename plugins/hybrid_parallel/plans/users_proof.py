@@ -108,7 +108,6 @@ def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
 
 
 def _common_owner(entries: list[PlannedEntry]) -> str:
-    """Return the name of the innermost module that contains all of these."""
     owners = [entry.name.split(".")[:-1] for entry in entries]
     common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
     return ".".join(parts[0] for parts in common)
@@ -197,7 +196,6 @@ def _shared_copy(module: nn.Module) -> nn.Module:
 
 
 def _fault_of_rank(copied: nn.Module, part: _Part, whole: _Recorded, num_ranks: int, rank: int) -> str | None:
-    """Return how a rank's results differ, or None if they do not."""
     module = _shared_copy(copied)
     faults: list[str] = []
     for entry in part.entries:
@@ -249,7 +247,6 @@ class _SummedRow:
 
 
 def _split_input(entry: PlannedEntry, whole: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
-    """Return a rank's shard of a row-parallel layer's input."""
     return split_layout(whole.shape, whole.ndim - 1, entry.blocks, num_ranks, rank).cut(whole)
 
 
@@ -264,7 +261,6 @@ def _refuse(name: str, module: nn.Module, part: _Part, fault: str, tp_size: int)
 
 
 def _hints(module: nn.Module, part: _Part, fault: str) -> Iterator[str]:
-    """Yield possible fixes, the most likely first."""
     layers = {one.name: module.get_submodule(one.name) for one in part.entries if one.style in OPEN_STYLES}
     swapped = (
         "if 'colwise' and 'rowwise' are swapped, exchange them: 'colwise' is for the layers that run first, 'rowwise'"

@@ -95,7 +95,6 @@ def _per_group(shares: Sequence[HeadShare]) -> int:
 def _expanded(
     key: torch.Tensor, value: torch.Tensor, own: HeadShare, *, num_heads: int, per_group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat key and value heads, one for each query head."""
     if key.shape[1] == num_heads:
         return key, value
     groups = [head // per_group - own.key_start for head in range(own.start, own.stop)]

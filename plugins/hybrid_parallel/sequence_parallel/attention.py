@@ -63,7 +63,6 @@ def sequence_attention(
 
 
 def _cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast like autocast does for torch's attention."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors

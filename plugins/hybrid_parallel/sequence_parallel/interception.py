@@ -122,7 +122,6 @@ class AttentionMode(TorchFunctionMode):
 
 
 def _refuse_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
-    """Raise if a cumulative function runs along this rank's tokens."""
     layer = running_layer()
     if layer is None or layer.is_attending or layer.local_sizes is None or x.dim() < 2:
         return

@@ -67,8 +67,6 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """Settings of one ring attention."""
-
     ranks: SequenceParallelRanks
     order: TokenOrder
     is_causal: bool
@@ -80,7 +78,6 @@ class _Ring:
             yield (self.ranks.rank - step) % self.ranks.size
 
     def parts(self, source: int, mask: torch.Tensor | None) -> list[_Part]:
-        """Return the tiles of this rank's queries and another rank's keys."""
         block = replace(self.block, seed=(self.block.seed + source) % 2**63)
         if mask is not None:
             return list(self._masked_parts(source, mask, block))
@@ -214,7 +211,6 @@ def _in_rows(
 
 
 def _rows(part: _Part, start: int, stop: int) -> Iterator[_Part]:
-    """Yield the tiles of the queries start .. stop - 1 of a tile."""
     first, last = start - part.queries.start, stop - part.queries.start
     block = replace(part.block, seed=_moved(part.block.seed, start))
     if block.mask is not None and block.mask.shape[-2] > 1:

@@ -154,14 +154,12 @@ def _scores(query: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tenso
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the mask as an additive one."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.detach().to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def _kept(weights: torch.Tensor, block: Block) -> torch.Tensor | None:
-    """Return the dropout factors of attention weights, or None without dropout."""
     if block.dropout == 0.0:
         return None
     generator = torch.Generator(device=weights.device).manual_seed(block.seed)

@@ -146,7 +146,6 @@ def _rows_of(layer: RunningLayer, mask: torch.Tensor | None, bias: torch.Tensor)
 
 
 def _biased(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:
-    """Combine a T5-like bias with the mask or causality into one additive mask."""
     if mask is None and is_causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     if mask is None:

@@ -149,11 +149,9 @@ class Chunks:
         return span, pieces, start_all_gather(pieces.view(-1), self._ranks.group)
 
     def _offsets(self) -> Iterator[int]:
-        """Yield the offset of each rank's tokens in those of all ranks."""
         return itertools.accumulate(self._sizes[:-1], initial=0)
 
     def _place(self, span: Span, rank: int) -> tuple[int, int]:
-        """Return a chunk's start and length in a rank's tokens."""
         start = min(span.start, self._sizes[rank])
         return start, min(span.length, self._sizes[rank] - start)
 

@@ -312,7 +312,6 @@ def require_linear(module: nn.Module, style: str) -> None:
 
 
 def _set_features(module: nn.Module, *, inputs: int | None = None, outputs: int | None = None) -> None:
-    """Set a layer's size attributes to those of its shard."""
     input_name, output_name = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
     for name, size in ((input_name, inputs), (output_name, outputs)):
         if size is not None:

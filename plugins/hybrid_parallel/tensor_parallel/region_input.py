@@ -228,7 +228,6 @@ def _product(x: torch.Tensor, layer: _Layer) -> torch.Tensor:
 def _multiplied_in_chunks(
     x: torch.Tensor, layers: Sequence[_Layer], chunks: Chunks
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the tokens of all ranks, and the layers' outputs."""
     shape = (*x.shape[:-2], chunks.num_whole)
     whole = x.new_empty((*shape, x.shape[-1]))
     products: list[torch.Tensor] = []

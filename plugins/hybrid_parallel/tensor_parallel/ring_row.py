@@ -87,7 +87,6 @@ class _ScatteredProduct(torch.autograd.Function):
 def _gathered_product(
     grad: torch.Tensor, weight: torch.Tensor | None, chunks: Chunks
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gathered output gradient, and its matmul with the weight."""
     shape = (*grad.shape[:-2], chunks.num_whole)
     whole = grad.new_empty((*shape, grad.shape[-1]))
     grad_x = None if weight is None else grad.new_empty((*shape, weight.shape[-1]))

@@ -147,8 +147,6 @@ def _refusal(name: str) -> str:
 
 
 class _Shown(torch.autograd.Function):
-    """Wrap a shard as a tensor with the shape of the full logits."""
-
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> torch.Tensor:
         ctx.ranks, ctx.sizes = ranks, sizes
