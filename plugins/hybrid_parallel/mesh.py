@@ -22,7 +22,6 @@ from booster.errors import ConfigError
 
 __all__ = ["AXES", "HybridMesh", "mesh_order", "rank_groups"]
 
-# Note [Mesh axes]
 # dp: ranks that read different data. pp: ranks that hold different layers. sp: ranks that hold different tokens of the
 # same data. tp: ranks that hold different shards of the same layers. The last axis in `mesh_order` is the innermost:
 # its ranks are consecutive, so on one node, because tensor parallelism communicates the most.
@@ -50,7 +49,7 @@ def rank_groups(sizes: Mapping[str, int], along: Sequence[str]) -> list[list[int
 
 
 class HybridMesh:
-    """The mesh of all ranks; see Note [Mesh axes].
+    """The device mesh of all ranks, with the axes `AXES`.
 
     Args:
         device_type: Device type of the axes' groups, such as "cpu".

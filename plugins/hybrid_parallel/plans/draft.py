@@ -32,7 +32,7 @@ STYLES = frozenset(
         "vocab_head",
     }
 )
-"""All styles; see Note [Plans]."""
+"""All styles; see `Style`."""
 
 _OTHER_NAMES = {
     "colwise_rep": "colwise_gather_output",

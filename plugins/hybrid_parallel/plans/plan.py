@@ -10,7 +10,6 @@ from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, units_
 
 __all__ = ["ArgumentSplit", "AttributeChange", "PlannedEntry", "Style", "TensorParallelPlan", "UserPlan"]
 
-# Note [Plans]
 # A plan has an *entry* for every module (rarely, a bare parameter) that is not simply replicated. The styles of entries
 # are listed in `Style`, with the names of transformers. On a bare parameter (the weights of all experts in one tensor)
 # colwise, packed_colwise, rowwise and packed_rowwise only determine the sharded dimension: the module around it has its
@@ -65,7 +64,7 @@ class PlannedEntry:
 
     Attributes:
         name: Name of the module in the user's model, or of a bare parameter.
-        style: Name of the style; see Note [Plans].
+        style: Name of the style; see `Style`.
         blocks: Blocks of the sharded dimension, () if nothing is sharded.
         dim: The sharded dimension of the weight or bare parameter.
         region: Name of the module whose input starts the parallel region, where a sharded sequence is gathered. ""
