@@ -48,7 +48,7 @@ def test_every_sample_is_gathered_once(world_size, arguments, made_by_plugin):
 def test_ranks_of_one_batch_that_read_different_ones_are_told(arguments):
     _, model, _ = boosted(**arguments)
     entry = get_model("llama")
-    with pytest.raises(DesyncError, match=r"read the data by plugin\.dp_rank of plugin\.dp_size parts"):
+    with pytest.raises(DesyncError, match=r"shard the data by plugin\.dp_rank and plugin\.dp_size"):
         model(**entry.make_batch(dist.get_rank(), 2))
 
 
