@@ -95,7 +95,7 @@ def checkpoint_layers(
     Args:
         model: Model of the layers.
         layer_names: Names of the layers of one stack, or of a pipeline stage, in execution order.
-        config: Which of them to recompute.
+        config: Config that selects the layers to recompute.
         stage: Pipeline stage, which may hold no layer. Optional, defaults to no pipeline.
 
     Raises:

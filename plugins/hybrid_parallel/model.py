@@ -46,7 +46,7 @@ class HybridModel(ZeroModel):
         sequence_ranks: The group of the sp axis, or None without one.
         data_group: Group of the ranks that get different data and hold the same shards.
         replica_group: Group of the ranks that get the same batch.
-        is_primary: True on one of the ranks that hold the same shards.
+        is_primary: If True, this rank is primary among those with the same shards.
         broadcasts_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
         carved: The pipeline stage's part of the model; optional, defaults to no pipeline.
         stage: Pipeline stage of this rank.

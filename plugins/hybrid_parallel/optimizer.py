@@ -43,7 +43,7 @@ class HybridOptimizer(ZeroOptimizer):
         stage: Pipeline stage of this rank.
         stage_group: Group of the ranks of the pipeline.
         loss_scaler: Loss scaler of half precision; optional, defaults to no scaling.
-        is_primary: True on the rank that writes what is equal on all ranks.
+        is_primary: If True, this rank writes what is equal on all ranks.
     """
 
     model: HybridModel

@@ -109,7 +109,7 @@ class HybridParallelPlugin(DistributedPlugin):
         overlap_allgather: If True, overlap the all-gather of updated weights with the next forward.
         master_weights: If True, keep fp32 masters of fp16 and bf16 weights.
         cast_inputs: If True, cast floating-point inputs of the model to its dtype.
-        gradient_checkpoint_config: Which layers are recomputed in backward; see `GradientCheckpointConfig`.
+        gradient_checkpoint_config: Layers to recompute in backward; see `GradientCheckpointConfig`.
         num_microbatches: Number of microbatches into which a rank's batch is split.
         microbatch_size: Examples per microbatch, instead of their number.
         pp_style: Pipeline schedule: "1f1b" (Narayanan et al., "PipeDream", 2019); "interleaved" (Narayanan et al.,
