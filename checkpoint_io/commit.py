@@ -93,7 +93,7 @@ class Transaction:
         self._is_inside = False
 
     def begin(self) -> Path:
-        """Completes and clears what dead saves left, and returns a new empty directory to write into.
+        """Complete and clears what dead saves left, and returns a new empty directory to write into.
 
         Raises:
             ConfigError: The target is something else than what is to be written.
@@ -112,7 +112,7 @@ class Transaction:
         return self._temporary
 
     def commit(self, *, is_stale: Callable[[str], bool]) -> None:
-        """Makes what was written count; every file of it is on the disk. See Note [Commit].
+        """Make what was written count; every file of it is on the disk. See Note [Commit].
 
         Args:
             is_stale: Whether a file that an older save may have left in the directory, by its relative name, loses its
@@ -135,7 +135,7 @@ class Transaction:
         self.abort()
 
     def abort(self) -> None:
-        """Removes what was written, unless it was committed. A second call, or one after commit(), does nothing."""
+        """Remove what was written, unless it was committed. A second call, or one after commit(), does nothing."""
         temporary, self._temporary = self._temporary, None
         try:
             if temporary is not None and self._storage.kind(temporary) == "directory":
@@ -148,7 +148,7 @@ class Transaction:
                 self._storage.unlock(lock)
 
     def clear_leftovers(self) -> None:
-        """Removes what dead saves left, as `begin` does: for who needs the space before that."""
+        """Remove what dead saves left, as `begin` does: for who needs the space before that."""
         _clear(self._storage, self._target.parent, self._is_leftover)
         if self._is_directory:
             _clear(self._storage, self._target, lambda name: _INNER.fullmatch(name) is not None)
@@ -196,7 +196,7 @@ class Transaction:
         return self._target.parent / f"{_prefix(self._target.name)}.tmp-{uuid4().hex}"
 
     def _locked_by_us(self, path: Path) -> int | None:
-        """Returns a lock on a new directory; None if another save took it for a dead one's before that."""
+        """Return a lock on a new directory; None if another save took it for a dead one's before that."""
         try:
             lock = self._storage.lock(path)
         except FileNotFoundError:
@@ -215,7 +215,7 @@ class Transaction:
 
 
 def resolve(storage: Storage, directory: Path, name: str) -> Path:
-    """Returns where a reader finds a file of a directory: in a commit folder that is not installed yet, or beside.
+    """Return where a reader finds a file of a directory: in a commit folder that is not installed yet, or beside.
 
     Args:
         storage: Where.
@@ -227,7 +227,7 @@ def resolve(storage: Storage, directory: Path, name: str) -> Path:
 
 
 def listing(storage: Storage, directory: Path) -> list[str]:
-    """Returns the names in a directory as a reader sees them, sorted: with those in commit folders, without stale ones.
+    """Return the names in a directory as a reader sees them, sorted: with those in commit folders, without stale ones.
 
     Raises:
         OSError: The directory can't be listed.
@@ -236,7 +236,7 @@ def listing(storage: Storage, directory: Path) -> list[str]:
 
 
 def remove_checkpoint(storage: Storage, directory: Path) -> None:
-    """Removes a directory so that it is whole or gone for every reader; does nothing where there is none.
+    """Remove a directory so that it is whole or gone for every reader; does nothing where there is none.
 
     Args:
         storage: Where.
@@ -266,7 +266,7 @@ def _prefix(name: str) -> str:
 
 @contextmanager
 def _locked(storage: Storage, directory: Path) -> Iterator[None]:
-    """Holds a directory against other savers; they are at most as long there as some renames take."""
+    """Hold a directory against other savers; they are at most as long there as some renames take."""
     deadline, pause = time.monotonic() + _LOCK_TIMEOUT_SECONDS, _FIRST_PAUSE
     while (lock := storage.lock(directory)) is None:
         if time.monotonic() >= deadline:
@@ -284,7 +284,7 @@ def _locked(storage: Storage, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _renames(target: Path) -> Iterator[None]:
-    """Says what to do about errors that renames alone give."""
+    """Report what to do about errors that renames alone give."""
     try:
         yield
     except OSError as error:

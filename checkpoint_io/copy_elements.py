@@ -23,7 +23,7 @@ _MAX_TILE_ELEMENTS = 2**15
 
 
 def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor, dtype: torch.dtype) -> None:
-    """Copies elements `start` to `stop` of the tensor's row-major flattening.
+    """Copy elements `start` to `stop` of the tensor's row-major flattening.
 
     Args:
         tensor: Any strided tensor, on any device; lazily conjugated and negated ones too.
@@ -55,7 +55,7 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether the tensor's memory holds just the bytes that a file of this number format should hold."""
+    """Return whether the tensor's memory holds just the bytes that a file of this number format should hold."""
     return (
         tensor.dtype == dtype
         and tensor.device.type == "cpu"
@@ -66,7 +66,7 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> bool:
-    """Waits until what was asked of the tensors' accelerators is done; returns whether there is any.
+    """Wait until what was asked of the tensors' accelerators is done; return whether there is any.
 
     Copies in another thread run on another stream, where nothing else would keep them behind the training's kernels.
     """
@@ -77,7 +77,7 @@ def wait_for_devices(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _boxes(tensor: torch.Tensor, start: int, stop: int, limit: int) -> Iterator[torch.Tensor]:
-    """Yields views of at most `limit` elements that hold the stretch, in its order; see Note [Stretches]."""
+    """Yield views of at most `limit` elements that hold the stretch, in its order; see Note [Stretches]."""
     if tensor.dim() == 0:
         yield tensor
         return

@@ -50,7 +50,7 @@ class Destination:
 
 
 def as_path(checkpoint: str | os.PathLike[str]) -> Path:
-    """Returns the path that the user gave.
+    """Return the path that the user gave.
 
     Raises:
         ConfigError: It is empty.
@@ -62,14 +62,14 @@ def as_path(checkpoint: str | os.PathLike[str]) -> Path:
 
 
 def check_size_per_shard(size_per_shard: Any) -> None:
-    """Raises `ConfigError` unless a file can be of so many MB at the most."""
+    """Raise `ConfigError` unless a file can be of so many MB at the most."""
     if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
         raise ConfigError(f"size_per_shard={size_per_shard!r} is no size in MB: give a whole number from 1 on")
 
 
 @contextmanager
 def parents_must_be_made(storage: Storage, target: Path, doing: str) -> Iterator[None]:
-    """Says of an error that the directories above the target are not there, where that is so.
+    """Report of an error that the directories above the target are not there, where that is so.
 
     Args:
         storage: Where.

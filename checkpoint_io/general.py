@@ -84,7 +84,7 @@ class GeneralCheckpointIO(CheckpointIO):
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
-        """Writes the model; see `CheckpointIO.save_model`. Collective over the group.
+        """Write the model; see `CheckpointIO.save_model`. Collective over the group.
 
         With `shard=True`, a model that fits into one shard becomes `model.safetensors` without an index, and files of
         an older save under the same prefix and format go. `shard=False` takes the path as it is, without configs.
@@ -107,7 +107,7 @@ class GeneralCheckpointIO(CheckpointIO):
         strict: bool = True,
         verify: str = "checksums",
     ) -> None:
-        """Fills the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
+        """Fill the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
         wrapped = self.ranks.agree(
@@ -127,7 +127,7 @@ class GeneralCheckpointIO(CheckpointIO):
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
-        """Writes the optimizer; see `CheckpointIO.save_optimizer`. Collective over the group.
+        """Write the optimizer; see `CheckpointIO.save_optimizer`. Collective over the group.
 
         With `shard=True` there is always an index, and beside it `optimizer_groups.json` with everything that is no
         tensor; `shard=False` puts both into one file.
@@ -149,7 +149,7 @@ class GeneralCheckpointIO(CheckpointIO):
         *,
         verify: str = "checksums",
     ) -> None:
-        """Fills the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
+        """Fill the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
         wrapped = self.ranks.agree(
@@ -160,7 +160,7 @@ class GeneralCheckpointIO(CheckpointIO):
             load_all([OptimizerLoad(loader, wrapped, path)])
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Writes the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.
+        """Write the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.
 
         Raises:
             CheckpointError: The state holds something that is no plain value; the message names its key.
@@ -176,7 +176,7 @@ class GeneralCheckpointIO(CheckpointIO):
         self.ranks.agree(write, f"saving the LR scheduler to {path}")
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Takes over the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
+        """Take over the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
 
         Raises:
             CheckpointError: The file is unreadable, or of another class of scheduler.
@@ -203,7 +203,7 @@ class GeneralCheckpointIO(CheckpointIO):
         options: SaveOptions,
         use_async: bool = False,
     ) -> None:
-        """Writes a whole training state; see `TrainingStateIO.save`. Collective over the group."""
+        """Write a whole training state; see `TrainingStateIO.save`. Collective over the group."""
         self._training_state.save(checkpoint, parts, extra=extra, facts=facts, options=options, use_async=use_async)
 
     def load_training_state(
@@ -215,11 +215,11 @@ class GeneralCheckpointIO(CheckpointIO):
         verify: str = "checksums",
         missing_ok: bool = False,
     ) -> Any:
-        """Fills the parts of a training run and returns `extra`; see `TrainingStateIO.load`. Collective."""
+        """Fill the parts of a training run and returns `extra`; see `TrainingStateIO.load`. Collective."""
         return self._training_state.load(checkpoint, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     def wait(self) -> None:
-        """Returns when no save is under way any more; see `CheckpointIO.wait`. Collective over the group."""
+        """Return when no save is under way any more; see `CheckpointIO.wait`. Collective over the group."""
         self.saver.wait()
 
     def _save(self, prepare: Callable[[], tuple[Destination, Component]], doing: str, use_async: bool) -> None:

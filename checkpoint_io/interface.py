@@ -37,7 +37,7 @@ class CheckpointIO(ABC):
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
-        """Writes the model's parameters and buffers under the user's names, tied ones once.
+        """Write the model's parameters and buffers under the user's names, tied ones once.
 
         Args:
             model: The boosted model, or a plain module, of which rank 0 writes its own.
@@ -64,7 +64,7 @@ class CheckpointIO(ABC):
         strict: bool = True,
         verify: str = "checksums",
     ) -> None:
-        """Fills the model from a file or a directory that this library, `save_pretrained` or `torch.save` wrote.
+        """Fill the model from a file or a directory that this library, `save_pretrained` or `torch.save` wrote.
 
         Args:
             model: The boosted model, or a plain module.
@@ -89,7 +89,7 @@ class CheckpointIO(ABC):
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
-        """Writes the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`.
+        """Write the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`.
 
         A plain torch optimizer is taken too: its parameters have the names that it was built with, as in
         `torch.optim.AdamW(model.named_parameters())`, or are numbered as in its own `state_dict`.
@@ -103,15 +103,15 @@ class CheckpointIO(ABC):
         *,
         verify: str = "checksums",
     ) -> None:
-        """Fills the optimizer from what `save_optimizer` wrote; see `load_model`."""
+        """Fill the optimizer from what `save_optimizer` wrote; see `load_model`."""
 
     @abstractmethod
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Writes the scheduler's state to one JSON file."""
+        """Write the scheduler's state to one JSON file."""
 
     @abstractmethod
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Takes over what `save_lr_scheduler` wrote."""
+        """Take over what `save_lr_scheduler` wrote."""
 
     @abstractmethod
     def save_training_state(
@@ -124,7 +124,7 @@ class CheckpointIO(ABC):
         options: SaveOptions,
         use_async: bool = False,
     ) -> None:
-        """Writes models, optimizers, schedulers, loaders and random states into one directory; see `Booster.save`.
+        """Write models, optimizers, schedulers, loaders and random states into one directory; see `Booster.save`.
 
         Args:
             checkpoint: The directory, or with `options.step` the one that holds a directory for every step.
@@ -145,14 +145,14 @@ class CheckpointIO(ABC):
         verify: str = "checksums",
         missing_ok: bool = False,
     ) -> Any:
-        """Fills the parts from what `save_training_state` wrote and returns `extra`; see `load_model`.
+        """Fill the parts from what `save_training_state` wrote and returns `extra`; see `load_model`.
 
         With `missing_ok` it returns None, and changes nothing, where there is no whole training state at all.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when no save is under way in the background any more.
+        """Return when no save is under way in the background any more.
 
         Raises:
             CheckpointError: One of them failed, on whichever rank.

@@ -40,13 +40,13 @@ class Kind:
     bin_stem: str
 
     def names(self, *, is_safetensors: bool, prefix: str | None = None) -> FileNames:
-        """Returns the file names of this kind in one format and under one prefix."""
+        """Return the file names of this kind in one format and under one prefix."""
         if is_safetensors:
             return FileNames(stem=self.safetensors_stem, suffix="safetensors", prefix=prefix)
         return FileNames(stem=self.bin_stem, suffix="bin", prefix=prefix)
 
     def names_of(self, file_name: str) -> FileNames | None:
-        """Returns the names that an index, a manifest or an unsharded file of this kind belongs to; None for others."""
+        """Return the names that an index, a manifest or an unsharded file of this kind belongs to; None for others."""
         for is_safetensors in (True, False):
             plain = self.names(is_safetensors=is_safetensors)
             variant = rf"(?:\.({_PREFIX.pattern}))?"
@@ -95,17 +95,17 @@ class FileNames:
         return f"optimizer_groups.{self.prefix}.json" if self.prefix else "optimizer_groups.json"
 
     def shard(self, number: int, num_shards: int) -> str:
-        """Returns the name of a shard, counted from 1."""
+        """Return the name of a shard, counted from 1."""
         return f"{self._begin}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
 
     def owns(self, file_name: str) -> bool:
-        """Returns whether a save under these names may have written the file."""
+        """Return whether a save under these names may have written the file."""
         shard = rf"{re.escape(self._begin)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
         return file_name in (self.single, self.index, self.manifest) or re.fullmatch(shard, file_name) is not None
 
     @staticmethod
     def is_shard_like(file_name: str) -> bool:
-        """Returns whether the name is numbered as shards are."""
+        """Return whether the name is numbered as shards are."""
         return re.search(r"-\d{5,}-of-\d{5,}\.", file_name) is not None
 
     def _record(self, what: str) -> str:
@@ -137,14 +137,14 @@ class FilePlan:
 
 
 def is_valid_prefix(prefix: str) -> bool:
-    """Returns whether file names can carry the prefix and be told apart again."""
+    """Return whether file names can carry the prefix and be told apart again."""
     return _PREFIX.fullmatch(prefix) is not None and not FileNames.is_shard_like(f"{prefix}.")
 
 
 def plan_files(
     sizes: Mapping[str, int], names: FileNames, *, max_shard_bytes: int, always_index: bool = False
 ) -> FilePlan:
-    """Returns the shards for tensors of these sizes: whole tensors, in order, none but a lone one above the maximum.
+    """Return the shards for tensors of these sizes: whole tensors, in order, none but a lone one above the maximum.
 
     Args:
         sizes: Bytes of every tensor by name.
@@ -167,7 +167,7 @@ def plan_files(
 
 
 def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int | None = None) -> dict[str, Any]:
-    """Returns the index as transformers writes it.
+    """Return the index as transformers writes it.
 
     Args:
         plan: The files.

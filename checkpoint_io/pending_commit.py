@@ -32,12 +32,12 @@ _MAX_ATTEMPTS = 20  # to see an overlay while others commit and install
 
 
 def new_temporary_name() -> str:
-    """Returns a name for files that are being written into a directory that exists; no reader takes it for one."""
+    """Return a name for files that are being written into a directory that exists; no reader takes it for one."""
     return f".booster-tmp-{uuid4().hex}"
 
 
 def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callable[[str], bool]) -> None:
-    """Commits a folder of new files into the directory that it lies in, and installs them; see Note [Commit].
+    """Commit a folder of new files into the directory that it lies in, and installs them; see Note [Commit].
 
     Args:
         storage: Where.
@@ -69,7 +69,7 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
 
 
 def complete_commits(storage: Storage, directory: Path) -> None:
-    """Installs what savers committed into a directory before they died; leaves it to them where one of them lives.
+    """Install what savers committed into a directory before they died; leaves it to them where one of them lives.
 
     Args:
         storage: Where.
@@ -88,7 +88,7 @@ def complete_commits(storage: Storage, directory: Path) -> None:
 
 
 def names_in(storage: Storage, folder: Path) -> tuple[list[str], list[str]]:
-    """Returns the files and the folders in a folder that this library wrote, by their names relative to it.
+    """Return the files and the folders in a folder that this library wrote, by their names relative to it.
 
     Raises:
         CheckpointError: It holds something else, such as a link.
@@ -132,11 +132,11 @@ class DirectoryView:
         self._places = self._look()
 
     def path(self, name: str) -> Path:
-        """Returns where a file of the directory is; for a name that is nowhere, where it would be."""
+        """Return where a file of the directory is; for a name that is nowhere, where it would be."""
         return self._places.get(name, self._directory / name)
 
     def names(self) -> list[str]:
-        """Returns the names that are there, sorted."""
+        """Return the names that are there, sorted."""
         return sorted(self._places)
 
     def _look(self) -> dict[str, Path]:
@@ -156,7 +156,7 @@ class DirectoryView:
         return self._overlay(names, [])
 
     def _now(self) -> tuple[list[str], list[tuple[Path, str]]]:
-        """Returns the names that lie in the directory, and its commit folders with the part of them it stands for."""
+        """Return the names that lie in the directory, and its commit folders with the part of them it stands for."""
         names = self._storage.names(self._directory)
         own = [(path, "") for path in _commit_folders(self._storage, self._directory, names)]
         above = _names_or_none(self._storage, self._parent)
@@ -164,7 +164,7 @@ class DirectoryView:
         return names, sorted(own + theirs, key=lambda found: found[0].name)
 
     def _layer(self, commit: Path, part: str) -> tuple[set[str], dict[str, Path]]:
-        """Returns the names that a commit makes stale in this directory, and where its own are."""
+        """Return the names that a commit makes stale in this directory, and where its own are."""
         try:
             stale = _read_stale(self._storage, commit)
             files, _ = names_in(self._storage, commit)
@@ -190,7 +190,7 @@ def _names_or_none(storage: Storage, directory: Path) -> list[str]:
 
 
 def _commit_folders(storage: Storage, directory: Path, names: Sequence[str]) -> list[Path]:
-    """Returns the commit folders among the names of a directory, the oldest first."""
+    """Return the commit folders among the names of a directory, the oldest first."""
     found = [directory / name for name in sorted(names) if _COMMIT.fullmatch(name)]
     return [path for path in found if storage.kind(path) == "directory" and not storage.is_foreign(path)]
 
@@ -223,7 +223,7 @@ def _stale_names(
 
 
 def _take_back(storage: Storage, commit: Path, temporary: Path) -> None:
-    """Undoes a commit of which nobody knows whether it is on the disk; if that fails too, it stays, whole."""
+    """Undo a commit of which nobody knows whether it is on the disk; if that fails too, it stays, whole."""
     with suppress(OSError):
         storage.rename_new(commit, temporary)
         # Else a power cut could bring the commit back after its files are removed.
@@ -236,7 +236,7 @@ def _install_all(storage: Storage, directory: Path) -> None:
 
 
 def _install(storage: Storage, commit: Path, target: Path) -> None:
-    """Moves a committed folder's files to their places; see Note [Commit folder]."""
+    """Move a committed folder's files to their places; see Note [Commit folder]."""
     stale = _read_stale(storage, commit)
     files, folders = names_in(storage, commit)
     _check_places(storage, target, files, folders)
@@ -253,7 +253,7 @@ def _install(storage: Storage, commit: Path, target: Path) -> None:
 
 
 def _hide_indexes(storage: Storage, target: Path, files: Sequence[str]) -> None:
-    """Removes the old index of shards that are replaced: other libraries would read old and new shards as one model."""
+    """Remove the old index of shards that are replaced: other libraries would read old and new shards as one model."""
     if len(files) > 1:
         for name in filter(_is_index, files):
             if storage.kind(target / name) is not None:
@@ -292,7 +292,7 @@ def _read_stale(storage: Storage, commit: Path) -> list[str]:
 
 
 def _is_plain(name: object) -> bool:
-    """Returns whether it is a name that a save may have given, in the directory or one folder below."""
+    """Return whether it is a name that a save may have given, in the directory or one folder below."""
     if not isinstance(name, str):
         return False
     parts = name.split("/")

@@ -44,7 +44,7 @@ class Ranks:
         return group_size(self.group)
 
     def agree(self, action: Callable[[], T], doing: str) -> T:
-        """Returns what the action gives, once it succeeded on every rank; else raises on every rank. Collective.
+        """Return what the action gives, once it succeeded on every rank; else raises on every rank. Collective.
 
         Args:
             action: What this rank does. It must not call collectives, but for one that comes first and in which what
@@ -66,17 +66,17 @@ class Ranks:
         return self.agree(lambda: first[0] if self.rank == 0 else action(), doing)
 
     def gather(self, payload: bytes) -> tuple[list[bytes], list[int]]:
-        """Returns the different payloads of all ranks, and for every rank which of them is its own. Collective."""
+        """Return the different payloads of all ranks, and for every rank which of them is its own. Collective."""
         return gather_distinct(payload, self.group)
 
     def gather_equal(self, payload: bytes) -> list[bytes]:
-        """Returns the payloads of all ranks, which have the same length, by rank. Collective."""
+        """Return the payloads of all ranks, which have the same length, by rank. Collective."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return [bytes(row.numpy()) for row in all_gather_equal(mine, self.group).view(self.size, -1)]
 
 
 def as_checkpoint_error(error: Exception, doing: str) -> Exception:
-    """Returns the error for the user: the file system's, with what was going on; any other as it is."""
+    """Return the error for the user: the file system's, with what was going on; any other as it is."""
     if isinstance(error, BoosterError) or not isinstance(error, OSError):
         return error
     failure = CheckpointError(f"{doing} failed: {error}. Check the path, its permissions and the free space")

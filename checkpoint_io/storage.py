@@ -48,7 +48,7 @@ class OpenFile:
     descriptor: int
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -70,11 +70,11 @@ class Storage:
     # Writing.
 
     def make_directory(self, path: Path) -> None:
-        """Makes one new directory, with the modes of the process's umask."""
+        """Make one new directory, with the modes of the process's umask."""
         path.mkdir()
 
     def make_parents(self, path: Path) -> None:
-        """Makes the directories above the path that are not there yet, on the disk as well."""
+        """Make the directories above the path that are not there yet, on the disk as well."""
         missing = [parent for parent in path.parents if not parent.is_dir()]
         for parent in reversed(missing):
             try:
@@ -85,11 +85,11 @@ class Storage:
             self.sync_path(parent.parent)
 
     def create(self, path: Path) -> OpenFile:
-        """Opens a new file for writing and reading, with the modes of the process's umask; never through a link."""
+        """Open a new file for writing and reading, with the modes of the process's umask; never through a link."""
         return OpenFile(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o666))
 
     def open_for_writing(self, path: Path, *, direct: bool = False) -> OpenFile:
-        """Opens a regular file that is there, as it is; never through a link.
+        """Open a regular file that is there, as it is; never through a link.
 
         Args:
             path: The file.
@@ -108,14 +108,14 @@ class Storage:
         return self._checked(OpenFile(path, os.open(path, flags)))
 
     def resize(self, file: OpenFile, num_bytes: int) -> None:
-        """Gives a file its size, and the disk space for it where the file system can: so a full disk shows up here."""
+        """Give a file its size, and the disk space for it where the file system can: so a full disk shows up here."""
         if num_bytes > 0:
             _reserve(file, num_bytes)
         with _named(file.path):
             os.ftruncate(file.descriptor, num_bytes)
 
     def write_at(self, file: OpenFile, data: Buffer, offset: int) -> None:
-        """Writes all of the data at an offset of the file. Any number of threads may do so at once."""
+        """Write all of the data at an offset of the file. Any number of threads may do so at once."""
         rest = _bytes_of(data)
         while len(rest) > 0:
             try:
@@ -131,17 +131,17 @@ class Storage:
         return os.pwrite(descriptor, data, offset)
 
     def sync(self, file: OpenFile) -> None:
-        """Waits until everything written to the file is on the disk."""
+        """Wait until everything written to the file is on the disk."""
         # Not once more after an error: the second call says that all is well, and the pages are lost.
         with _named(file.path):
             os.fsync(file.descriptor)
 
     def close(self, file: OpenFile) -> None:
-        """Closes a file; a second call does nothing."""
+        """Close a file; a second call does nothing."""
         file.close()
 
     def sync_path(self, path: Path) -> None:
-        """Waits until a file's content, or a directory's entries, are on the disk."""
+        """Wait until a file's content, or a directory's entries, are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with _named(path):
@@ -150,7 +150,7 @@ class Storage:
             os.close(descriptor)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """Makes a new file of some bytes, and waits until they are on the disk."""
+        """Make a new file of some bytes, and waits until they are on the disk."""
         file = self.create(path)
         try:
             self.write_at(file, content, 0)
@@ -159,7 +159,7 @@ class Storage:
             self.close(file)
 
     def rename_new(self, source: Path, target: Path) -> None:
-        """Gives a file or a directory another name, in one step, if nothing has that name.
+        """Give a file or a directory another name, in one step, if nothing has that name.
 
         Raises:
             FileExistsError: Something has it, even an empty directory.
@@ -173,19 +173,19 @@ class Storage:
         os.rename(source, target)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Gives a file or a directory another name, in one step; a file that had it is gone."""
+        """Give a file or a directory another name, in one step; a file that had it is gone."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
-        """Removes a file or a link."""
+        """Remove a file or a link."""
         path.unlink()
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory and what is in it, in no certain order, and not in one step."""
+        """Remove a directory and what is in it, in no certain order, and not in one step."""
         shutil.rmtree(path)
 
     def lock(self, path: Path) -> int | None:
-        """Marks a file or directory as in use until the descriptor is closed; None where another process did so."""
+        """Mark a file or directory as in use until the descriptor is closed; None where another process did so."""
         descriptor = os.open(path, os.O_RDONLY | _NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,17 +198,17 @@ class Storage:
         return descriptor
 
     def unlock(self, descriptor: int) -> None:
-        """Ends a mark."""
+        """End a mark."""
         os.close(descriptor)
 
     # Reading.
 
     def names(self, directory: Path) -> list[str]:
-        """Returns the names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         return sorted(os.listdir(directory))
 
     def kind(self, path: Path) -> str | None:
-        """Returns "file", "directory", "link" or "other" for what has this name, and None where nothing has it."""
+        """Return "file", "directory", "link" or "other" for what has this name, and None where nothing has it."""
         try:
             mode = os.lstat(path).st_mode
         except ValueError:  # a NUL in the name
@@ -224,7 +224,7 @@ class Storage:
         return "file" if stat.S_ISREG(mode) else "other"
 
     def is_foreign(self, path: Path) -> bool:
-        """Returns whether another user made this name in a directory that keeps its users apart, such as /tmp."""
+        """Return whether another user made this name in a directory that keeps its users apart, such as /tmp."""
         try:
             is_shared = os.stat(path.parent).st_mode & stat.S_ISVTX
             return bool(is_shared) and os.lstat(path).st_uid not in (os.geteuid(), 0)
@@ -232,7 +232,7 @@ class Storage:
             return False
 
     def free_bytes(self, path: Path) -> int:
-        """Returns how much this user may still write to the file system that the path is on, or will be on.
+        """Return how much this user may still write to the file system that the path is on, or will be on.
 
         A file system that says that it has no blocks at all (/proc, some of FUSE) does not count them: then more than
         any file has.
@@ -246,7 +246,7 @@ class Storage:
         return status.f_bavail * status.f_frsize
 
     def open_regular(self, path: Path, *, inside: Path | None = None) -> OpenFile:
-        """Opens a regular file for reading, and nothing else: opening a pipe would wait for ever.
+        """Open a regular file for reading, and nothing else: opening a pipe would wait for ever.
 
         Args:
             path: The file.
@@ -270,11 +270,11 @@ class Storage:
         return self._checked(OpenFile(path, descriptor))  # it may have been exchanged since
 
     def size(self, file: OpenFile) -> int:
-        """Returns the number of bytes of a file."""
+        """Return the number of bytes of a file."""
         return os.fstat(file.descriptor).st_size
 
     def read_at(self, file: OpenFile, buffer: Buffer, offset: int) -> None:
-        """Fills the whole buffer from an offset of the file. Any number of threads may do so at once.
+        """Fill the whole buffer from an offset of the file. Any number of threads may do so at once.
 
         Raises:
             CheckpointError: The file ends before, or the disk gives an error.
@@ -293,7 +293,7 @@ class Storage:
             rest, offset = rest[count:], offset + count
 
     def read_file(self, path: Path, *, max_bytes: int, inside: Path | None = None) -> bytes:
-        """Returns the bytes of a regular file.
+        """Return the bytes of a regular file.
 
         Args:
             path: The file.
@@ -326,7 +326,7 @@ class Storage:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Puts the file into errors of calls that know a descriptor only."""
+    """Put the file into errors of calls that know a descriptor only."""
     try:
         yield
     except OSError as error:
@@ -378,7 +378,7 @@ def _reserve(file: OpenFile, num_bytes: int) -> None:
 
 
 def _rename_noreplace(source: Path, target: Path) -> bool:
-    """Renames, or returns False where this can't be done in one step."""
+    """Rename, or returns False where this can't be done in one step."""
     if _renameat2 is None:
         return False
     if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:

@@ -12,7 +12,7 @@ Job = TypeVar("Job")
 
 
 def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads: int) -> None:
-    """Returns when every job is done, in any order, and no thread is left.
+    """Return when every job is done, in any order, and no thread is left.
 
     Args:
         work: Does one job.

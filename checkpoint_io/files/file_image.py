@@ -44,7 +44,7 @@ class FileImage:
 
 
 def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileImage:
-    """Returns a safetensors file whose header is padded so that the data starts on a page.
+    """Return a safetensors file whose header is padded so that the data starts on a page.
 
     Args:
         file: Its tensors.
@@ -66,7 +66,7 @@ def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileIma
 
 
 def torch_image(file: PlannedFile, values: str | None) -> FileImage:
-    """Returns a file as `torch.save` writes it, made without the tensors' data: it needs memory for the rest only.
+    """Return a file as `torch.save` writes it, made without the tensors' data: it needs memory for the rest only.
 
     Args:
         file: Its tensors.

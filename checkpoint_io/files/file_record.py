@@ -27,7 +27,7 @@ _HEAD_DIGITS = b'"' + HEAD_KEY.encode() + b'":"'  # unescaped quotes: no name or
 
 
 def with_placeholder(metadata: Mapping[str, str], ranges: Sequence[RangeRecord]) -> dict[str, str]:
-    """Returns the metadata of a file that carries its own record, its checksums all zeros.
+    """Return the metadata of a file that carries its own record, its checksums all zeros.
 
     Args:
         metadata: What else goes into the file.
@@ -37,7 +37,7 @@ def with_placeholder(metadata: Mapping[str, str], ranges: Sequence[RangeRecord])
 
 
 def completed_head(head: bytes, crcs: Sequence[int]) -> bytes:
-    """Returns the head with all checksums filled in; it has the same length.
+    """Return the head with all checksums filled in; it has the same length.
 
     Args:
         head: The file's first bytes up to the data, with the placeholder, as compact JSON.
@@ -54,7 +54,7 @@ def completed_head(head: bytes, crcs: Sequence[int]) -> bytes:
 def own_record(
     head: bytes, num_bytes: int, metadata: Mapping[str, str], specs: Mapping[str, TensorSpec], what: str
 ) -> FileRecord | None:
-    """Returns the record that a file carries of itself; None where it carries none.
+    """Return the record that a file carries of itself; None where it carries none.
 
     Args:
         head: The file's first bytes up to the data.

@@ -18,7 +18,7 @@ __all__ = ["config_documents"]
 
 
 def config_documents(model: nn.Module) -> dict[str, bytes]:
-    """Returns the contents of `config.json` and `generation_config.json` where the model has such configs.
+    """Return the contents of `config.json` and `generation_config.json` where the model has such configs.
 
     Args:
         model: The user's model; a config counts that can give its JSON text (`to_json_string`), whatever library it

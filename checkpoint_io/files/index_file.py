@@ -18,7 +18,7 @@ _MAX_LISTED = 10
 
 
 def parse_index(raw: bytes, what: str, owner: FileNames) -> dict[str, list[str]]:
-    """Returns the tensors of every file that an index names.
+    """Return the tensors of every file that an index names.
 
     Args:
         raw: The index.
@@ -47,7 +47,7 @@ def parse_index(raw: bytes, what: str, owner: FileNames) -> dict[str, list[str]]
 
 
 def check_file_name(file_name: Any, what: str, owner: FileNames) -> None:
-    """Raises unless a name that came from a file is one of a tensor file in the same directory.
+    """Raise unless a name that came from a file is one of a tensor file in the same directory.
 
     Raises:
         CheckpointError: It may lead elsewhere, is hidden, has another suffix, or cannot be shown.
@@ -67,7 +67,7 @@ def check_file_name(file_name: Any, what: str, owner: FileNames) -> None:
 
 
 def check_held(names: Iterable[str], specs: Mapping[str, TensorSpec], path: object, index: str) -> None:
-    """Raises unless a file holds the tensors that an index says it holds.
+    """Raise unless a file holds the tensors that an index says it holds.
 
     Raises:
         CheckpointError: Some are not there; the message lists them.
@@ -81,7 +81,7 @@ def check_held(names: Iterable[str], specs: Mapping[str, TensorSpec], path: obje
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the first ten names for a message, and how many more there are."""
+    """Return the first ten names for a message, and how many more there are."""
     names = list(names)
     shown = ", ".join(repr(name[:200]) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""

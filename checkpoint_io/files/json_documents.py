@@ -10,5 +10,5 @@ __all__ = ["json_bytes"]
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """Returns a document's text: indented, in the order given, in UTF-8."""
+    """Return a document's text: indented, in the order given, in UTF-8."""
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode("utf-8")

@@ -27,12 +27,12 @@ MAX_DEPTH = 64
 
 
 def dumps(value: Any, where: str) -> str:
-    """Returns the JSON text of a value; see `encode`."""
+    """Return the JSON text of a value; see `encode`."""
     return json.dumps(encode(value, where), allow_nan=False)
 
 
 def loads(raw: bytes, where: str) -> Any:
-    """Returns the value of a JSON text that `dumps` wrote.
+    """Return the value of a JSON text that `dumps` wrote.
 
     Raises:
         CheckpointError: The text is not what `dumps` writes.
@@ -41,7 +41,7 @@ def loads(raw: bytes, where: str) -> Any:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Returns the JSON form of None, numbers, strings, containers, tensors, dtypes and numpy scalars.
+    """Return the JSON form of None, numbers, strings, containers, tensors, dtypes and numpy scalars.
 
     Args:
         value: The value; its type decides, subclasses are other types.
@@ -54,7 +54,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(form: Any, where: str) -> Any:
-    """Returns the value that `encode` gave this form for; tensors are on the CPU.
+    """Return the value that `encode` gave this form for; tensors are on the CPU.
 
     Raises:
         CheckpointError: `encode` gives no such form.

@@ -90,7 +90,7 @@ class Manifest:
         )
 
     def encode(self) -> bytes:
-        """Returns the manifest as JSON, its own checksum last.
+        """Return the manifest as JSON, its own checksum last.
 
         Raises:
             CheckpointError: It could not be read again: a name that is no valid unicode, facts that are no plain JSON,
@@ -122,7 +122,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Manifest:
-        """Returns the manifest that `encode` wrote.
+        """Return the manifest that `encode` wrote.
 
         Args:
             raw: The file's bytes, whatever they are.
@@ -168,7 +168,7 @@ def _encode_file(record: FileRecord) -> dict[str, Any]:
 
 
 def _parse_sealed(raw: bytes, what: str) -> dict[str, Any]:
-    """Returns the document, after comparing its checksum."""
+    """Return the document, after comparing its checksum."""
     if len(raw) > MAX_JSON_BYTES:
         raise _broken(what, f"it has {len(raw)} bytes, and a manifest has at most {MAX_JSON_BYTES}")
     body, seal = raw[:-_SEAL_BYTES], _SEAL.fullmatch(raw[-_SEAL_BYTES:])
@@ -196,7 +196,7 @@ def _parse_table(value: Any, what: str, parse: Callable[[Any, str], R], max_dept
 
 
 def _is_plain(part: str) -> bool:
-    """Returns whether a name leads nowhere else on any system and can be shown."""
+    """Return whether a name leads nowhere else on any system and can be shown."""
     return (
         0 < len(part.encode("utf-8")) <= _MAX_NAME
         and not part.startswith(".")

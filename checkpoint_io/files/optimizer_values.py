@@ -15,7 +15,7 @@ MASTER_SUFFIX = ".master"
 
 
 def parse_values(raw: bytes, specs: Mapping[str, TensorSpec], where: str) -> dict[str, Any]:
-    """Returns what `OptimizerState.values()` gave when the checkpoint was saved.
+    """Return what `OptimizerState.values()` gave when the checkpoint was saved.
 
     Args:
         raw: The JSON text.

@@ -46,7 +46,7 @@ class RangeRecord:
 
 
 def encode_ranges(ranges: Iterable[RangeRecord]) -> dict[str, Any]:
-    """Returns the ranges as plain JSON, whose length does not depend on the checksums; see Note [Compact ranges]."""
+    """Return the ranges as plain JSON, whose length does not depend on the checksums; see Note [Compact ranges]."""
     ranges = list(ranges)
     names: dict[str, int] = {}
     boxes: dict[Box, int] = {}
@@ -62,7 +62,7 @@ def encode_ranges(ranges: Iterable[RangeRecord]) -> dict[str, Any]:
 
 
 def decode_ranges(value: Any, what: str) -> tuple[RangeRecord, ...]:
-    """Returns the ranges that `encode_ranges` wrote.
+    """Return the ranges that `encode_ranges` wrote.
 
     Args:
         value: Parsed JSON.
@@ -89,7 +89,7 @@ def decode_ranges(value: Any, what: str) -> tuple[RangeRecord, ...]:
 
 
 def check_tiling(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRecord]) -> None:
-    """Checks that the ranges hold every element of every tensor exactly once.
+    """Check that the ranges hold every element of every tensor exactly once.
 
     Args:
         specs: The tensors.
@@ -138,7 +138,7 @@ def _check_shapes(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def _check_inside(names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> None:
-    """Raises CheckpointError for a box outside of its tensor, or a span outside of its box."""
+    """Raise CheckpointError for a box outside of its tensor, or a span outside of its box."""
     for pair in np.unique(tiles.tensor * len(boxes) + tiles.box).tolist():
         shape, box = shapes[pair // len(boxes)], boxes[pair % len(boxes)]
         if not _is_inside(box, shape):
@@ -178,7 +178,7 @@ def _are_columns(*, tensor: Any, names: Any, box: Any, boxes: Any, start: Any, s
 
 
 def _are_integers(numbers: Any, low: int, stop: int) -> bool:
-    """Returns whether it is a list of integers in `low` .. `stop - 1`."""
+    """Return whether it is a list of integers in `low` .. `stop - 1`."""
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         return False
     return not numbers or (min(numbers) >= low and max(numbers) < stop)

@@ -57,7 +57,7 @@ class TensorRange:
 def encode_header(
     specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], *, alignment: int = 8
 ) -> tuple[bytes, dict[str, TensorRange]]:
-    """Returns the file's first bytes and, in file order, where each tensor's bytes go.
+    """Return the file's first bytes and, in file order, where each tensor's bytes go.
 
     Args:
         specs: The tensors.
@@ -89,7 +89,7 @@ def encode_header(
 
 
 def parse_header(raw: bytes, data_bytes: int, what: str) -> tuple[dict[str, TensorRange], dict[str, str]]:
-    """Returns where each tensor's bytes are, and the metadata.
+    """Return where each tensor's bytes are, and the metadata.
 
     Args:
         raw: The header without its length.

@@ -32,7 +32,7 @@ _STEPS[list(b"}]")] = -1
 
 
 def parse_json(raw: bytes, what: str) -> Any:
-    """Returns the value of an index, a manifest or a header.
+    """Return the value of an index, a manifest or a header.
 
     Args:
         raw: The text, in UTF-8.
@@ -49,7 +49,7 @@ def parse_json(raw: bytes, what: str) -> Any:
 
 
 def parse_document(raw: bytes, what: str) -> Any:
-    """Returns the value of a JSON text that carries the user's own values: deeper, with any integer and any string.
+    """Return the value of a JSON text that carries the user's own values: deeper, with any integer and any string.
 
     Raises:
         CheckpointError: No JSON, keys given twice, NaN and infinities, floats beyond fp64, absurd size or nesting.
@@ -80,7 +80,7 @@ def _unreadable(what: str, reason: str) -> CheckpointError:
 
 
 def _check_structure(raw: bytes, max_depth: int) -> None:
-    """Raises for too deep nesting or too many values, in a few passes and without building any of them."""
+    """Raise for too deep nesting or too many values, in a few passes and without building any of them."""
     depth = num_values = 0
     in_string = False
     for structure in _structure(raw):
@@ -100,7 +100,7 @@ def _check_structure(raw: bytes, max_depth: int) -> None:
 
 
 def _structure(raw: bytes) -> Iterator[bytes]:
-    """Yields the quotes, brackets and commas of a text, in pieces; escaped quotes are left out."""
+    """Yield the quotes, brackets and commas of a text, in pieces; escaped quotes are left out."""
     start = 0
     while start < len(raw):
         stop = min(start + _SCAN_BYTES, len(raw))

@@ -45,11 +45,11 @@ class TensorFile(Protocol):
     own_record: FileRecord | None
 
     def locate(self, name: str) -> tuple[OpenFile, int] | None:
-        """Returns where a tensor's bytes lie row by row; None where only `read` can tell."""
+        """Return where a tensor's bytes lie row by row; None where only `read` can tell."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns one tensor, on the CPU. The caller must not write into it."""
+        """Return one tensor, on the CPU. The caller must not write into it."""
         ...
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class TensorFile(Protocol):
 def open_tensor_file(
     storage: Storage, path: Path, *, inside: Path | None = None, expected: FileRecord | None = None
 ) -> TensorFile:
-    """Opens a file of tensors by its suffix.
+    """Open a file of tensors by its suffix.
 
     Args:
         storage: Where the file is.

@@ -37,7 +37,7 @@ class TorchArchive:
 
 
 def torch_archive(specs: Mapping[str, TensorSpec], values: str | None) -> TorchArchive:
-    """Returns what `torch.save` writes for a dictionary of such tensors; see Note [Archive without data].
+    """Return what `torch.save` writes for a dictionary of such tensors; see Note [Archive without data].
 
     Args:
         specs: The tensors, in the order of the dictionary.

@@ -65,7 +65,7 @@ class Comparison:
 
 
 def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0.0) -> Comparison:
-    """Returns what differs between the tensors of two checkpoints; holds 32 MiB of them at once.
+    """Return what differs between the tensors of two checkpoints; holds 32 MiB of them at once.
 
     Args:
         left: The first checkpoint.
@@ -100,7 +100,7 @@ def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0
 
 
 def compare_elements(left: torch.Tensor, right: torch.Tensor, *, tolerance: float = 0.0) -> ElementDifference:
-    """Returns how far apart two tensors of one shape are, by value whatever their formats; NaN equals NaN."""
+    """Return how far apart two tensors of one shape are, by value whatever their formats; NaN equals NaN."""
     flat_left, flat_right = left.reshape(-1), right.reshape(-1)
     total = ElementDifference(num_elements=left.numel(), num_differing=0, max_difference=0.0)
     if _are_alike(flat_left, flat_right):
@@ -118,7 +118,7 @@ def compare_elements(left: torch.Tensor, right: torch.Tensor, *, tolerance: floa
 
 
 def compare_values(left: Any, right: Any, where: str) -> Iterator[str]:
-    """Yields one line for every place where two plain values differ.
+    """Yield one line for every place where two plain values differ.
 
     Args:
         left: The first value; containers are compared item by item.

@@ -15,7 +15,7 @@ _OTHER_FORMATS = "quantization_config"  # speaks of how some weights are packed,
 
 
 def with_dtype(raw: bytes, dtype: str, what: str) -> bytes:
-    """Returns a config with the format in place of the one it names, the same bytes where it names it already or none.
+    """Return a config with the format in place of the one it names, the same bytes where it names it already or none.
 
     Args:
         raw: The JSON text; infinities are taken as they are, since some models' configs have them.

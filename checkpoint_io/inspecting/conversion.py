@@ -59,7 +59,7 @@ class Conversion:
 
 
 def convert(storage: Storage, source: Contents, target: Path, conversion: Conversion) -> list[str]:
-    """Writes a checkpoint into another directory, whole or not at all, and returns lines that say what was changed.
+    """Write a checkpoint into another directory, whole or not at all, and returns lines that say what was changed.
 
     One process calls it. Tensors go from the old files' pages to the new ones piece by piece.
 
@@ -100,7 +100,7 @@ def convert(storage: Storage, source: Contents, target: Path, conversion: Conver
 
 
 def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *, overwrites: bool = False) -> None:
-    """Writes one part of a checkpoint into one file, whole or not at all.
+    """Write one part of a checkpoint into one file, whole or not at all.
 
     Args:
         storage: Where both are.
@@ -263,14 +263,14 @@ def _training_documents(storage: Storage, source: Contents) -> dict[str, bytes]:
 
 
 def _owners(storage: Storage, directory: Path) -> Callable[[str], bool]:
-    """Returns whether a name in the directory is of one of the checkpoints there, such as a shard of them."""
+    """Return whether a name in the directory is of one of the checkpoints there, such as a shard of them."""
     names = listing(storage, directory) if storage.kind(directory) == "directory" else []
     owners = [owner for kind in KINDS for name in names if (owner := kind.names_of(name)) is not None]
     return lambda name: any(owner.owns(name) or name == owner.groups for owner in owners)
 
 
 def _left_over(storage: Storage, target: Path, folders: Iterable[str]) -> Callable[[str], bool]:
-    """Returns whether a file of the target, by its relative name, is of a checkpoint that is there before the save."""
+    """Return whether a file of the target, by its relative name, is of a checkpoint that is there before the save."""
     owners = {folder: _owners(storage, target / folder) for folder in ("", *folders)}
 
     def is_stale(name: str) -> bool:
@@ -281,7 +281,7 @@ def _left_over(storage: Storage, target: Path, folders: Iterable[str]) -> Callab
 
 
 def check_target(storage: Storage, source: Contents, target: Path, *, overwrites: bool) -> None:
-    """Raises unless something may be written to the target.
+    """Raise unless something may be written to the target.
 
     Args:
         storage: Where both are.

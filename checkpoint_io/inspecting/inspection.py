@@ -66,7 +66,7 @@ class Part:
         return f"{self.folder}/{self.kind.name}{variant}" if self.folder else f"{self.kind.name}{variant}"
 
     def open(self, storage: Storage, *, verifies: bool = False) -> Checkpoint:
-        """Opens it; sizes and structure are checked.
+        """Open it; sizes and structure are checked.
 
         Args:
             storage: Where it is.
@@ -101,7 +101,7 @@ class Contents:
     manifest: Manifest | None = None
 
     def only(self, kind: Kind) -> Part:
-        """Returns the one part of a kind; of several variants the one without, as for a load.
+        """Return the one part of a kind; of several variants the one without, as for a load.
 
         Raises:
             CheckpointError: There is none, or more than one.
@@ -118,7 +118,7 @@ class Contents:
 
 
 def find_contents(storage: Storage, path: str | os.PathLike[str]) -> Contents:
-    """Returns what is at a path: a file of tensors, an index, a checkpoint's directory, or a root of steps.
+    """Return what is at a path: a file of tensors, an index, a checkpoint's directory, or a root of steps.
 
     Args:
         storage: Where it is.
@@ -140,7 +140,7 @@ def find_contents(storage: Storage, path: str | os.PathLike[str]) -> Contents:
 
 
 def training_document(storage: Storage, contents: Contents) -> TrainingDocument | None:
-    """Returns the plain part of a whole training state; None where the path holds none.
+    """Return the plain part of a whole training state; None where the path holds none.
 
     Raises:
         CheckpointError: It is not the one that was saved.
@@ -150,7 +150,7 @@ def training_document(storage: Storage, contents: Contents) -> TrainingDocument 
 
 
 def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
-    """Returns the file of the plain part of a whole training state; None where the path holds none.
+    """Return the file of the plain part of a whole training state; None where the path holds none.
 
     Raises:
         CheckpointError: It is not the one that was saved.
@@ -165,12 +165,12 @@ def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
 
 
 def has_checksums(stored: Checkpoint) -> bool:
-    """Returns whether the bytes of every tensor can be compared with what was written."""
+    """Return whether the bytes of every tensor can be compared with what was written."""
     return all(stored.record_of(file) is not None for file in stored.files)
 
 
 def describe_training(document: TrainingDocument) -> dict[str, Any]:
-    """Returns what a whole training state says of itself, as JSON has it."""
+    """Return what a whole training state says of itself, as JSON has it."""
     extra = document.extra
     return {
         "facts": document.facts,
@@ -184,7 +184,7 @@ def describe_training(document: TrainingDocument) -> dict[str, Any]:
 
 
 def describe(part: Part, stored: Checkpoint) -> dict[str, Any]:
-    """Returns what an open checkpoint holds, as JSON has it.
+    """Return what an open checkpoint holds, as JSON has it.
 
     Args:
         part: Where it was found.
@@ -221,7 +221,7 @@ def describe(part: Part, stored: Checkpoint) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns a number format's name without its package."""
+    """Return a number format's name without its package."""
     return str(dtype).removeprefix("torch.")
 
 

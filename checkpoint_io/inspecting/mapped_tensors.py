@@ -14,7 +14,7 @@ __all__ = ["mapped_tensors"]
 
 
 def mapped_tensors(stored: Checkpoint) -> dict[str, torch.Tensor]:
-    """Returns every tensor by name; the system reads its pages when they are touched and may drop them again.
+    """Return every tensor by name; the system reads its pages when they are touched and may drop them again.
 
     They outlive the checkpoint's being closed. Writing into one changes this process's memory, never the file.
 

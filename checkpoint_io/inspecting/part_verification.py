@@ -37,7 +37,7 @@ class VerifiedPart:
 
 
 def verify_part(storage: Storage, part: Part) -> VerifiedPart:
-    """Reads a part once and returns what was checked.
+    """Read a part once and returns what was checked.
 
     Args:
         storage: Where it is.
@@ -61,7 +61,7 @@ def verify_part(storage: Storage, part: Part) -> VerifiedPart:
 
 
 def verify_documents(storage: Storage, contents: Contents) -> int:
-    """Checks the documents of a whole training state and returns how many there are.
+    """Check the documents of a whole training state and returns how many there are.
 
     Raises:
         CheckpointError: One is missing, or not the one that was written.
@@ -80,7 +80,7 @@ def verify_documents(storage: Storage, contents: Contents) -> int:
 
 
 def lost_shards(storage: Storage, contents: Contents) -> list[str]:
-    """Returns the shards that belong to no part: whatever named them is gone."""
+    """Return the shards that belong to no part: whatever named them is gone."""
     if not contents.is_directory:
         return []
     return list(_lost_shards(storage, contents))

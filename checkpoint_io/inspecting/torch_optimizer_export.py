@@ -33,7 +33,7 @@ MASTER_WEIGHTS = "master_weights"
 def export_optimizer(
     storage: Storage, source: Contents, target: Path, *, with_master_weights: bool = False, overwrites: bool = False
 ) -> list[str]:
-    """Writes the optimizer of a checkpoint as plain torch knows it, and returns the parameters' names by number.
+    """Write the optimizer of a checkpoint as plain torch knows it, and returns the parameters' names by number.
 
     One process calls it. Tensors go from the old files' pages to the new file one by one.
 
@@ -71,7 +71,7 @@ def export_optimizer(
 def torch_state_dict(
     values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, with_master_weights: bool = False
 ) -> dict[str, Any]:
-    """Returns what `load_state_dict` of a plain torch optimizer takes; see Note [Exported optimizer].
+    """Return what `load_state_dict` of a plain torch optimizer takes; see Note [Exported optimizer].
 
     Args:
         values: The stored plain part, as `parse_values` gives it.

@@ -1,4 +1,4 @@
-"""What a reader finds in one directory, while other processes may save into it."""
+"""Reader of one directory while other processes may save into it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["DirectoryReader", "cannot_open", "is_transient", "open_directory"]
 
 T = TypeVar("T")
 
-_NUM_LOOKS = 3  # a file may move to its place between the look and the opening, and once more in the next commit
+_NUM_LOOKS = 3  # a file may be moved between listing and opening, and again by the next commit
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
 
 
 class DirectoryReader:
-    """Opens the files of a directory, wherever a commit that is under way has them at this moment.
+    """Opens the files of a directory, including those of a commit that is not installed yet.
 
     Args:
-        storage: Where it is.
-        path: The directory.
+        storage: Storage of the directory.
+        path: Directory.
 
     Raises:
-        OSError: It is no directory, or cannot be listed.
+        OSError: The path is not a directory, or cannot be listed.
     """
 
     def __init__(self, storage: Storage, path: Path) -> None:
@@ -40,13 +40,13 @@ class DirectoryReader:
         self.names = self._view.names()
 
     def open(self, name: str, expected: FileRecord | None = None) -> TensorFile:
-        """Opens a file of tensors; see `open_tensor_file`."""
+        """Open a tensor file; see `open_tensor_file`."""
         return self._found(
             name, lambda path, inside: open_tensor_file(self._storage, path, inside=inside, expected=expected)
         )
 
     def read(self, name: str) -> bytes:
-        """Returns the bytes of a small file, of at most 64 MiB."""
+        """Return the content of a small file of at most 64 MiB."""
         return self._found(
             name, lambda path, inside: self._storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=inside)
         )
@@ -62,9 +62,9 @@ class DirectoryReader:
         return action(*self._place(name))
 
     def _place(self, name: str) -> tuple[Path, Path]:
-        """Returns where a file is, and the directory that links of it may not leave."""
+        """Return the path of a file, and the directory that its links must not leave."""
         path = self._view.path(name)
-        # What was committed together with its parent directory lies in a folder of a folder beside it.
+        # A directory committed together with its parent is a subdirectory of the parent's commit directory.
         return path, self.path if path.is_relative_to(self.path) else path.parent.parent
 
     def _look_again(self) -> None:
@@ -75,10 +75,10 @@ class DirectoryReader:
 
 
 def open_directory(storage: Storage, path: Path) -> DirectoryReader:
-    """Returns the reader of a directory.
+    """Return a reader of a directory.
 
     Raises:
-        CheckpointError: It is no directory, or cannot be listed.
+        CheckpointError: The path is not a directory, or cannot be listed.
     """
     try:
         return DirectoryReader(storage, path)
@@ -87,10 +87,10 @@ def open_directory(storage: Storage, path: Path) -> DirectoryReader:
 
 
 def cannot_open(path: Path, error: Exception) -> CheckpointError:
-    """Returns the error for a path that the file system gives an error for."""
+    """Return the error for a path that cannot be opened."""
     return CheckpointError(f"cannot open {str(path)!r}: {error}. Check the path and its permissions")
 
 
 def is_transient(error: CheckpointError) -> bool:
-    """Returns whether the reason is a file that is not there, which it may be in a moment."""
+    """Return whether the cause is a missing or stale file, which may appear on retry."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _TRANSIENT

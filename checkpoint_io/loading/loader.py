@@ -1,4 +1,4 @@
-"""Loads in two steps: everything that can fail is checked on all ranks, then the ranks fill their own memory."""
+"""Two-phase load: all checks on all ranks first, then each rank fills its own memory."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ __all__ = ["VERIFY", "Load", "Loader", "ModelLoad", "OptimizerLoad", "check_veri
 
 VERIFY = ("checksums", "structure")
 
-# How long the other ranks look for what rank 0 has found: a network file system shows new files late.
+# How long other ranks retry to open what rank 0 has found: network file systems show new files late.
 _PATIENCE_SECONDS = 30.0
 _COMPARED_ELEMENTS = 2**20
 
 
 def check_verify(verify: object) -> None:
-    """Raises `ConfigError` unless it is a way to check a checkpoint."""
+    """Raise `ConfigError` unless `verify` is a supported verification mode."""
     if verify not in VERIFY:
-        raise ConfigError(f"verify={verify!r} is no way to check a checkpoint: give one of {', '.join(VERIFY)}")
+        raise ConfigError(f"verify={verify!r} is not a verification mode: give one of {', '.join(VERIFY)}")
 
 
 class Load(Protocol):
-    """One thing to load; `check` goes first on all of them, then `fill`. Both are collective."""
+    """One object to load: `check` runs on all objects, then `fill`. Both are collective."""
 
     def check(self) -> None:
-        """Raises on every rank what would keep the load from succeeding; changes nothing."""
+        """Raise on every rank if the load cannot succeed; change nothing."""
         ...
 
     def fill(self) -> None:
-        """Fills this rank's memory."""
+        """Fill this rank's memory."""
         ...
 
 
 class Loader:
-    """Opens and verifies checkpoints for one group of ranks; a context manager that closes them.
+    """Opens and verifies checkpoints for one process group; a context manager that closes them.
 
     Args:
-        ranks: Who loads together.
-        storage: Where from.
-        verify: "checksums", or "structure" to skip reading everything once more than needed.
+        ranks: Ranks that load together.
+        storage: Storage to read from.
+        verify: "checksums" reads and verifies all data first; "structure" skips that.
 
     Raises:
-        ConfigError: Another value of `verify`.
+        ConfigError: Unknown value of `verify`.
     """
 
     def __init__(self, ranks: Ranks, storage: Storage, verify: str = "checksums") -> None:
@@ -79,7 +79,7 @@ class Loader:
         self._open.close()
 
     def open(self, path: Path, kind: Kind) -> Checkpoint:
-        """Returns a checkpoint whose structure was checked; it stays open until the loader is left. Collective."""
+        """Open a checkpoint and check its structure; it stays open until the loader is closed. Collective."""
 
         agree("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
@@ -90,37 +90,37 @@ class Loader:
             return self._open.enter_context(stored)
 
         stored = self.ranks.agree_rank_zero_first(opened, f"loading the {kind.name} from {path}")
-        # A save in between would show some ranks the old checkpoint and some the new, each of them whole.
+        # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
         agree(f"the {kind.name} that they found at {path}", [stored.identity], self.ranks.group)
         return stored
 
     def verify(self, stored: Checkpoint) -> None:
-        """Reads everything that has a checksum, every rank a part of it. Collective.
+        """Verify all checksums, sharded over the ranks. Collective.
 
         Raises:
-            CheckpointError: Some bytes are not those that were written.
+            CheckpointError: Data differs from its checksum.
         """
         if self._verify == "checksums":
             ranks = self.ranks
             ranks.agree(lambda: verify_ranges(stored, ranks.rank, ranks.size), f"verifying {stored.path}")
 
     def names_of_all_ranks(self, names: Collection[str]) -> frozenset[str]:
-        """Returns the names that any rank gave. Collective."""
+        """Return the union of the ranks' names. Collective."""
         payloads, _ = self.ranks.gather(json.dumps(sorted(names)).encode())
         return frozenset(name for raw in payloads for name in json.loads(raw))
 
 
 class ModelLoad:
-    """Fills a model.
+    """Load of a model.
 
-    A tied tensor may be stored under any of its names. Floats are converted to the model's own float format; between
-    other formats only what is lossless is.
+    A tied tensor may be stored under any of its names. Floating-point tensors are converted to the model's dtype; other
+    dtypes are converted only if lossless.
 
     Args:
-        loader: Opens the files.
-        model: The boosted model.
-        path: A file, an index, or a directory.
-        strict: False loads what matches in name and shape.
+        loader: Loader that opens the files.
+        model: Boosted model.
+        path: File, index or directory.
+        strict: If False, load only tensors that match in name and shape.
     """
 
     def __init__(self, loader: Loader, model: ModelWrapper, path: Path, *, strict: bool) -> None:
@@ -130,10 +130,10 @@ class ModelLoad:
         self._strict = strict
 
     def check(self) -> None:
-        """Opens, matches and verifies. Collective.
+        """Open, match and verify. Collective.
 
         Raises:
-            CheckpointError: Missing, unexpected or differing names; damage.
+            CheckpointError: Missing, unexpected or differing names, or damaged files.
         """
         loader, ranks = self._loader, self._loader.ranks
         self._stored = stored = loader.open(self._path, MODEL)
@@ -151,12 +151,12 @@ class ModelLoad:
         elif ranks.rank == 0 and matched.listing():
             get_dist_logger().warning(f"{self._doing} with strict=False leaves out:{matched.listing()}")
         loader.verify(stored)
-        # Masters too: a file may hold more digits than the weights that are loaded from it.
+        # Masters too: the file may have more precision than the model weights.
         parts = [*slices, *ranks.agree(self._model.exact_slices, self._doing)]
         self._pairs = [(matched.sources[part.name], part) for part in parts if part.name in matched.sources]
 
     def fill(self) -> None:
-        """Reads this rank's parts into the model's memory. Collective."""
+        """Read this rank's slices into the model's memory. Collective."""
         self._loader.ranks.agree(self._read, self._doing)
 
     def _wanted(self) -> tuple[Sequence[TensorSlice], Mapping[str, Sequence[str]]]:
@@ -172,16 +172,16 @@ class ModelLoad:
 
 
 class OptimizerLoad:
-    """Fills an optimizer.
+    """Load of an optimizer.
 
-    fp32 master weights that are stored fill the optimizer's; one that keeps none gets them into the parameters
-    themselves, as they are the more exact weights: load the model first. Where none are stored, masters follow the
-    model's weights.
+    Stored fp32 master weights fill the optimizer's masters. An optimizer without masters gets them written into the
+    parameters, because they are more precise than the model's file: load the model first. If none are stored, masters
+    are copied from the model's weights.
 
     Args:
-        loader: Opens the files.
-        optimizer: The boosted optimizer.
-        path: A file, an index, or a directory.
+        loader: Loader that opens the files.
+        optimizer: Boosted optimizer.
+        path: File, index or directory.
     """
 
     def __init__(self, loader: Loader, optimizer: OptimizerWrapper, path: Path) -> None:
@@ -190,17 +190,17 @@ class OptimizerLoad:
         self._path = path
 
     def check(self) -> None:
-        """Opens, compares and verifies. Collective.
+        """Open, compare and verify. Collective.
 
         Raises:
-            CheckpointError: Other parameters, groups or shapes; damage.
+            CheckpointError: Other parameters, groups or shapes, or damaged files.
         """
         self._stored = stored = self._loader.open(self._path, OPTIMIZER)
 
         def compare() -> tuple[OptimizerState, dict[str, Any], set[str]]:
             if stored.groups is None:
                 raise CheckpointError(
-                    f"{self._path} holds no param groups: it is no optimizer that save_optimizer wrote"
+                    f"{self._path} holds no param groups: it is not an optimizer checkpoint of save_optimizer"
                 )
             values = parse_values(stored.groups, stored.specs, str(self._path))
             state = self._optimizer.checkpoint_state()
@@ -208,12 +208,12 @@ class OptimizerLoad:
             return state, values, {part.name for part in state.slices() if part.name.endswith(MASTER_SUFFIX)}
 
         self._state, self._values, masters = self._loader.ranks.agree(compare, self._doing)
-        # A rank that has no part of a master must not take it for one that no rank has a place for.
+        # A rank without a shard of a master must not conclude that no rank has memory for it.
         self._masters = self._loader.names_of_all_ranks(masters)
         self._loader.verify(stored)
 
     def fill(self) -> None:
-        """Replaces the optimizer's state by the stored one. Collective."""
+        """Replace the optimizer's state with the stored one. Collective."""
         self._loader.ranks.agree(self._read, self._doing)
 
     def _read(self) -> None:
@@ -245,8 +245,8 @@ def _check_duplicates(stored: Checkpoint, match: Match) -> None:
         differing = [name for name in others if not _are_equal(stored, taken, name)]
         if differing:
             raise CheckpointError(
-                f"{taken!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, nothing"
-                " was loaded: untie them in the model, or pass strict=False to load the first"
+                f"{taken!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
+                " nothing was loaded: untie them in the model, or pass strict=False to load the first"
             )
 
 
@@ -266,11 +266,11 @@ def _piece(stored: Checkpoint, name: str, spec: TensorSpec, span: tuple[int, int
         name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
     )
     read_slices(stored, [(name, part)])
-    return tensor.view(torch.uint8)  # bit for bit: a nan equals itself here
+    return tensor.view(torch.uint8)  # compare bits, so that NaN equals itself
 
 
 def load_all(loads: Sequence[Load]) -> None:
-    """Checks all of them, then fills all of them. Collective."""
+    """Check all loads, then fill all of them. Collective."""
     for load in loads:
         load.check()
     for load in loads:

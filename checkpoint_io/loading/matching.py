@@ -1,4 +1,4 @@
-"""Compares what a checkpoint holds with what a model wants, before anything is written; a pure function."""
+"""Matching of stored tensors with a model's slices. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_LISTED = 10
 
 @dataclass(slots=True, kw_only=True)
 class Match:
-    """Which stored tensor fills which slice, and what does not fit.
+    """Stored tensor for each slice, and the mismatches.
 
     Attributes:
-        sources: Stored name for every slice's name that can be filled.
-        duplicates: Further stored names of a tied tensor, by the stored name that is taken.
-        missing: Names of the model that the checkpoint lacks.
-        unexpected: Names of the checkpoint that the model lacks.
-        differing: One line for every name whose shape or number format does not fit.
+        sources: Stored name by slice name, for slices that can be filled.
+        duplicates: Further stored names of a tied tensor, by the stored name that is used.
+        missing: Names of the model that are not in the checkpoint.
+        unexpected: Names of the checkpoint that are not in the model.
+        differing: One line per name whose shape or dtype does not match.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
@@ -34,24 +34,24 @@ class Match:
     differing: list[str] = field(default_factory=list)
 
     def check(self, where: str, *, strict: bool) -> None:
-        """Raises one error that lists all that does not fit.
+        """Raise one error that lists all mismatches.
 
         Args:
-            where: The checkpoint.
-            strict: False raises only if nothing at all fits.
+            where: Name of the checkpoint for messages.
+            strict: If False, raise only if no tensor matches.
 
         Raises:
-            CheckpointError: Something, or with `strict=False` everything, does not fit.
+            CheckpointError: There are mismatches or, with `strict=False`, no matches.
         """
         wants_any = bool(self.missing or self.differing)
         if strict and (wants_any or self.unexpected):
             advice = "Load it into the model that it was saved from, or pass strict=False to load only what fits"
-            raise CheckpointError(f"{where} does not fit the model, nothing was loaded:{self.listing()}\n{advice}")
+            raise CheckpointError(f"{where} does not fit the model, so nothing was loaded:{self.listing()}\n{advice}")
         if not self.sources and (wants_any or self.unexpected):
-            raise CheckpointError(f"no tensor of {where} fits the model, nothing was loaded:{self.listing()}")
+            raise CheckpointError(f"no tensor of {where} fits the model, so nothing was loaded:{self.listing()}")
 
     def listing(self) -> str:
-        """Returns lines with all that does not fit; empty where everything does."""
+        """Format all mismatches, one per line; empty if there are none."""
         parts = {
             "missing in the checkpoint": self.missing,
             "not in the model": self.unexpected,
@@ -66,14 +66,14 @@ def match_names(
     tied: Mapping[str, Sequence[str]],
     wanted_by_all: Collection[str] | None = None,
 ) -> Match:
-    """Returns which stored tensor fills which slice.
+    """Match stored tensors with slices.
 
     Args:
-        specs: What the checkpoint holds.
-        slices: What this rank's part of the model wants, by the first name of each tensor; of one tensor there may be
-            several slices.
-        tied: Further names of the same memory, which count as well; the first name goes first.
-        wanted_by_all: Names that the model has on any rank, which are not unexpected; None: those of `slices`.
+        specs: Dtypes and shapes of the stored tensors.
+        slices: Slices of the model on this rank, by the first name of each tensor; a tensor may have several slices.
+        tied: Further names of the same memory, which match as well; the first name takes precedence.
+        wanted_by_all: Names that the model has on any rank; these are not unexpected. Optional, defaults to those of
+            `slices`.
     """
     match = Match()
     known = set(wanted_by_all or ())
@@ -95,11 +95,11 @@ def match_names(
 
 
 def can_convert(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Returns whether a load may convert: floats to the model's float format, all else only without loss."""
+    """Return whether a load may convert: any float to any float, other dtypes only if lossless."""
     if stored == wanted or (stored.is_floating_point and wanted.is_floating_point):
         return True
     kinds = {_format_kind(stored), _format_kind(wanted)}
-    # promote_types knows no unsigned formats but uint8: anything else there counts as lossy.
+    # promote_types supports no unsigned dtype but uint8; all others count as lossy.
     return kinds == {"integer"} and torch.promote_types(stored, wanted) == wanted
 
 

@@ -1,4 +1,4 @@
-"""Reads just the bytes that this rank's slices hold, straight into their memory where that is possible."""
+"""Parallel reading of the bytes of this rank's slices, in place where possible."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from booster.interface import TensorSlice
 
 __all__ = ["read_slices"]
 
-# Note [Two ways into memory]: a slice in plain CPU memory in the stored format is filled in place by the system call.
-# Any other (another format, strides, a device) goes through a staging buffer in pieces. Four threads then hold
-# 4 * (STAGING_BYTES + SCRATCH_BYTES) = 32 MiB, whatever the size of the model.
+# A slice in contiguous CPU memory with the stored dtype is read in place. All others (other dtype, strides or device)
+# go through a staging buffer in several reads. Four threads hold 4 * (STAGING_BYTES + SCRATCH_BYTES) = 32 MiB, for any
+# model size.
 PIECE_BYTES = 16 * 2**20
 STAGING_BYTES = 6 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A slice to fill, and its memory as bytes where they can be filled in place."""
+    """Slice to fill, with its memory as bytes if it can be read in place."""
 
     stored_name: str
     part: TensorSlice
@@ -37,7 +37,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some elements of a slice, counted from its first."""
+    """Range of elements of a slice, counted from its first."""
 
     target: _Target
     start: int
@@ -45,28 +45,28 @@ class _Piece:
 
 
 def read_slices(stored: Checkpoint, wanted: Sequence[tuple[str, TensorSlice]], *, num_threads: int = 4) -> None:
-    """Fills slices from a checkpoint. Every rank may call it for itself.
+    """Fill slices from a checkpoint. Not collective.
 
-    Peak extra memory is 32 MiB with four threads, whatever the size of the tensors.
+    Peak extra memory is 32 MiB with four threads, for any tensor size.
 
     Args:
-        stored: The checkpoint, open; its checksums are compared elsewhere, before.
-        wanted: Stored name and slice; floats are converted to the format of the slice's memory.
-        num_threads: How many threads read.
+        stored: Open checkpoint; its checksums are verified before, by `verify_ranges`.
+        wanted: Stored name and slice to fill; floats are converted to the dtype of the slice's memory.
+        num_threads: Number of reader threads.
 
     Raises:
-        CheckpointError: A file ends before, or changed since it was opened.
+        CheckpointError: A file is truncated, or changed since it was opened.
     """
     targets = [_target(stored, name, part) for name, part in wanted]
     batches = list(_batches(targets))
     run_in_threads(_Filler(stored).fill, batches, min(num_threads, len(batches)))
     for target in targets:
         if target.memory is not None and not target.tensor.is_inference():
-            torch.autograd.graph.increment_version(target.tensor)  # what a copy_ would have done
+            torch.autograd.graph.increment_version(target.tensor)  # as a copy_ would
 
 
 class _Filler(threading.local):
-    """Fills pieces; every thread sees buffers of its own."""
+    """Fills ranges with buffers per thread."""
 
     def __init__(self, stored: Checkpoint) -> None:
         self._reader = ElementReader(stored)
@@ -105,7 +105,8 @@ def _target(stored: Checkpoint, name: str, part: TensorSlice) -> _Target:
 
 
 def _batches(targets: Sequence[_Target]) -> Iterator[list[_Piece]]:
-    """Yields pieces of at most one thread's turn: large slices divided, small ones together."""
+    """Group the ranges into batches for the threads: large slices are split, small ones combined."""
+
     batch: list[_Piece] = []
     room = PIECE_BYTES
     for target in targets:

@@ -1,4 +1,4 @@
-"""Opens any checkpoint, file or directory, and says what it holds before a tensor is read."""
+"""Opens a checkpoint file or directory and checks its structure before a tensor is read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from booster.errors import CheckpointError
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
-# Note [Opening while others save]: a new checkpoint may be committed into a directory while this process opens it. No
-# file of it is in place before its manifest can be seen, see Note [Commit]: so if the manifest is the same before the
-# first file is opened and after the last, all of them are of one save. Else, and if a name was gone that was there a
-# moment before, everything is opened once more.
+# Another process may commit a new checkpoint into a directory while this process opens it. No file of a commit is moved
+# to its place before its manifest is visible (see Note [Commit]). So if the manifest is the same before the first file
+# is opened and after the last, all files belong to one save. Otherwise, or if a listed file is missing, opening is
+# retried.
 
 _MIN_ATTEMPTS = 3
 _FIRST_PAUSE_SECONDS = 0.01
@@ -39,22 +39,21 @@ def open_checkpoint(
     patience_seconds: float = 0.0,
     requires_manifest: bool = True,
 ) -> Checkpoint:
-    """Opens a file of tensors, an index, or a directory.
+    """Open a tensor file, an index, or a directory.
 
-    In a directory, the manifest decides which files belong to the checkpoint, or where there is none the index, or
-    else the single file of the kind's own name is taken. What a manifest or a file records of itself is compared with
-    sizes, headers, index and names at once; the checksums of the data are for `verify_ranges`.
+    In a directory, the manifest determines the files of the checkpoint; without one the index does; otherwise the
+    single file with the kind's default name is used. Sizes, headers, index and names are compared with the recorded
+    ones here; the checksums of the data are compared by `verify_ranges`.
 
     Args:
-        storage: Where it is.
-        path: The file or directory.
-        kind: Which of the checkpoints of a directory.
-        patience_seconds: For how long a file that is not there may appear: on network file systems other hosts see new
-            files late.
-        requires_manifest: False: files whose manifest is lost open as well.
+        storage: Storage of the files.
+        path: File or directory.
+        kind: Kind of checkpoint to open in a directory.
+        patience_seconds: Timeout to wait for a missing file: network file systems show new files late on other hosts.
+        requires_manifest: If False, also open files whose manifest is missing.
 
     Raises:
-        CheckpointError: Nothing there, more than one candidate, names or links that leave the directory, or damage.
+        CheckpointError: No checkpoint, several candidates, names or links that leave the directory, or damaged files.
     """
     opening = _Opening(storage, kind, requires_manifest)
     deadline = time.monotonic() + patience_seconds
@@ -72,7 +71,7 @@ def open_checkpoint(
 
 
 class _Opening:
-    """One way to open: the arguments that every step needs."""
+    """State of one `open_checkpoint` call."""
 
     def __init__(self, storage: Storage, kind: Kind, requires_manifest: bool) -> None:
         self._storage = storage
@@ -92,13 +91,13 @@ class _Opening:
         return self._open_single(path, lambda: open_tensor_file(self._storage, path))
 
     def _directory(self, path: Path) -> DirectoryReader | None:
-        """Returns a directory; None for anything else that is there."""
+        """Return a reader if the path is a directory, or None for other existing paths."""
         try:
             return DirectoryReader(self._storage, path)
         except NotADirectoryError:
             return None
         except FileNotFoundError as error:
-            if path.name in self._names_beside(path):  # a link to nothing: opening says so
+            if path.name in self._names_beside(path):  # a dangling link: opening it raises
                 return None
             raise CheckpointError(
                 f"{path} does not exist: give a file or a directory that holds a {self._kind.name}"
@@ -110,14 +109,14 @@ class _Opening:
         try:
             return DirectoryReader(self._storage, path.parent).names
         except OSError:
-            return ()  # the caller says that the path is not there
+            return ()  # the caller raises for the missing path
 
     def _owner_of_record(self, path: Path) -> FileNames:
         owner = self._kind.names_of(path.name)
         if owner is None or path.name not in (owner.index, owner.manifest):
             expected = self._kind.names(is_safetensors=True).index
             raise CheckpointError(
-                f"{path} is no {self._kind.name} index: give a directory, a file of tensors, or {expected}"
+                f"{path} is not a {self._kind.name} index: give a directory, a file of tensors, or {expected}"
             )
         return owner
 
@@ -131,12 +130,12 @@ class _Opening:
             raise _changed(directory.path)
         return found
 
-    # What a manifest vouches for.
+    # With a manifest.
 
     def _open_recorded(self, directory: DirectoryReader, owner: FileNames, only: str | None) -> Checkpoint:
-        """Opens all files of a manifest, or only one; see Note [Opening while others save]."""
+        """Open all files of a manifest, or only one, and check that the manifest did not change meanwhile."""
         raw = directory.read(owner.manifest)
-        directory = open_directory(self._storage, directory.path)  # what goes with this manifest
+        directory = open_directory(self._storage, directory.path)  # list again, after the manifest was read
         failure: CheckpointError | None = None
         with ExitStack() as stack:
             try:
@@ -160,7 +159,7 @@ class _Opening:
         for name in manifest.files:
             check_file_name(name, str(path), owner)
         if only is not None and only not in manifest.files:
-            raise CheckpointError(f"{path} does not name {only}, which is left over from another save: remove it")
+            raise CheckpointError(f"{path} does not name {only}, which is a leftover of another save: remove it")
         with ExitStack() as stack:
             files = []
             for name, record in manifest.files.items():
@@ -175,7 +174,7 @@ class _Opening:
             stack.pop_all()
         return checkpoint
 
-    # What vouches for itself, or comes from elsewhere.
+    # Without a manifest: single files, and checkpoints of other programs.
 
     def _open_foreign(self, directory: DirectoryReader, owner: FileNames) -> Checkpoint:
         groups = directory.read(owner.groups) if self._kind == OPTIMIZER else None
@@ -209,8 +208,8 @@ class _Opening:
         mark = file.metadata.get(MANIFEST_KEY)
         if mark is not None and self._requires_manifest:
             raise CheckpointError(
-                f"{file.path} was saved with the manifest {mark[:200]!r}, which records its checksums and is not beside"
-                ' it: copy it there too, or pass verify="structure" to load without checksums'
+                f"{file.path} was saved with the manifest {mark[:200]!r}, which records its checksums, but is missing:"
+                ' copy it beside the file, or pass verify="structure" to load without checksums'
             ) from _not_there(mark[:200])
 
 
@@ -228,10 +227,12 @@ def _find_owner(directory: DirectoryReader, kind: Kind) -> FileNames:
     plain = kind.names(is_safetensors=True)
     others = [name for name in names if name.endswith((*SINGLE_FILE_SUFFIXES, ".json"))]
     steps = [name for name in names if re.fullmatch(r"step-\d{8,}", name)]
-    advice = f"It has folders of steps: give one, such as {directory.path / steps[-1]}" if steps else "Check the path"
+    advice = (
+        f"It has directories of steps: give one, such as {directory.path / steps[-1]}" if steps else "Check the path"
+    )
     raise CheckpointError(
-        f"{directory.path} holds no {kind.name} checkpoint: neither {plain.index} nor {plain.single} nor their .bin"
-        f" forms are there, only {listed(others)}. {advice}"
+        f"{directory.path} holds no {kind.name} checkpoint: found neither {plain.index} nor {plain.single} nor .bin"
+        f" files, only {listed(others)}. {advice}"
     ) from _not_there(str(directory.path))
 
 
@@ -239,7 +240,7 @@ def _check_ranges(file: TensorFile, record: FileRecord) -> None:
     try:
         check_tiling(file.specs, record.ranges)
     except CheckpointError as error:
-        raise CheckpointError(f"{file.path} and its manifest do not fit: {error}") from error
+        raise CheckpointError(f"{file.path} and its manifest do not match: {error}") from error
 
 
 def _check_index(directory: DirectoryReader, owner: FileNames, manifest: Manifest, files: Sequence[TensorFile]) -> None:
@@ -251,15 +252,14 @@ def _check_index(directory: DirectoryReader, owner: FileNames, manifest: Manifes
         held = named.pop(file.path.name, [])
         check_held(held, file.specs, file.path, owner.index)
         if len(held) != len(file.specs):
-            raise CheckpointError(f"{path} lacks tensors of {file.path}: the files are of different saves")
+            raise CheckpointError(f"{path} lacks tensors of {file.path}: the files are from different saves")
     if named:
         raise CheckpointError(f"{path} names files that {owner.manifest} does not: {listed(named)}")
 
 
 def _changed(directory: Path) -> CheckpointError:
     error = CheckpointError(
-        f"{directory} changed again and again while it was opened: another process saves there. Load when it has"
-        " finished"
+        f"{directory} changed repeatedly while it was opened: another process saves into it. Load after it has finished"
     )
     error.__cause__ = OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
     return error

@@ -1,4 +1,4 @@
-"""An open checkpoint: its tensors by name, in whichever file they are, and what vouches for them."""
+"""Open checkpoint: tensors by name over all files, with their recorded checksums."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Checkpoint", "read_recorded"]
 
 
 class Checkpoint:
-    """An open checkpoint; a context manager that closes its files.
+    """Open checkpoint; a context manager that closes its files.
 
     Args:
-        storage: Where it is.
-        path: Its manifest, index or only file.
-        files: The files of tensors, open.
-        groups: The optimizer's plain values as JSON, where the checkpoint is an optimizer's.
-        manifest: Sizes and checksums of everything, where a directory has them.
-        raw_manifest: The bytes of the manifest.
+        storage: Storage of the files.
+        path: Manifest, index or single file.
+        files: Open tensor files.
+        groups: Optimizer's plain values as JSON. Optional, for optimizer checkpoints.
+        manifest: Sizes and checksums of all files. Optional.
+        raw_manifest: Content of the manifest file.
 
     Attributes:
-        specs: Shape and format of every tensor, from the files that hold them.
+        specs: Shape and dtype of every tensor, from the files that hold them.
 
     Raises:
         CheckpointError: A tensor is in two files.
@@ -58,39 +58,39 @@ class Checkpoint:
             twice = next((name for name in file.specs if name in self._file_of), None)
             if twice is not None:
                 raise CheckpointError(
-                    f"{path}: {twice!r} is in two files, {self._file_of[twice].path.name} and {file.path.name}, one of"
-                    " them stale: remove what is left over"
+                    f"{path}: {twice!r} is in two files, {self._file_of[twice].path.name} and {file.path.name}, and one"
+                    " of them is stale: remove it"
                 )
             self.specs.update(file.specs)
             self._file_of.update(dict.fromkeys(file.specs, file))
 
     @property
     def identity(self) -> str:
-        """A text that is another one for another save, as far as the files that were opened tell."""
+        """Fingerprint of the save, from manifest and heads; differs between saves as far as these record it."""
         heads = [
             (file.path.name, file.num_bytes, getattr(self.record_of(file), "head_crc32", 0)) for file in self.files
         ]
         return f"{zlib.crc32(self._raw_manifest):08x} {sorted(heads)}"
 
     def locate(self, name: str) -> tuple[OpenFile, int] | None:
-        """Returns the file and the offset of a tensor's bytes; None where only `read` gives them, as in `.bin`."""
+        """Return file and offset of a tensor's bytes, or None if only `read` can access it, as for `.bin`."""
         return self._file_of[name].locate(name)
 
     def record_of(self, file: TensorFile) -> FileRecord | None:
-        """Returns the checksums of one of the files; None where nobody recorded any."""
+        """Return the recorded checksums of a file, or None if there are none."""
         if self.manifest is not None:
             return self.manifest.files.get(file.path.name)
         return file.own_record
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns one tensor, on the CPU. The caller must not write into it."""
+        """Return one tensor on the CPU. The caller must not modify it."""
         return self._file_of[name].read(name)
 
     def check_documents(self) -> None:
-        """Compares the documents that the manifest records with what is on the disk.
+        """Verify the documents that the manifest records.
 
         Raises:
-            CheckpointError: One is missing or not as it was saved.
+            CheckpointError: A document is missing or differs from its checksum.
         """
         if self.manifest is None or not self.manifest.documents:
             return
@@ -99,12 +99,12 @@ class Checkpoint:
             for name in self.manifest.documents:
                 read_recorded(directory, name, self.manifest)
         except CheckpointError:
-            # Another save may have taken the place of this one since; its tensors are open still, and whole.
+            # Another save may have replaced this one since; its tensor files are still open and consistent.
             if open_directory(self.storage, self.path.parent).read(self.path.name) == self._raw_manifest:
                 raise
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in self.files:
             file.close()
 
@@ -118,27 +118,27 @@ class Checkpoint:
 
 
 def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> bytes:
-    """Returns a document as it was saved.
+    """Read and verify a document.
 
     Args:
-        directory: Where it is.
-        name: The document.
-        manifest: What says how it was saved.
+        directory: Directory of the document.
+        name: File name.
+        manifest: Manifest that records it.
 
     Raises:
-        CheckpointError: It is not recorded, missing, or has another size or checksum.
+        CheckpointError: The document is not recorded, missing, or differs in size or checksum.
     """
     record = manifest.documents.get(name)
     path = directory.path / name
     if record is None:
         raise CheckpointError(
-            f"{path} is not recorded in the manifest beside it: the files are of different saves, or the manifest is"
+            f"{path} is not recorded in the manifest beside it: the files are from different saves, or the manifest is"
             " damaged. Take another copy of the checkpoint"
         )
     raw = directory.read(name)
     if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
         raise CheckpointError(
-            f"{path} is not as it was saved: it is damaged, edited or of another save. Take another copy of the"
+            f"{path} differs from its checksum: it is damaged, edited or from another save. Take another copy of the"
             " checkpoint"
         )
     return raw

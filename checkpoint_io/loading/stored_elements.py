@@ -1,4 +1,4 @@
-"""Elements of a stored tensor by box and span, as bytes in slice order, whatever kind of file they are in."""
+"""Reads elements of a stored tensor by box and span, as bytes in slice order, from any kind of file."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from booster.checkpoint_io.storage import OpenFile
 
 __all__ = ["SCRATCH_BYTES", "ElementReader", "assign_elements"]
 
-# Note [Nearby runs]: a column of a matrix is many runs of a few bytes. One call for each would take longer than reading
-# what lies between them: runs with gaps of at most MAX_GAP_BYTES are read together, gaps included, into a scratch
-# buffer, and picked from it. Longer gaps, and runs that fill the scratch alone, are read straight to their place.
+# A column of a matrix is many runs of a few bytes, and one read per run is slower than reading the gaps as well. So
+# runs with gaps of at most MAX_GAP_BYTES are read together into a scratch buffer and extracted from it. Runs that fill
+# the scratch alone, or are farther apart, are read directly into the output.
 SCRATCH_BYTES = 2 * 2**20
 MAX_GAP_BYTES = 16 * 2**10
 _RUNS_AT_ONCE = 16384
-_LONG_RUN_BYTES = 256  # from here on a copy of each run is quicker than an index of each element
+_LONG_RUN_BYTES = 256  # from here on, copying each run is faster than indexing each element
 _UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class ElementReader:
-    """Reads elements of a checkpoint's tensors. One thread may use it.
+    """Reads elements of a checkpoint's tensors. Not thread-safe.
 
     Args:
-        stored: The checkpoint, open.
+        stored: Open checkpoint.
     """
 
     def __init__(self, stored: Checkpoint) -> None:
@@ -38,16 +38,16 @@ class ElementReader:
         self._scratch: np.ndarray | None = None
 
     def read(self, name: str, box: Box, span: tuple[int, int], out: np.ndarray) -> None:
-        """Fills a buffer with the elements of a slice, in slice order, in the stored format.
+        """Fill a buffer with the elements of a slice, in slice order, in the stored dtype.
 
         Args:
-            name: The stored tensor.
-            box: A block of it.
-            span: First element and one past the last within the row-major flattening of the box.
-            out: Contiguous uint8, of just the size.
+            name: Name of the stored tensor.
+            box: Offset and length per dimension.
+            span: Flat range (start, stop) within the row-major flattening of the box.
+            out: Contiguous uint8 array of the exact size.
 
         Raises:
-            CheckpointError: The file ends before, or changed.
+            CheckpointError: The file is truncated or changed.
         """
         start, stop = span
         if start == stop:
@@ -84,9 +84,9 @@ class ElementReader:
 
 
 def assign_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Writes values over the elements of a tensor's row-major flattening that begin at `start`.
+    """Copy values into a tensor's row-major flattening, from element `start` on.
 
-    The tensor may have any strides, device and format; the values are converted.
+    The tensor may have any strides, device and dtype; values are converted.
     """
     if values.numel() == 0:
         return
@@ -95,7 +95,7 @@ def assign_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> N
 
 
 def _flat_parts(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Yields views that together are elements `start` to `stop` of the flattening, each with its place from `start`."""
+    """Yield views that together are elements `start` to `stop` of the flattening, each with its offset from `start`."""
     if tensor.dim() <= 1:
         yield tensor[start:stop] if tensor.dim() == 1 else tensor, 0, stop - start
         return
@@ -115,7 +115,7 @@ def _flat_parts(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[t
 
 
 def _groups(block: RunBlock) -> Iterator[RunBlock]:
-    """Yields runs that are read together; see Note [Nearby runs]."""
+    """Group runs that are read together."""
     ends = block.logical + block.length
     breaks = np.flatnonzero(block.logical[1:] - ends[:-1] > MAX_GAP_BYTES) + 1
     first = 0
@@ -130,7 +130,7 @@ def _groups(block: RunBlock) -> Iterator[RunBlock]:
 
 
 def _pick(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray, itemsize: int, out: np.ndarray) -> None:
-    """Copies the runs of a window of bytes one after the other."""
+    """Concatenate the runs of a scratch buffer."""
     is_regular = _is_regular(starts, lengths)
     if lengths.mean() >= _LONG_RUN_BYTES and not is_regular:
         position = 0

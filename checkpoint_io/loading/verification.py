@@ -1,4 +1,4 @@
-"""Compares the checksums of a checkpoint with what is on the disk, before anything is loaded from it."""
+"""Verification of a checkpoint's checksums before it is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["verify_ranges"]
 
 NUM_THREADS = 4
 BATCH_BYTES = 16 * 2**20
-BUFFER_BYTES = 2**20  # stays in the cache between the read and the checksum
+BUFFER_BYTES = 2**20  # small enough to stay in cache between read and checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +32,25 @@ class _Recorded:
 
 
 def verify_ranges(stored: Checkpoint, share: int, num_shares: int) -> None:
-    """Reads one share of everything that has a checksum, and compares. Every rank may call it for itself.
+    """Verify one share of the checksummed data. Not collective.
 
-    What has none, as in files of other programs, is not read. Heads, index and param groups were compared when the
-    checkpoint was opened; other documents, such as a config that its owner may have edited, are no part of a load.
+    Data without checksums, as in files of other programs, is skipped. Heads, index and param groups were verified when
+    the checkpoint was opened. Other documents, such as a config that the user may edit, do not matter for a load.
 
     Args:
-        stored: The checkpoint, open.
-        share: Which part, from 0.
-        num_shares: How many parts of about as many bytes there are.
+        stored: Open checkpoint.
+        share: Index of the share, from 0.
+        num_shares: Number of shares of about equal size.
 
     Raises:
-        CheckpointError: Some bytes are not those that were saved; names the file and the tensor.
+        CheckpointError: Data differs from its checksum; the message names file and tensor.
     """
     batches = list(_batches(_share_of(stored, share, num_shares)))
     run_in_threads(_Verifier(stored).verify, batches, min(NUM_THREADS, len(batches)))
 
 
 class _Verifier(threading.local):
-    """Verifies ranges; every thread sees a buffer of its own."""
+    """Verifies ranges with one buffer per thread."""
 
     def __init__(self, stored: Checkpoint) -> None:
         self._stored = stored
@@ -69,8 +69,8 @@ class _Verifier(threading.local):
         first, last = record.span
         return CheckpointError(
             f"{recorded.file.path} is damaged: elements {first} to {last} of {record.name!r} have the"
-            f" checksum {found:08x}, and {where} says {record.crc32:08x}; nothing was loaded. Take another copy of the"
-            ' checkpoint, or pass verify="structure" to load it as it is'
+            f" checksum {found:08x}, but {where} records {record.crc32:08x}, so nothing was loaded. Take another copy"
+            ' of the checkpoint, or pass verify="structure" to load it as it is'
         )
 
     def _crc32(self, record: RangeRecord) -> int:
@@ -87,7 +87,7 @@ class _Verifier(threading.local):
 
 
 def _share_of(stored: Checkpoint, share: int, num_shares: int) -> Iterator[_Recorded]:
-    """Yields the ranges whose first byte, counted over all of them, is in the share."""
+    """Yield the ranges whose first byte, counted over all ranges, is in the share."""
     recorded = [
         _Recorded(file, part, (part.span[1] - part.span[0]) * file.specs[part.name].dtype.itemsize)
         for file in stored.files

@@ -1,4 +1,4 @@
-"""Which host writes which file, and which of a part's holders may then write it."""
+"""Assignment of files to hosts, and of a shard's replicas to writers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numpy as np
 
 __all__ = ["choose_hosts", "usable_holders", "writers_of"]
 
-# Note [Hosts of files]: on a file system that hosts share, two hosts that write into one file may lose each other's
-# pages. So each file belongs to one host. What its ranks hold they write from their memory; what they don't hold is
-# relayed to them: the owner sends it to the rank that stands for it on the file's host.
+# On a shared file system (NFS), two hosts that write into one file may overwrite each other's pages. So each file is
+# assigned to one host. Shards that no rank of the host holds are relayed: the owner sends them to a writer rank there.
 
 
 def choose_hosts(
@@ -21,15 +20,15 @@ def choose_hosts(
     num_files: int,
     host_of_rank: np.ndarray,
 ) -> np.ndarray:
-    """Returns the host of each file: where most of it is held, among hosts that have not had their share of bytes yet.
+    """Assign each file to the host that holds most of its bytes, among hosts below their fair share of bytes.
 
     Args:
-        file_of_part: Number of each part's file.
-        bytes_of_part: Size of each part.
-        holders: For each part, which of `holder_sets`.
-        holder_sets: Ranks that hold a part alike.
+        file_of_part: File index of each shard.
+        bytes_of_part: Size of each shard.
+        holders: Index into `holder_sets` for each shard.
+        holder_sets: Ranks that hold replicas of a shard.
         num_files: Number of files.
-        host_of_rank: Number of each rank's host.
+        host_of_rank: Host index of each rank.
     """
     num_ranks = np.bincount(host_of_rank)
     sizes = np.bincount(file_of_part, weights=bytes_of_part, minlength=num_files)
@@ -39,7 +38,7 @@ def choose_hosts(
     chosen = np.zeros(num_files, dtype=np.int64)
     for file in np.argsort(-sizes, kind="stable").tolist():
         is_open = (num_ranks > 0) & ((loads < fair) | (sizes[file] == 0))
-        # Most bytes held first, then the least load; a number that no rank has is never chosen.
+        # Most bytes held first, then least load; a host index without ranks is never chosen.
         chosen[file] = np.lexsort((loads, -held[file], ~is_open))[0]
         loads[chosen[file]] += sizes[file]
     return chosen
@@ -53,7 +52,7 @@ def _held_bytes(
     num_files: int,
     host_of_rank: np.ndarray,
 ) -> np.ndarray:
-    """Returns for each file and host the bytes of the file that some rank of the host holds."""
+    """Return bytes per file and host that at least one rank of the host holds."""
     num_hosts = int(host_of_rank.max()) + 1
     pairs, pair_of = np.unique(file_of_part * max(len(holder_sets), 1) + holders, return_inverse=True)
     sizes = np.bincount(pair_of, weights=bytes_of_part)
@@ -67,13 +66,13 @@ def _held_bytes(
 def usable_holders(
     host_of_part: np.ndarray, holders: np.ndarray, holder_sets: Sequence[np.ndarray], host_of_rank: np.ndarray
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns for each part the number of a set of holders, and the sets: those on its file's host, or else all.
+    """Restrict replicas to the host of the shard's file, if it has any; return an index per shard and the sets.
 
     Args:
-        host_of_part: Host of each part's file.
-        holders: For each part, which of `holder_sets`.
-        holder_sets: Ranks that hold a part alike.
-        host_of_rank: Number of each rank's host.
+        host_of_part: Host of each shard's file.
+        holders: Index into `holder_sets` for each shard.
+        holder_sets: Ranks that hold replicas of a shard.
+        host_of_rank: Host index of each rank.
     """
     num_hosts = int(host_of_rank.max()) + 1
     pairs, pair_of = np.unique(holders * num_hosts + host_of_part, return_inverse=True)
@@ -92,12 +91,12 @@ def usable_holders(
 
 
 def writers_of(owner: np.ndarray, host: np.ndarray, host_of_rank: np.ndarray) -> np.ndarray:
-    """Returns the rank that writes each range: its owner, or the rank that stands for it on the file's host.
+    """Return the rank that writes each range: its owner, or a substitute on the file's host.
 
     Args:
-        owner: Rank whose memory holds each range.
+        owner: Rank that holds each range in memory.
         host: Host of each range's file.
-        host_of_rank: Number of each rank's host.
+        host_of_rank: Host index of each rank.
     """
     order = np.argsort(host_of_rank, kind="stable")
     num_ranks = np.bincount(host_of_rank)

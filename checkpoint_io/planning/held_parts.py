@@ -1,4 +1,4 @@
-"""Who holds what: the tables of all ranks, merged into the parts of logical tensors that are to be written."""
+"""Deduplication of replicated shards: the slice tables of all ranks, merged into the shards to write."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["HeldParts", "find_parts"]
 
 _MAX_BYTES = 2**62
 
-# Note [Parts and holders]: a part is one box and span of one tensor, however many ranks hold it. It is written if it is
-# primary on a rank; its holders are that rank and, where all copies are said to be alike, the other ranks with the same
-# box and span. Ranks with equal tables hold the same, so all the work is done per table: a thousand ranks that hold a
-# hundred thousand replicated tensors cost no more than the two tables they share.
+# Note [Parts and holders]: a shard is one box and span of one tensor, on any number of ranks. It is written if it is
+# primary on one rank. Its replicas are on that rank and, if all copies are marked shared (bitwise equal), on the other
+# ranks with the same box and span. Ranks with equal tables hold the same shards, so all work is per distinct table: a
+# thousand ranks with a hundred thousand replicated tensors cost no more than the few tables they share.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParts:
-    """The parts that are written; see Note [Parts and holders].
+    """Shards to write, without duplicates; see Note [Parts and holders].
 
     Attributes:
-        specs: Format and shape of each tensor by name, in the order in which the ranks name them.
-        boxes: The distinct boxes.
-        tiles: Tensor, box and span of each part.
-        primary: Rank whose copy of each part counts.
-        holders: For each part, which of `holder_sets`.
-        holder_sets: Ranks, ascending, that hold a part alike.
-        slices: Which slice of a rank a part is.
+        specs: Dtype and shape of each tensor by name, in the order of the ranks' tables.
+        boxes: Distinct boxes.
+        tiles: Tensor, box and span of each shard.
+        primary: Primary rank of each shard.
+        holders: Index into `holder_sets` for each shard.
+        holder_sets: Ranks that hold replicas of a shard, ascending.
+        slices: Mapping of shard and rank to the rank's slice.
     """
 
     specs: dict[str, TensorSpec]
@@ -49,14 +49,14 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceNumbers:
-    """Which slice of a rank a part is; `keys` ascend, one per part and table."""
+    """Mapping of shard and rank to the index of the rank's slice; `keys` ascend, one per shard and table."""
 
     keys: np.ndarray
     numbers: np.ndarray
     table_of_rank: np.ndarray
 
     def of(self, part: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Returns for each pair of a part and one of its holders the place among the holder's slices."""
+        """Return the slice index for each pair of a shard and a rank that holds it."""
         tables = int(self.table_of_rank.max(initial=0)) + 1
         found: np.ndarray = self.numbers[np.searchsorted(self.keys, part * tables + self.table_of_rank[rank])]
         return found
@@ -64,7 +64,7 @@ class SliceNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The slices of all distinct tables as columns; `number` is a slice's place in its table."""
+    """Slices of all distinct tables as columns; `number` is the index within the table."""
 
     tensor: np.ndarray
     spec: np.ndarray
@@ -81,14 +81,14 @@ class _Rows:
 
 
 def find_parts(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> HeldParts:
-    """Returns the parts that are written and their holders, after proving that they tile every tensor.
+    """Return the shards to write and their replicas, after checking that they tile every tensor.
 
     Args:
-        tables: The distinct tables.
-        table_of_rank: For each rank, which of them is its own.
+        tables: Distinct slice tables.
+        table_of_rank: Index into `tables` for each rank.
 
     Raises:
-        CheckpointError: Ranks disagree about a tensor, or the primary parts do not hold every element exactly once.
+        CheckpointError: Ranks disagree about a tensor, or the primary shards do not cover every element exactly once.
     """
     of_rank = np.array(table_of_rank, dtype=np.int64)
     ranks_of = _ranks_of_tables(of_rank, len(tables))
@@ -100,7 +100,7 @@ def find_parts(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> He
     parts = written.at(np.flatnonzero(written.is_primary))
     tiles = Tiles(tensor=parts.tensor, box=parts.box, start=parts.start, stop=parts.stop)
     _check_tiles(names, tensor_specs, boxes, tiles, rows, ranks_of)
-    # Where the primary's copy is not shared, only that one counts.
+    # If the primary's copy is not marked shared, it has no replicas.
     is_holder = written.is_primary | (written.is_shared & parts.is_shared[part])
     is_holder[is_holder] = changes(part[is_holder], written.table[is_holder])
     part, table = part[is_holder], written.table[is_holder]
@@ -128,7 +128,7 @@ def _ranks_of_tables(table_of_rank: np.ndarray, num_tables: int) -> list[np.ndar
 def _merge(
     tables: Sequence[SliceTable], table_of_rank: np.ndarray
 ) -> tuple[list[str], list[TensorSpec], list[Box], _Rows]:
-    """Returns the distinct names, specs and boxes of all tables, and all slices, in the order of the ranks."""
+    """Return the distinct names, specs and boxes of all tables, and all slices, in rank order."""
     names: dict[str, int] = {}
     specs: dict[TensorSpec, int] = {}
     boxes: dict[Box, int] = {}
@@ -154,7 +154,6 @@ def _merge(
 def _agreed_specs(
     names: list[str], specs: list[TensorSpec], rows: _Rows, ranks_of: list[np.ndarray]
 ) -> list[TensorSpec]:
-    """Returns the one spec of each tensor."""
     first = np.unique(rows.tensor, return_index=True)[1]
     other = np.flatnonzero(rows.spec != rows.spec[first][rows.tensor])
     if len(other):
@@ -162,19 +161,19 @@ def _agreed_specs(
         raise CheckpointError(
             f"{names[rows.tensor[there]]!r} is {_described(specs[rows.spec[here]])} on rank"
             f" {ranks_of[rows.table[here]][0]} and {_described(specs[rows.spec[there]])} on rank"
-            f" {ranks_of[rows.table[there]][0]}, nothing was written: build the same model on all ranks"
+            f" {ranks_of[rows.table[there]][0]}, so nothing was written: build the same model on all ranks"
         )
     found = [specs[number] for number in rows.spec[first].tolist()]
     total_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in found)
     if total_bytes > _MAX_BYTES:
-        raise CheckpointError(f"the tensors have {total_bytes} bytes, more than any file system holds: check shapes")
+        raise CheckpointError(f"the tensors have {total_bytes} bytes, above the limit of 2**62: check their shapes")
     return found
 
 
 def _written_rows(
     names: list[str], boxes: list[Box], rows: _Rows, ranks_of: list[np.ndarray]
 ) -> tuple[_Rows, np.ndarray]:
-    """Returns the rows of the parts that are primary somewhere, and which part each of them is."""
+    """Return the rows of shards that are primary on one rank, and the shard index of each row."""
     is_new = changes(rows.tensor, rows.box, rows.start, rows.stop)
     part = np.cumsum(is_new) - 1
     num_ranks = np.array([len(ranks) for ranks in ranks_of], dtype=np.int64)
@@ -185,8 +184,8 @@ def _written_rows(
         box, span = boxes[same.box[0]], (int(same.start[0]), int(same.stop[0]))
         raise CheckpointError(
             f"elements {span[0]} to {span[1]} of box {box} of {names[same.tensor[0]]!r} are marked primary"
-            f" {primaries.max()} times, by {_listed(same, ranks_of)}, nothing was written: mark them on exactly one of"
-            " the ranks that hold them"
+            f" {primaries.max()} times, by {_listed(same, ranks_of)}, so nothing was written: mark each shard primary"
+            " on exactly one rank"
         )
     is_written = primaries[part] == 1
     return rows.at(np.flatnonzero(is_written)), np.cumsum(is_new[is_written]) - 1
@@ -200,11 +199,10 @@ def _check_tiles(
     rows: _Rows,
     ranks_of: list[np.ndarray],
 ) -> None:
-    """Raises CheckpointError unless the parts tile every tensor."""
     try:
         fault = find_fault([spec.shape for spec in specs], boxes, tiles)
     except UncheckableError as error:
-        raise CheckpointError(f"{names[error.tensor]!r} {error}, nothing was written: use fewer parts") from None
+        raise CheckpointError(f"{names[error.tensor]!r} {error}, so nothing was written: use fewer shards") from None
     if fault is None:
         return
     of_tensor = rows.at(np.flatnonzero(rows.tensor == fault.tensor))
@@ -214,18 +212,18 @@ def _check_tiles(
     if fault.times > 1:
         holders = _listed(of_tensor.at(np.flatnonzero(holds & of_tensor.is_primary)), ranks_of)
         raise CheckpointError(
-            f"{element} is in more than one primary slice, those of {holders}, nothing was written: slices of one"
-            " tensor that are marked primary may not overlap"
+            f"{element} is in more than one primary slice, on {holders}, so nothing was written: primary slices of a"
+            " tensor must not overlap"
         )
     holders = _listed(of_tensor.at(np.flatnonzero(holds)), ranks_of)
     raise CheckpointError(
-        f"{element} would be missing from the checkpoint, nothing was written: no slice that is marked primary holds"
-        f" it, and of the others that of {holders}. Mark each part on exactly one of the ranks that hold it"
+        f"{element} is in no primary slice, only in slices of {holders} that are not primary, so nothing was written:"
+        " mark each shard primary on exactly one rank"
     )
 
 
 def _holder_sets(part: np.ndarray, table: np.ndarray, num_parts: int) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-    """Returns for each part the number of its set of tables, and the sets. The rows are sorted by part and table."""
+    """Return the index of each shard's set of tables, and the sets. Rows are sorted by shard and table."""
     sets: dict[bytes, int] = {}
     edges = np.searchsorted(part, np.arange(num_parts + 1))
     counts = np.diff(edges)
@@ -244,7 +242,7 @@ def _described(spec: TensorSpec) -> str:
 
 
 def _listed(rows: _Rows, ranks_of: list[np.ndarray]) -> str:
-    """Returns the ranks that hold these rows."""
+    """Format the ranks that hold these rows."""
     ranks = sorted({int(rank) for table in rows.table.tolist() for rank in ranks_of[table]})
     if not ranks:
         return "no rank"

@@ -1,4 +1,4 @@
-"""Where in the files the held parts lie."""
+"""File offsets of the shards to write."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["PlacedParts", "Placement", "in_file_order"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where each tensor's bytes go, as columns by the tensor's number.
+    """File and offset of each tensor, as columns indexed by tensor.
 
     Attributes:
-        file: Number of the file.
-        start: First byte, counted from the first byte of the file's data.
-        itemsize: Bytes of an element.
-        shapes: Shape.
+        file: File index.
+        start: Offset in bytes within the file's data section.
+        itemsize: Bytes per element.
+        shapes: Shape of each tensor.
         num_files: Number of files.
     """
 
@@ -34,20 +34,20 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedParts:
-    """The parts in file order, as columns.
+    """Shards in file order, as columns.
 
     Attributes:
-        number: Number in HeldParts.
-        tensor: Number of the tensor.
-        box: Number of the box.
+        number: Index in HeldParts.
+        tensor: Tensor index.
+        box: Box index.
         start: First element of the span.
-        file: Number of the file.
-        itemsize: Bytes of an element.
-        num_bytes: Size.
-        is_strided: Whether the bytes lie scattered in the file.
-        position: First byte in the data of the file.
-        primary: Rank whose copy counts.
-        holders: Which of the sets of holders.
+        file: File index.
+        itemsize: Bytes per element.
+        num_bytes: Size in bytes.
+        is_strided: Whether the shard is more than one run in the file.
+        position: Offset of the first byte in the file's data section.
+        primary: Primary rank.
+        holders: Index into the sets of replicas.
     """
 
     number: np.ndarray
@@ -64,7 +64,7 @@ class PlacedParts:
 
 
 def in_file_order(held: HeldParts, placement: Placement) -> PlacedParts:
-    """Returns the parts as they lie in the files, a strided one where its first byte is."""
+    """Return the shards in file order; a strided shard is placed by its first byte."""
     tiles = held.tiles
     logical, is_strided = _locate(held, placement.shapes)
     itemsize = placement.itemsize[tiles.tensor]
@@ -87,7 +87,7 @@ def in_file_order(held: HeldParts, placement: Placement) -> PlacedParts:
 
 
 def _locate(held: HeldParts, shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each part's first element in the flattening of its tensor, and whether it is of more than one run."""
+    """Return each shard's first element in its flattened tensor, and whether it has more than one run."""
     tiles = held.tiles
     numbers: dict[tuple[int, ...], int] = {}
     shape_of = np.array([numbers.setdefault(shape, len(numbers)) for shape in shapes], dtype=np.int64)
@@ -97,7 +97,7 @@ def _locate(held: HeldParts, shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndar
     runs = np.array([run_length(shape, box) for shape, box in pairs], dtype=np.int64)[pair_of]
     starts = np.array([run_start(shape, box, 0) for shape, box in pairs], dtype=np.int64)[pair_of]
     logical = starts + tiles.start
-    # Past the first run of a box, elements are no longer where its first element and their count say.
+    # Beyond the first run of a box, the offset is no longer linear in the element count.
     for row in np.flatnonzero(tiles.start >= runs).tolist():
         shape, box = pairs[pair_of[row]]
         logical[row] = run_start(shape, box, int(tiles.start[row]))

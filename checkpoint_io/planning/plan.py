@@ -1,4 +1,4 @@
-"""The plan of a save: which tensor goes where in which file, and which rank writes which range of it. Pure."""
+"""Save plan: file and offset of each tensor, and the rank that writes each range. Pure functions, no communication."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _RANGES_AT_ONCE = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteRange:
-    """A piece of a tensor that one rank writes, at most `BLOCK_BYTES` long.
+    """Range of a tensor that one rank writes, at most `BLOCK_BYTES` long.
 
     Attributes:
-        owner: Rank whose memory holds it.
-        writer: Rank that writes it; another one than the owner where the file belongs to another host.
-        slice_index: Which of the owner's slices it is a piece of.
+        owner: Rank that holds it in memory.
+        writer: Rank that writes it; differs from the owner if the file is assigned to another host.
+        slice_index: Index of the owner's slice that contains it.
         name: Name of the tensor.
-        file: Which of the plan's files it goes into.
+        file: Index into the plan's files.
         box: Box of the slice.
-        span: First element and one past the last, counted in the row-major flattening of the box.
+        span: Flat range (start, stop) within the row-major flattening of the box.
     """
 
     owner: int
@@ -47,13 +47,13 @@ class WriteRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """One file of tensors.
+    """Tensor file.
 
     Attributes:
-        name: What it is called.
-        tensors: Its tensors in file order: wide number formats first, then in the order of the plan.
-        starts: Where each tensor starts, in bytes from the first byte of data; there are no gaps.
-        data_bytes: Bytes of all its tensors.
+        name: File name.
+        tensors: Tensors in file order: wide dtypes first, then in plan order.
+        starts: Offset of each tensor in bytes within the data section; there are no gaps.
+        data_bytes: Total size of the tensors.
     """
 
     name: str
@@ -63,13 +63,13 @@ class PlannedFile:
 
 
 class SavePlan:
-    """Who writes what where; the same on every rank. `plan_save` makes it.
+    """Save plan: files, tensors and write ranges. Identical on every rank; built by `plan_save`.
 
     Attributes:
-        files: The files.
-        index: Name of the index file; None where there is none.
-        specs: Every tensor, in the order in which the ranks name them.
-        total_bytes: Bytes of all tensors.
+        files: Tensor files.
+        index: Name of the index file, or None without one.
+        specs: Dtype and shape of every tensor, in the order of the ranks' tables.
+        total_bytes: Total size of the tensors.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class SavePlan:
         self._ranges = ranges
 
     def ranges_written_by(self, rank: int) -> list[WriteRange]:
-        """Returns what a rank writes, in the order of the plan."""
+        """Return the ranges that `rank` writes, in plan order."""
         return list(self._at(np.flatnonzero(self._ranges.writer == rank)))
 
     def ranges_owned_by(self, rank: int) -> list[WriteRange]:
-        """Returns what is written from a rank's memory, in the order of the plan."""
+        """Return the ranges that `rank` holds in memory, in plan order."""
         return list(self._at(np.flatnonzero(self._ranges.owner == rank)))
 
     def all_ranges(self) -> Iterator[WriteRange]:
-        """Yields every range once, in the order of the plan: file by file, tensor by tensor as they lie in the file."""
+        """Yield every range once, in plan order: by file, then by tensor in file order."""
         for first in range(0, len(self._ranges.owner), _RANGES_AT_ONCE):
             yield from self._at(np.arange(first, min(first + _RANGES_AT_ONCE, len(self._ranges.owner))))
 
@@ -127,19 +127,20 @@ def plan_save(
     always_index: bool,
     host_of_rank: Sequence[int] | None = None,
 ) -> SavePlan:
-    """Returns who writes what where.
+    """Compute the save plan.
 
     Args:
-        tables: The distinct tables of all ranks.
-        table_of_rank: For each rank, which of the tables is its own.
-        names: How files are called.
-        max_shard_bytes: Largest file; a single larger tensor has a larger one for itself.
-        is_sharded: Number the files and write an index where there is more than one; False: one file.
-        always_index: Number the files and write an index even where there is only one.
-        host_of_rank: Number of each rank's host: a file is written by ranks of one host only. None: all on one host.
+        tables: Distinct slice tables of all ranks.
+        table_of_rank: Index into `tables` for each rank.
+        names: File names.
+        max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
+        is_sharded: If True, number the files and write an index if there is more than one. If False, write one file.
+        always_index: If True, number the files and write an index even for a single file.
+        host_of_rank: Host index of each rank; a file is written by ranks of one host only. Optional, defaults to a
+            single host.
 
     Raises:
-        CheckpointError: Ranks disagree about a tensor, or the slices marked primary do not hold every element of every
+        CheckpointError: Ranks disagree about a tensor, or the primary slices do not cover every element of every
             tensor exactly once.
     """
     held = find_parts(tables, table_of_rank)
@@ -158,7 +159,7 @@ def plan_save(
 def _planned_file(
     name: str, tensors: Sequence[str], specs: Mapping[str, TensorSpec], sizes: Mapping[str, int]
 ) -> PlannedFile:
-    # Wide formats first, as `encode_header` orders them: every tensor is aligned to its elements without gaps.
+    # Wide dtypes first, as in `encode_header`: every tensor is aligned to its element size without gaps.
     ordered = sorted(tensors, key=lambda tensor: -specs[tensor].dtype.itemsize)
     stops = list(itertools.accumulate((sizes[tensor] for tensor in ordered), initial=0))
     return PlannedFile(

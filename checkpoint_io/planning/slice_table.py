@@ -1,4 +1,4 @@
-"""What one rank holds, without the memory: the table that ranks exchange before they plan a save."""
+"""Metadata of one rank's tensor slices: the table that ranks exchange to plan a save."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _DIGIT_ZERO = ord("0")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SliceTable:
-    """The slices of one rank as columns, in the rank's own order.
+    """Slices of one rank as columns, in the rank's order.
 
     Attributes:
-        names: Name of each slice's tensor.
-        specs: The distinct formats and shapes.
-        spec_of: For each slice, which of `specs`.
-        boxes: The distinct boxes.
-        box_of: For each slice, which of `boxes`.
-        starts: For each slice the first element of its span.
-        stops: For each slice one past the last element of its span.
-        is_primary: For each slice whether this rank's copy counts.
-        is_shared: For each slice whether all holders hold the same bits.
+        names: Tensor name of each slice.
+        specs: Distinct dtypes and shapes.
+        spec_of: Index into `specs` for each slice.
+        boxes: Distinct boxes.
+        box_of: Index into `boxes` for each slice.
+        starts: First element of each slice's span.
+        stops: One past the last element of each slice's span.
+        is_primary: Whether this rank's copy is the primary one.
+        is_shared: Whether all replicas are bitwise equal.
     """
 
     names: list[str]
@@ -51,7 +51,7 @@ class SliceTable:
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice]) -> SliceTable:
-        """Returns the table of these slices."""
+        """Build the table of these slices."""
         specs: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
         boxes: dict[Box, int] = {}
         return cls(
@@ -70,10 +70,10 @@ class SliceTable:
         return len(self.names)
 
     def encode(self) -> bytes:
-        """Returns the table as compact JSON; equal tables give equal bytes.
+        """Serialize the table as compact JSON; equal tables give equal bytes.
 
-        A slice that is its whole tensor costs its name, the number of its format and shape, and one digit: box and span
-        follow from the shape, and the columns `box`, `start` and `stop` are of the other slices only.
+        A slice that is a full tensor takes its name, the index of its dtype and shape, and one digit. Box and span
+        follow from the shape, so the columns `box`, `start` and `stop` cover the other slices only.
         """
         is_part = ~self._is_whole()
         used, box_of = np.unique(self.box_of[is_part], return_inverse=True)
@@ -92,7 +92,7 @@ class SliceTable:
 
     @classmethod
     def decode(cls, raw: bytes) -> SliceTable:
-        """Returns the table that `encode` wrote."""
+        """Parse the output of `encode`."""
         columns = json.loads(raw)
         specs = [TensorSpec(shape=tuple(shape), dtype=getattr(torch, dtype)) for dtype, shape in columns["specs"]]
         boxes: dict[Box, int] = {}
@@ -127,12 +127,11 @@ class SliceTable:
 
 
 def _number(numbers: dict[K, int], value: K) -> int:
-    """Returns the number of a value, a new one for a new value."""
     return numbers.setdefault(value, len(numbers))
 
 
 def _numels(specs: Sequence[TensorSpec]) -> np.ndarray:
-    # A shape beyond 64 bits is refused by the plan, which can say whose it is.
+    # A shape beyond 64 bits is rejected later by the plan, where the tensor's name is known.
     return _integers([min(math.prod(spec.shape), _MAX_NUMEL) for spec in specs])
 
 

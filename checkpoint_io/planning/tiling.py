@@ -1,4 +1,4 @@
-"""Whether pieces of tensors hold every element exactly once: the proof behind every save and every load."""
+"""Coverage check: shards of tensors must cover every element exactly once. Used by every save and load."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from booster.checkpoint_io.planning.byte_runs import Box
 
 __all__ = ["Fault", "Tiles", "UncheckableError", "changes", "contains", "find_fault"]
 
-_MAX_CORNERS = 2**18  # at once, and of one tensor: 65,536 boxes along two dimensions
+_MAX_CORNERS = 2**18  # per batch, and per tensor: 65,536 boxes along two dimensions
 _MAX_CUT_DIMS = 8
 
-# Note [Corners of boxes]: the sum of the boxes' indicator functions is the tensor's indicator if and only if their
-# mixed differences are equal, and the mixed difference of a box is +1 or -1 on each of its corners and 0 elsewhere. So
-# boxes tile a tensor exactly where all signed corners, the tensor's own with the opposite sign, cancel each other: one
-# sort, no pairs of boxes, and gaps cannot make up for overlaps. At the first corner in row-major order that does not
-# cancel, the remaining weight is by how much the count of that very element is wrong, and no element before it is.
+# Note [Corners of boxes]: the sum of the boxes' indicator functions equals the tensor's indicator function if and only
+# if their mixed differences are equal. The mixed difference of a box is +1 or -1 at each corner and 0 elsewhere.
+# So boxes tile a tensor if and only if all signed corners, the tensor's with the opposite sign, cancel: one sort, no
+# pairwise comparison, and gaps cannot compensate for overlaps. At the first corner in row-major order that does not
+# cancel, the remaining weight is the error in that element's count, and every element before it is correct.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Pieces of tensors, as int64 columns; each lies within its tensor.
+    """Shards of tensors as int64 columns; each lies within its tensor.
 
     Attributes:
-        tensor: Number of the tensor.
-        box: Number of the box.
+        tensor: Tensor index.
+        box: Box index.
         start: First element of the span within the box.
         stop: One past the last element of the span.
     """
@@ -40,18 +40,18 @@ class Tiles:
     stop: np.ndarray
 
     def at(self, rows: np.ndarray) -> Tiles:
-        """Returns these rows."""
+        """Select rows."""
         return Tiles(tensor=self.tensor[rows], box=self.box[rows], start=self.start[rows], stop=self.stop[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """An element that is not held exactly once.
+    """Element that is not covered exactly once.
 
     Attributes:
-        tensor: Number of the tensor.
-        index: The element, one number per dimension.
-        times: How often it is held.
+        tensor: Tensor index.
+        index: Index of the element, one per dimension.
+        times: Number of shards that cover it.
     """
 
     tensor: int
@@ -60,11 +60,11 @@ class Fault:
 
 
 class UncheckableError(ValueError):
-    """A tensor is cut into more boxes than can be checked.
+    """A tensor has more boxes than can be checked.
 
     Args:
-        tensor: Number of the tensor.
-        reason: Text that follows its name.
+        tensor: Tensor index.
+        reason: Message text that follows the tensor's name.
     """
 
     def __init__(self, tensor: int, reason: str) -> None:
@@ -73,17 +73,17 @@ class UncheckableError(ValueError):
 
 
 def find_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> Fault | None:
-    """Returns an element that is held not at all or more than once; None where the pieces tile every tensor.
+    """Return an element that is missing or covered more than once, or None if the shards tile every tensor.
 
-    The spans of each box must tile the box, and the boxes of each tensor the tensor. Cost: sorting.
+    The spans of each box must tile the box, and the boxes of each tensor the tensor. Cost: O(n log n).
 
     Args:
-        shapes: Shape of each tensor; none of 2**63 elements.
-        boxes: The boxes that `tiles` numbers.
-        tiles: The pieces, in any order.
+        shapes: Shape of each tensor; below 2**63 elements.
+        boxes: Boxes that `tiles` refers to.
+        tiles: Shards, in any order.
 
     Raises:
-        UncheckableError: A tensor is cut into more boxes, or along more dimensions, than in any layout.
+        UncheckableError: A tensor has more boxes, or more sharded dimensions, than the check supports.
     """
     tiles = tiles.at(np.flatnonzero(tiles.start < tiles.stop))
     tiles = tiles.at(np.lexsort((tiles.start, tiles.box, tiles.tensor)))
@@ -94,7 +94,7 @@ def find_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: T
 
 
 def contains(box: Box, span: tuple[int, int], index: Sequence[int]) -> bool:
-    """Returns whether a slice of this box and span holds the element."""
+    """Return whether a slice with this box and span contains the element."""
     element = 0
     for (offset, length), position in zip(box, index, strict=True):
         if not offset <= position < offset + length:
@@ -104,14 +104,14 @@ def contains(box: Box, span: tuple[int, int], index: Sequence[int]) -> bool:
 
 
 def changes(*columns: np.ndarray) -> np.ndarray:
-    """Returns for each row whether it differs from the row before; the first one does."""
+    """Return, per row, whether it differs from the previous row; True for the first row."""
     is_new = np.ones(len(columns[0]), dtype=bool)
     is_new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
     return is_new
 
 
 def _span_fault(boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles, is_first: np.ndarray) -> Fault | None:
-    """Returns the first element of a box that its spans, sorted, hold not exactly once."""
+    """Return the first element of a box that its sorted spans do not cover exactly once."""
     expected = np.where(is_first, 0, np.roll(tiles.stop, 1))
     wrong = np.flatnonzero(tiles.start != expected)
     if len(wrong):
@@ -136,7 +136,7 @@ def _fault_in_box(boxes: Sequence[Box], tiles: Tiles, row: int, element: int, ti
 def _box_fault(
     shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles
 ) -> Fault | None:
-    """Returns the first element that the boxes, each filled, hold not exactly once. One row per tensor and box."""
+    """Return the first element that full boxes do not cover exactly once. One row per tensor and box."""
     numel = np.array([math.prod(shape) for shape in shapes], dtype=np.int64)
     num_boxes = np.bincount(tiles.tensor, minlength=len(shapes))
     missing = np.flatnonzero((num_boxes == 0) & (numel > 0))
@@ -153,7 +153,7 @@ def _box_fault(
 
 
 def _corner_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> Fault | None:
-    """Does `_box_fault` for tensors of one number of dimensions; see Note [Corners of boxes]."""
+    """Implement `_box_fault` for tensors with equal numbers of dimensions; see Note [Corners of boxes]."""
     used, box_of = np.unique(tiles.box, return_inverse=True)
     bounds = np.array([boxes[number] for number in used.tolist()], dtype=np.int64)
     begins = bounds[box_of, :, 0]
@@ -178,7 +178,7 @@ def _corner_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles
 
 
 def _batches(tensor: np.ndarray, num_dims: int) -> Iterator[slice]:
-    """Yields rows of whole tensors, few enough that their corners fit into memory."""
+    """Yield row ranges of complete tensors, bounded in their number of corners."""
     most = _MAX_CORNERS >> num_dims
     edges = np.append(np.flatnonzero(changes(tensor)), len(tensor))
     begin = 0
@@ -186,7 +186,7 @@ def _batches(tensor: np.ndarray, num_dims: int) -> Iterator[slice]:
         end = int(edges[np.searchsorted(edges, begin + most, side="right") - 1])
         if end == begin or num_dims > _MAX_CUT_DIMS:
             raise UncheckableError(
-                int(tensor[begin]), f"is cut along {num_dims} dimensions into more boxes than can be checked"
+                int(tensor[begin]), f"is sharded along {num_dims} dimensions into more boxes than can be checked"
             )
         yield slice(begin, end)
         begin = end
@@ -195,7 +195,7 @@ def _batches(tensor: np.ndarray, num_dims: int) -> Iterator[slice]:
 def _uncancelled(
     tensor: np.ndarray, low: np.ndarray, high: np.ndarray, weight: np.ndarray
 ) -> tuple[int, np.ndarray, int] | None:
-    """Returns tensor, place and weight of the first corner that does not cancel; None where all do."""
+    """Return tensor, index and weight of the first corner that does not cancel, or None if all do."""
     num_dims = low.shape[1]
     sides = list(itertools.product((False, True), repeat=num_dims))
     corners = np.concatenate([np.where(np.array(side, dtype=bool), high, low) for side in sides])

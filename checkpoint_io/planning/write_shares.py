@@ -1,4 +1,4 @@
-"""How the writing is divided: parts cut into ranges, each with the rank that owns and the rank that writes it."""
+"""Load balancing of writes: shards split into ranges, each with an owner rank and a writer rank."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from booster.checkpoint_io.planning.tiling import changes
 __all__ = ["BLOCK_BYTES", "RangeColumns", "divide"]
 
 BLOCK_BYTES = 16 * 2**20
-_MIN_REGION_BYTES = 2**20  # smaller ones are not worth another rank's write
+_MIN_REGION_BYTES = 2**20  # below this, a second writer costs more than it saves
 
-# Note [Regions]: all parts of one file that the same ranks hold form a region. Its bytes, in file order, are divided
-# evenly: each of the ranks takes one stretch of them, in rank order. The cuts lie at multiples of a page in the file,
-# so that every rank can write whole pages past the page cache. What a strided box holds lies scattered in the file:
-# such parts are regions of their own, laid end to end in slice order, and cut at multiples of a page there.
-# Offsets are multiples of the item size everywhere, because wide formats come first in a file and all sizes are powers
-# of two; so no cut falls into an element.
+# Note [Write balancing]: all shards of one file with the same set of replicas form a region. Its bytes, in file order,
+# are split evenly: each rank of the set writes one contiguous range, in rank order. Split points are multiples of the
+# page size in the file, so that every rank can write full pages with O_DIRECT. Strided shards are scattered in the file
+# and form separate regions, concatenated in slice order and split at page multiples of that order.
+# All offsets are multiples of the item size, because wide dtypes come first in a file and item sizes are powers of two;
+# so no split point falls inside an element.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeColumns:
-    """Ranges in the order of the plan, as int64 columns: see `WriteRange`; `start` and `stop` are its span."""
+    """`WriteRange`s in plan order, as int64 columns; `start` and `stop` are the span."""
 
     owner: np.ndarray
     writer: np.ndarray
@@ -42,14 +42,14 @@ class RangeColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cuts:
-    """Where regions are cut. The regions are laid end to end, so that places ascend through all of them.
+    """Split points of regions. Regions are concatenated, so that offsets ascend over all of them.
 
     Attributes:
-        part: The parts of regions, by region and place.
-        place: Where each of `part` begins.
-        region: Region of each of `part`, from 0 on.
-        holders: For each region which of the sets of holders.
-        cut: Where regions are cut, one cut less than the region has holders.
+        part: Shards of the regions, by region and offset.
+        place: Offset of each of `part`.
+        region: Region of each of `part`, from 0.
+        holders: Index of the set of replicas, per region.
+        cut: Split points; one less per region than it has replicas.
         region_of_cut: Region of each of `cut`.
     """
 
@@ -62,7 +62,7 @@ class _Cuts:
 
 
 class _HolderSets:
-    """Sets of ranks, laid end to end."""
+    """Concatenated sets of ranks."""
 
     def __init__(self, sets: Sequence[np.ndarray], num_ranks: int) -> None:
         self.sizes = np.array([len(ranks) for ranks in sets], dtype=np.int64)
@@ -72,23 +72,23 @@ class _HolderSets:
         self._keys = np.repeat(np.arange(len(sets)), self.sizes) * num_ranks + self._ranks
 
     def member(self, number: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Returns for each set and place the rank at that place of the set."""
+        """Return the rank at each index of each set."""
         ranks: np.ndarray = self._ranks[self._firsts[number] + place]
         return ranks
 
     def standing_for(self, rank: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Returns each rank, or where it is not of the set, one of the set in its stead."""
+        """Return each rank, or where it is not of the set, one of the set in its stead."""
         is_member = np.isin(number * self._num_ranks + rank, self._keys)
         return np.where(is_member, rank, self.member(number, rank % self.sizes[number]))
 
 
 def divide(held: HeldParts, placement: Placement, host_of_rank: np.ndarray) -> RangeColumns:
-    """Returns the ranges: every part cut up, and each piece given to one rank; see Note [Regions].
+    """Split every shard into ranges and assign each to one rank; see Note [Write balancing].
 
     Args:
-        held: The parts and who holds them.
-        placement: Where each tensor's bytes go.
-        host_of_rank: Number of each rank's host.
+        held: Shards and their replicas.
+        placement: File and offset of each tensor.
+        host_of_rank: Host index of each rank.
     """
     parts = in_file_order(held, placement)
     host_of_file = choose_hosts(
@@ -115,7 +115,7 @@ def divide(held: HeldParts, placement: Placement, host_of_rank: np.ndarray) -> R
 
 
 def _cut_regions(parts: PlacedParts, sets: _HolderSets) -> _Cuts:
-    """Returns where regions that several ranks hold are cut; see Note [Regions]."""
+    """Return the split points of regions with several replicas; see Note [Write balancing]."""
     part, region = _parts_by_region(parts, sets)
     num_bytes = parts.num_bytes[part]
     reached = np.cumsum(num_bytes) - num_bytes
@@ -146,7 +146,7 @@ def _cut_regions(parts: PlacedParts, sets: _HolderSets) -> _Cuts:
 
 
 def _parts_by_region(parts: PlacedParts, sets: _HolderSets) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the parts of regions worth dividing, by region and in file order, and the region of each from 0 on."""
+    """Return the shards of regions large enough to split, by region and file order, and the region of each."""
     key = (parts.file * len(sets.sizes) + parts.holders) * 2 + parts.is_strided
     _, region = np.unique(key, return_inverse=True)
     sizes = np.bincount(region, weights=parts.num_bytes)
@@ -157,11 +157,11 @@ def _parts_by_region(parts: PlacedParts, sets: _HolderSets) -> tuple[np.ndarray,
 
 
 def _pieces(parts: PlacedParts, cuts: _Cuts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns part, first and last byte within the part of each piece between two cuts or ends of blocks."""
+    """Return shard, first byte and last byte within the shard, for each range between split points or block ends."""
     part_of_block, block = _blocks(parts)
     row = np.searchsorted(cuts.place, cuts.cut, side="right") - 1
     offset = cuts.cut - cuts.place[row]
-    # A cut may lie before, between or after the parts of its region, and then cuts none.
+    # A split point may lie before, between or after the shards of its region, and then splits none.
     is_inside = (row >= 0) & (offset < parts.num_bytes[cuts.part[row]])
     part = np.concatenate([part_of_block, cuts.part[row[is_inside]]])
     begin = np.concatenate([block, offset[is_inside]])
@@ -173,7 +173,7 @@ def _pieces(parts: PlacedParts, cuts: _Cuts) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _blocks(parts: PlacedParts) -> tuple[np.ndarray, np.ndarray]:
-    """Returns part and first byte within it of every block, counted in the file or, for strided parts, in the part."""
+    """Return shard and first byte of every block, aligned in the file or, for strided shards, within the shard."""
     origin = np.where(parts.is_strided, 0, parts.position)
     first = origin // BLOCK_BYTES
     counts = (origin + parts.num_bytes - 1) // BLOCK_BYTES - first + 1
@@ -183,7 +183,7 @@ def _blocks(parts: PlacedParts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _owners(parts: PlacedParts, sets: _HolderSets, cuts: _Cuts, part: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """Returns the owner of each piece: by the cuts in divided regions, else the part's primary or who stands for it."""
+    """Return the owner of each range: by split points in split regions, else the shard's primary or its substitute."""
     row_of_part = np.full(len(parts.number), -1, dtype=np.int64)
     row_of_part[cuts.part] = np.arange(len(cuts.part))
     row = row_of_part[part]

@@ -1,4 +1,4 @@
-"""Saves that go on while the training does: one thread at a time, in order, and no failure is lost."""
+"""Asynchronous saves: one background thread, saves in call order, failures raised later."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from booster.logger import get_dist_logger
 __all__ = ["AsyncSaves"]
 
 # Note [Staging]
-# A save under way owns the host memory that its tensors were copied into. Two such arenas let a model's save and its
-# optimizer's follow each other without a wait; a third save waits for the first one's memory, so that memory stays
-# bounded. Arenas are kept: touching fresh memory costs far more than the copy itself.
+# A save in flight owns the host memory that its tensors were copied into (its arena). Two arenas let a model save and
+# an optimizer save follow each other without waiting. A third save waits for the first one's arena, which bounds the
+# memory. Arenas are reused, because touching fresh memory costs far more than the copy itself.
 _MAX_ARENAS = 2
 
 
 class AsyncSaves:
-    """The saves of one group of ranks that run in the background.
+    """Background saves of one process group.
 
-    The thread lives while there is something to write. It is no daemon: a process that ends waits for its saves.
+    The thread runs while there are saves to write. It is not a daemon: the process does not exit before its saves end.
 
     Args:
-        ranks: Who saves together.
+        ranks: Ranks that save together.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -40,11 +40,11 @@ class AsyncSaves:
         self._failures: list[BaseException] = []
 
     def start(self, stage: Callable[[Arena], Callable[[], None]], doing: str) -> None:
-        """Copies what is to be written, and returns; the rest runs in the background, after the saves before it.
+        """Stage what is to be written and return; the write runs in the background, after all previous saves.
 
         Args:
-            stage: Copies into the arena and returns what runs in the background.
-            doing: What it is, for messages.
+            stage: Copies into the arena and returns the background job.
+            doing: Description of the operation for messages.
         """
         arena = self._take_arena()
         try:
@@ -59,14 +59,14 @@ class AsyncSaves:
                 self._thread.start()
 
     def raise_failures(self) -> None:
-        """Raises on every rank if a save in the background failed on any. Collective.
+        """Raise on every rank if a background save failed on any rank. Collective.
 
-        Where one rank knows already and another's save is still on its way, the other waits for it.
+        A rank whose own save is still in flight waits for it before it raises.
         """
         with self._changed:
             is_unused = self._num_arenas == 0
             failed = bool(self._failures)
-        if is_unused:  # the same on every rank: all of them saved so far, or none
+        if is_unused:  # equal on every rank: saves are collective
             return
         try:
             raise_on_all_ranks(
@@ -78,10 +78,10 @@ class AsyncSaves:
             raise
 
     def wait(self) -> None:
-        """Returns when every save is on the disk. Collective.
+        """Wait until every save is on disk. Collective.
 
         Raises:
-            CheckpointError: One of them failed.
+            CheckpointError: A save failed.
         """
         self._wait_until_idle()
         self.raise_failures()
@@ -102,7 +102,7 @@ class AsyncSaves:
                 self._num_arenas += 1
                 return Arena()
             self._changed.wait_for(lambda: bool(self._free))
-            return self._free.pop(0)  # in order: of two saves in turn, each finds its own size again
+            return self._free.pop(0)  # FIFO: with alternating saves, each reuses an arena of its own size
 
     def _give_back(self, arena: Arena) -> None:
         arena.reset()
@@ -120,7 +120,7 @@ class AsyncSaves:
                 job, arena, doing = self._jobs.popleft()
             try:
                 job()
-            except BaseException as error:  # raised in the caller's next checkpoint call; this thread must go on
+            except BaseException as error:  # raised by the caller's next checkpoint call; later saves must still run
                 get_dist_logger().error(f"{doing} in the background failed: {error}")
                 with self._changed:
                     self._failures.append(error)

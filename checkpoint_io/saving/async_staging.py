@@ -1,4 +1,4 @@
-"""Copies what a rank writes into host memory that is kept from save to save, so that the training may go on."""
+"""Device-to-host staging of the ranges that this rank writes, into memory that is reused from save to save."""
 
 from __future__ import annotations
 
@@ -17,49 +17,48 @@ from booster.interface import TensorSlice
 
 __all__ = ["Arena", "stage_slices"]
 
-# Note [Copying threads]
-# The training waits for the copy, so it is spread over a few threads: plain ones and not torch's own, see
-# Note [Stretches].
+# The training waits for the copy, so a few threads share it: plain Python threads, because torch's intra-op threads
+# spin while they wait (see `copy_elements`).
 _NUM_THREADS = 4
-_ALIGNMENT = 64  # of each copy, for vector instructions
+_ALIGNMENT = 64  # of each copy, for SIMD loads
 
 Span = tuple[int, int]
 
 
 class Arena:
-    """Host memory for the copies of one save, kept for the next one: fresh memory costs more than the copy itself.
+    """Host memory for the copies of one save, reused by later saves: fresh memory costs more than the copy itself.
 
-    It grows to what a save needs. What one save leaves unused is given back when the next one begins.
+    It grows to what a save needs. Blocks that a save leaves unused are freed by the next `reset`.
     """
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
 
     def take(self, num_bytes: int, *, is_pinned: bool = False) -> torch.Tensor:
-        """Returns bytes that are the caller's until `reset`, at a multiple of `PAGE_BYTES`.
+        """Allocate bytes at a multiple of `PAGE_BYTES`; valid until `reset`.
 
         Args:
-            num_bytes: How many.
-            is_pinned: Whether accelerators should reach them directly.
+            num_bytes: Size.
+            is_pinned: If True, use pinned memory.
         """
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         fitting = [block for block in self._blocks if block.is_pinned == is_pinned and block.room >= num_bytes]
         if not fitting:
-            self._blocks = [block for block in self._blocks if block.used > 0]  # before the new one is made
+            self._blocks = [block for block in self._blocks if block.used > 0]  # free before allocating
             fitting = [_Block(num_bytes, is_pinned)]
             self._blocks += fitting
         return min(fitting, key=lambda block: block.room).take(num_bytes)
 
     def reset(self) -> None:
-        """Takes all memory back: no copy of the save before may be in use. What that save did not use is freed."""
+        """Reclaim all allocations, which must no longer be in use, and free blocks that were not used."""
         self._blocks = [block for block in self._blocks if block.used > 0]
         for block in self._blocks:
             block.used = 0
 
     @property
     def num_bytes(self) -> int:
-        """How much memory the arena has."""
+        """Total size of the arena in bytes."""
         return sum(block.memory.numel() for block in self._blocks)
 
 
@@ -81,7 +80,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Elements of a slice, and where in the arena's memory they go."""
+    """Elements of a slice and their offset in the arena's memory."""
 
     held: TensorSlice
     span: Span
@@ -96,15 +95,15 @@ class _Copy:
 
 
 class _StagedSlices(Sequence[TensorSlice]):
-    """Slices over the arena's memory. Each is made when it is asked for: later, while the training goes on.
+    """Slices over the arena's memory, built lazily in the background thread.
 
-    It keeps nothing of the tensors that were copied: the training may free them.
+    No references to the original tensors are kept, so the training may free them.
 
     Args:
-        slices: What was copied.
-        spans: For each of them the first element that was, and one past the last.
-        offsets: For each of them where in the memory its copy begins.
-        memory: The copies.
+        slices: Original slices.
+        spans: Copied range (start, stop) of each.
+        offsets: Offset of each copy in `memory`.
+        memory: Arena memory with the copies.
     """
 
     def __init__(
@@ -145,15 +144,15 @@ class _StagedSlices(Sequence[TensorSlice]):
 
 
 def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> Sequence[TensorSlice]:
-    """Returns copies of the slices that hold what the ranges write, for `write_ranges` with the same ranges.
+    """Copy what the ranges write into the arena and return the copies as slices, for `write_ranges`.
 
-    When it returns, the caller may change its tensors. Memory: the bytes of the ranges, in the format of the file.
+    After it returns, the caller may modify its tensors. Memory: the bytes of the ranges, in the dtype of the file.
     Collective: no.
 
     Args:
-        ranges: What this rank's memory is written from.
+        ranges: Ranges that are written from this rank's memory.
         slices: This rank's slices.
-        arena: Where the copies go; they are valid until its `reset`.
+        arena: Memory for the copies; they are valid until its `reset`.
     """
     spans_of = _merged_spans(ranges)
     hulls = [_hull(spans_of.get(index)) for index in range(len(slices))]
@@ -173,7 +172,7 @@ def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], ar
 
 
 def _merged_spans(ranges: Sequence[WriteRange]) -> dict[int, list[Span]]:
-    """Returns for each slice the spans of its ranges in order, those that follow each other as one."""
+    """Return each slice's spans in order, with adjacent ones merged."""
     spans_of: dict[int, list[Span]] = {}
     for part in ranges:
         spans_of.setdefault(part.slice_index, []).append(part.span)
@@ -194,7 +193,7 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _hull(spans: list[Span] | None) -> Span:
-    """Returns the first element and one past the last; memory for what is between two spans is never touched."""
+    """Return the enclosing span; memory between two spans is never touched."""
     return (spans[0][0], spans[-1][1]) if spans else (0, 0)
 
 
@@ -211,7 +210,7 @@ def _copy_all(copies: Sequence[_Copy], memory: torch.Tensor) -> None:
 
 
 def _is_sent_at_once(each: _Copy, memory: torch.Tensor) -> bool:
-    """Starts the transfer of what a device can send as it is, without waiting for it; returns whether it did."""
+    """Start a non-blocking transfer if the device can send the tensor without conversion; return whether it did."""
     tensor, dtype, start = each.held.tensor.detach(), each.held.dtype, each.held.span[0]
     if tensor.device.type == "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return False
@@ -221,7 +220,7 @@ def _is_sent_at_once(each: _Copy, memory: torch.Tensor) -> bool:
 
 
 def _jobs(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
-    """Yields the copies in lists of about one block; large ones are cut."""
+    """Group the copies into lists of about one block; large copies are split."""
     job: list[_Copy] = []
     room = BLOCK_BYTES
     for each in copies:

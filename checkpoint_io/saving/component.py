@@ -1,4 +1,4 @@
-"""One set of tensors on its way to disk: what is asked for, and, once it is planned, every byte but the data."""
+"""Part of a checkpoint: one set of tensors and, once planned, every byte of its files except the data."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["Component", "Images", "PlannedComponent", "check_storable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """A model, an optimizer or another set of tensors, with the small files that go with it.
+    """Model, optimizer or another set of tensors, with its small files.
 
     Attributes:
-        kind: What it is.
-        names: What its files are called.
-        slices: What this rank holds of it.
-        max_shard_bytes: Largest file; a single larger tensor makes a larger one.
-        is_sharded: Into a directory; False: one file, which the target names.
-        always_index: Number the files and write an index even where there is only one.
-        folder: Where below the target's directory; empty: in it.
+        kind: Kind of part.
+        names: File names.
+        slices: Slices on this rank.
+        max_shard_bytes: Maximum file size; a single larger tensor gets its own larger file.
+        is_sharded: If True, write into a directory. If False, write the one file that the target names.
+        always_index: If True, number the files and write an index even for a single file.
+        folder: Subdirectory of the target; empty for the target itself.
         documents: Further files by name, such as a model's config.
-        values: An optimizer's plain values as JSON, for the single file.
-        parameter_names: Whose elements the index counts; None: it counts none, as for optimizers.
+        values: An optimizer's plain values as JSON, for a single file.
+        parameter_names: Parameters whose elements the index counts. Optional, defaults to no count.
     """
 
     kind: Kind
@@ -56,13 +56,13 @@ Images = dict[int, FileImage]
 
 
 class PlannedComponent:
-    """A component and its plan.
+    """A component with its save plan.
 
     Args:
-        component: What is asked for.
-        plan: Which tensor goes where.
-        single_name: The file's name where the component is not sharded.
-        images: Tensor files as they are before their data, of an earlier save by the same plan; filled here.
+        component: Part to save.
+        plan: Save plan.
+        single_name: File name if the component is not sharded.
+        images: Cache of file images (everything but the data) for this plan; extended here.
     """
 
     def __init__(self, component: Component, plan: SavePlan, single_name: str, images: Images) -> None:
@@ -74,31 +74,31 @@ class PlannedComponent:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensor files."""
+        """Total size of the tensor files."""
         return sum(self.image(index).num_bytes for index in range(len(self.plan.files)))
 
     def path_of(self, directory: Path, index: int) -> Path:
-        """Returns where a tensor file goes."""
+        """Return the path of a tensor file."""
         return directory / self.component.folder / self._file_name(index)
 
     def image(self, index: int) -> FileImage:
-        """Returns a tensor file as it is before its data."""
+        """Return the image of a tensor file: everything but the data."""
         if index not in self._images:
             self._images[index] = self._make_image(self.plan.files[index])
         return self._images[index]
 
     def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
-        """Returns the head with the checksums of the data, where the file carries its own."""
+        """Return the head with the checksums of the data, or None if the file does not embed its checksums."""
         if self.component.is_sharded or self.component.names.suffix != "safetensors":
             return None
         return completed_head(self.image(0).head, [crcs[part] for part in self._ranges_of_file(0)])
 
     def small_files(self, crcs: Mapping[WriteRange, int], facts: Mapping[str, Any]) -> dict[str, bytes]:
-        """Returns documents, index and, last, the manifest, by name.
+        """Return documents, index and manifest by name; the manifest is last.
 
         Args:
-            crcs: Checksum of every range that was written.
-            facts: What a reader may want to know of the save, as JSON has it.
+            crcs: Checksum of every written range.
+            facts: JSON metadata of the save.
         """
         if not self.component.is_sharded:
             return {}
@@ -156,10 +156,10 @@ class PlannedComponent:
 
 
 def check_storable(slices: Sequence[TensorSlice]) -> None:
-    """Raises if a tensor has no plain elements to write.
+    """Check that all tensors have plain elements.
 
     Raises:
-        CheckpointError: A sparse or quantized tensor, or one on the meta device.
+        CheckpointError: A tensor is sparse, quantized or on the meta device.
     """
     for part in slices:
         tensor = part.tensor

@@ -1,4 +1,4 @@
-"""A boosted model or optimizer as a component: its slices, and the small files that make its folder complete."""
+"""Checkpoint parts of a boosted model and optimizer: slices and small files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["model_component", "optimizer_component", "optimizer_values", "save_f
 
 
 def model_component(model: ModelWrapper, to: Destination, folder: str = "") -> Component:
-    """Returns a model as a component; in a directory, with its configs.
+    """Build the checkpoint part of a model; a sharded one includes its configs.
 
     Args:
-        model: The boosted model.
-        to: Where it goes.
-        folder: Where below the directory.
+        model: Boosted model.
+        to: Save target.
+        folder: Subdirectory of the target.
     """
     return Component(
         kind=MODEL,
@@ -38,9 +38,9 @@ def model_component(model: ModelWrapper, to: Destination, folder: str = "") -> C
 
 
 def optimizer_values(optimizer: OptimizerWrapper) -> str:
-    """Returns an optimizer's plain values as JSON, the same on all ranks.
+    """Return an optimizer's plain values as JSON, identical on all ranks.
 
-    Collective where states are sharded: nothing that may fail on one rank alone goes before it.
+    Collective if states are sharded: no code that can fail on a single rank may precede it.
 
     Raises:
         CheckpointError: A state is neither a tensor nor a plain value.
@@ -49,13 +49,13 @@ def optimizer_values(optimizer: OptimizerWrapper) -> str:
 
 
 def optimizer_component(optimizer: OptimizerWrapper, to: Destination, values: str, folder: str = "") -> Component:
-    """Returns an optimizer as a component, its plain values beside it or, for a single file, in it.
+    """Build the checkpoint part of an optimizer; plain values go into a separate file, or into the single file.
 
     Args:
-        optimizer: The boosted optimizer.
-        to: Where it goes.
-        values: What `optimizer_values` gave.
-        folder: Where below the directory.
+        optimizer: Boosted optimizer.
+        to: Save target.
+        values: Result of `optimizer_values`.
+        folder: Subdirectory of the target.
     """
     return Component(
         kind=OPTIMIZER,
@@ -71,10 +71,10 @@ def optimizer_component(optimizer: OptimizerWrapper, to: Destination, values: st
 
 
 def save_facts(world_size: int) -> dict[str, Any]:
-    """Returns what every manifest says of its save.
+    """Return the metadata that every manifest records of its save.
 
     Args:
-        world_size: How many ranks saved.
+        world_size: Number of ranks that save.
     """
     return {
         "world_size": world_size,

@@ -1,4 +1,4 @@
-"""A file that several threads of a rank, and several ranks, write into: past the page cache where that is possible."""
+"""Output file shared by threads and ranks, written with O_DIRECT where possible."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ if TYPE_CHECKING:
 
 __all__ = ["OutputFile", "Window"]
 
-# Note [Direct writing]
-# Data that goes through the page cache is copied once more, and the disk waits until fsync for it: past the cache
-# (O_DIRECT) it arrives at the disk's own speed. That takes whole pages. So a file is open twice: whole pages go one
-# way, what is left at the edges goes the other. No page is written both ways: one goes past the cache only if all of it
-# is one thread's, and where the parts of two threads or ranks meet inside of a page, both go through the cache. One
-# fsync covers both ways. A file system that cannot do it says EINVAL, when opening or when writing: then all goes
-# through the cache.
+# O_DIRECT avoids a copy into the page cache and the flush at fsync, but requires full pages. So a file is open twice:
+# full pages are written with O_DIRECT, the unaligned edges through the page cache. No page is written both ways: a page
+# is written with O_DIRECT only if all of it belongs to one thread; a page shared by two threads or ranks goes through
+# the cache in both. One fsync covers both. A file system without O_DIRECT returns EINVAL on open or on write; then all
+# data goes through the cache.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class OutputFile:
-    """A file that is there already in its full size.
+    """File that already exists in full size.
 
     Args:
-        storage: Where it is.
-        path: The file.
-        num_jobs: How many jobs will be reported done; with the last one the file is synced and closed.
-        is_direct: Whether to try to go past the page cache.
+        storage: Storage of the file.
+        path: Path.
+        num_jobs: Number of expected `job_done` calls; the last one syncs and closes the file.
+        is_direct: Whether to try O_DIRECT.
     """
 
     def __init__(self, storage: Storage, path: Path, *, num_jobs: int, is_direct: bool) -> None:
@@ -48,7 +46,7 @@ class OutputFile:
         self._direct: OpenFile | None = None
 
     def open(self) -> None:
-        """Opens the file if it isn't open yet."""
+        """Open the file unless it is open."""
         with self._lock:
             if self._cached is not None:
                 return
@@ -60,12 +58,12 @@ class OutputFile:
                     self._check_unsupported(error)
 
     def write(self, data: Buffer, offset: int) -> None:
-        """Writes any bytes anywhere."""
+        """Write bytes at any offset."""
         assert self._cached is not None, f"{self._path} is not open"
         self._storage.write_at(self._cached, data, offset)
 
     def write_pages(self, data: Buffer, offset: int) -> None:
-        """Writes whole pages from memory that starts at a page."""
+        """Write full pages from page-aligned memory."""
         if self._is_direct and self._direct is not None:
             try:
                 self._storage.write_at(self._direct, data, offset)
@@ -75,7 +73,7 @@ class OutputFile:
         self.write(data, offset)
 
     def job_done(self) -> None:
-        """Counts a job; after the last one, what this rank wrote is on the disk."""
+        """Count a finished job; after the last one, sync and close the file."""
         with self._lock:
             self._num_jobs -= 1
             if self._num_jobs > 0 or self._cached is None:
@@ -84,7 +82,7 @@ class OutputFile:
         self.close()
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Close the file. Idempotent."""
         with self._lock:
             opened = [file for file in (self._cached, self._direct) if file is not None]
             self._cached = self._direct = None
@@ -98,23 +96,23 @@ class OutputFile:
 
 
 class Window:
-    """A staging buffer over a file: takes bytes in the order of the file, and writes them when it is full.
+    """Staging buffer over a file: collects bytes in file order and writes them when it is full.
 
     Args:
-        file: Where the bytes go.
-        buffer: The staging buffer; it holds bytes of the file from a page on.
+        file: Output file.
+        buffer: Staging buffer; its first byte maps to a page boundary of the file.
     """
 
     def __init__(self, file: OutputFile, buffer: torch.Tensor) -> None:
         self._file = file
         self._buffer = buffer
         self._bytes = bytes_of(buffer)
-        self._start = self._stop = 0  # what is waiting, as offsets in the file
+        self._start = self._stop = 0  # buffered range, as file offsets
 
     def reserve(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Returns where to put bytes that go to `offset` of the file; the caller fills all of it before the next call.
+        """Return buffer memory for the bytes at file offset `offset`; the caller fills it before the next call.
 
-        There may be room for fewer than asked for.
+        The result may be smaller than requested.
         """
         base = self._base
         if offset != self._stop or offset - base == len(self._bytes):
@@ -126,12 +124,13 @@ class Window:
         return room
 
     def scratch(self) -> torch.Tensor:
-        """Returns the whole buffer, for another use until the next call."""
+        """Return the full buffer for other use until the next call."""
         self.flush()
         return self._buffer
 
     def flush(self) -> None:
-        """Writes what is waiting: whole pages at once, and the edges."""
+        """Write the buffered bytes: full pages in one call, then the edges."""
+
         start, stop, base = self._start, self._stop, self._base
         self._start = self._stop = 0
         first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, stop // PAGE_BYTES * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""Plans a save with the other ranks: one small exchange where nothing changed since the last save."""
+"""Save planning across ranks, with plans cached as long as the fingerprints of all ranks stay the same."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from booster.errors import CheckpointError
 
 __all__ = ["Agenda", "Planner"]
 
-# Note [Plans are kept]
-# Every rank shows a card: what it was asked for, a digest of what it holds, and its host. If the cards are those of an
-# earlier save, so is the plan, and the descriptions of the slices need not travel. All ranks see the same cards and
-# have made the same saves, so all of them find the plan or none does.
+# Every rank sends a fingerprint: request, digest of its slice table, and host. If all fingerprints equal those of an
+# earlier save, its plan is reused and the slice tables are not exchanged. All ranks see the same fingerprints and have
+# made the same saves, so the cache hits on all ranks or on none.
 
-_MAX_KEPT = 2  # a model's and an optimizer's, saved in turn
+_MAX_KEPT = 2  # a model and an optimizer, saved alternately
 _NAME_BYTES, _DIGEST_BYTES, _HOST_BYTES = 16, 32, 8
 
 Plans = list[tuple[SavePlan, Images]]
@@ -34,12 +33,12 @@ Key = tuple[tuple[str, ...], tuple[bytes, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agenda:
-    """What all ranks have agreed to do.
+    """Agreed save: plan and identity.
 
     Attributes:
-        name: The save's own name, the same on all ranks and on no other save.
-        components: What is written, planned.
-        host_of_rank: For every rank a number that ranks on the same machine share.
+        name: Unique name of the save, equal on all ranks.
+        components: Planned components.
+        host_of_rank: Host index of each rank; equal for ranks on the same machine.
     """
 
     name: str
@@ -48,11 +47,11 @@ class Agenda:
 
 
 class Planner:
-    """Plans the saves of one group of ranks.
+    """Plans the saves of one process group.
 
     Args:
-        ranks: Who saves together.
-        storage: Where to.
+        ranks: Ranks that save together.
+        storage: Storage to write to.
     """
 
     def __init__(self, ranks: Ranks, storage: Storage) -> None:
@@ -61,11 +60,11 @@ class Planner:
         self._kept: OrderedDict[Key, Plans] = OrderedDict()
 
     def plan(self, request: SaveRequest) -> Agenda:
-        """Returns who writes what where. Collective.
+        """Plan a save on all ranks. Collective.
 
         Raises:
-            CheckpointError: Tensors that can't be written, slices that do not make up whole tensors, too little space.
-            DesyncError: The ranks were asked for different saves.
+            CheckpointError: Tensors that cannot be written, incomplete tensors, or too little free space.
+            DesyncError: The ranks requested different saves.
         """
         ranks, components = self._ranks, request.components
         tables = ranks.agree(lambda: [_table(component) for component in components], request.doing)
@@ -83,7 +82,7 @@ class Planner:
                 PlannedComponent(component, plan, request.target.name, images if component.values is None else Images())
                 for component, (plan, images) in zip(components, plans, strict=True)
             ]
-            # A name or a number format that the files have no place for shows up here.
+            # Building the images raises for names and dtypes that the file format does not support.
             self._check_space(sum(one.num_bytes for one in planned), request)
             return planned
 
@@ -136,13 +135,13 @@ class Planner:
         if self._ranks.rank != 0:
             return
         free = self._storage.free_bytes(request.target)
-        if free < needed:  # a dead save may have left as much as this one needs
+        if free < needed:  # leftovers of a killed save may take as much as this save needs
             request.transaction(self._storage).clear_leftovers()
             free = self._storage.free_bytes(request.target)
         if free < needed:
             raise CheckpointError(
-                f"{request.doing} to {request.target} needs {needed} bytes, and {free} are free there: free some, or"
-                " save elsewhere"
+                f"{request.doing} to {request.target} needs {needed} bytes, but only {free} are free: free some space,"
+                " or save elsewhere"
             )
 
 

@@ -1,4 +1,4 @@
-"""Writes this rank's pieces of tensors to their places in the files of a save, and returns their checksums."""
+"""Parallel writing of this rank's ranges into the files of a save, with checksums."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ from booster.kernels.checksum import crc32
 __all__ = ["read_range", "write_one", "write_ranges"]
 
 # Note [Jobs]
-# A job is a stretch of a file of about one block, cut where the plan cuts ranges: on a page, where the file allows it.
-# A thread takes a job, copies its elements through a buffer of its own, sums them on the way, and writes; while the
-# disk works for one thread, the others copy. All the heavy parts let go of the interpreter's lock.
+# A job is a contiguous part of a file of about one block, split where the plan splits ranges: at a page, where the file
+# allows it. A thread takes a job, copies its elements through a staging buffer, computes the checksum and writes. While
+# the disk works for one thread, the others copy. Copies, checksums and writes all release the GIL.
+# Checksums: the compiled kernel computes the same crc32 as zlib, so files do not depend on it: a machine without the
+# kernel verifies the same files. Data is checksummed while it is in cache; short heads use zlib.
 
-# Note [Checksums]
-# The kernel's crc32 is the number that zlib gives, so the manifest's format does not know of it: a machine that has to
-# do without verifies the same files. Bytes are summed while they are in the cache, and short heads by zlib itself.
-
-# Shorter runs are written one by one through the page cache, straight from the tensor where it can be; longer ones are
-# worth whole pages. A file that this rank writes less of than that is not opened for whole pages.
+# Shorter runs are written one by one through the page cache, straight from the tensor if possible. A file of which this
+# rank writes less than `_MIN_DIRECT_BYTES` is not opened with O_DIRECT.
 _LONG_RUN_BYTES = 2**18
 _MIN_DIRECT_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A range, its place in the result, the slice that holds it, and where its first byte goes in the file."""
+    """A range, its index in the result, the slice that holds it, and the file offset of its first byte."""
 
     index: int
     part: WriteRange
@@ -67,22 +65,22 @@ def write_ranges(
     *,
     num_threads: int = STAGING.count,
 ) -> list[int]:
-    """Writes ranges that this rank holds, and waits until they are on the disk.
+    """Write this rank's ranges and wait until they are on disk.
 
-    Memory: the buffers of `STAGING`, whatever the model's size. Collective: no.
+    Memory: the buffers of `STAGING`, for any model size. Collective: no.
 
     Args:
-        storage: Where to write.
-        files: The plan's files, which another rank has created in their full size, and their images.
-        ranges: What to write, in the order of the files for the best speed.
-        slices: This rank's slices, by the ranges' `slice_index`.
-        num_threads: How many threads write.
+        storage: Storage to write to.
+        files: Paths and images of the plan's files, already created in full size.
+        ranges: Ranges to write; file order is fastest.
+        slices: This rank's slices, indexed by the ranges' `slice_index`.
+        num_threads: Number of writer threads.
 
     Returns:
-        The crc32 of each range's bytes, in the order of the ranges.
+        The crc32 of each range's bytes, in the order of `ranges`.
 
     Raises:
-        OSError: Writing failed, in whichever thread; all of them have ended.
+        OSError: Writing failed in some thread; all threads have ended.
     """
     checksums = [0] * len(ranges)
     jobs = list(_jobs(files, ranges, slices))
@@ -108,26 +106,26 @@ def write_ranges(
 
 
 def read_range(held: TensorSlice, part: WriteRange, out: torch.Tensor) -> None:
-    """Copies a range's bytes, as the file holds them, from the slice it is a piece of.
+    """Copy the bytes of a range, as stored in the file, from its slice.
 
     Args:
-        held: The slice.
-        part: The range.
-        out: Bytes on the CPU, as many as the range has.
+        held: Slice that contains the range.
+        part: Range.
+        out: CPU byte tensor of the range's size.
     """
     start = held.span[0]
     copy_elements(held.tensor, part.span[0] - start, part.span[1] - start, out, held.dtype)
 
 
 def write_one(storage: Storage, file: OpenFile, image: FileImage, part: WriteRange, data: torch.Tensor) -> int:
-    """Writes a range's bytes, which `read_range` gave, to their places, and returns their crc32.
+    """Write a range's bytes, as returned by `read_range`, to their file offsets and return their crc32.
 
     Args:
-        storage: Where the file is.
-        file: The file, open for writing; the caller syncs it.
-        image: What it looks like.
-        part: The range.
-        data: Its bytes, on the CPU.
+        storage: Storage of the file.
+        file: File opened for writing; the caller syncs it.
+        image: File image.
+        part: Range.
+        data: Bytes of the range, on the CPU.
     """
     view = bytes_of(data)
     spec = image.specs[part.name]
@@ -139,7 +137,7 @@ def write_one(storage: Storage, file: OpenFile, image: FileImage, part: WriteRan
 def _jobs(
     files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange], slices: Sequence[TensorSlice]
 ) -> Iterator[_Job]:
-    """Yields the ranges in jobs; see Note [Jobs]."""
+    """Group the ranges into jobs; see Note [Jobs]."""
     job: _Job | None = None
     for index, part in enumerate(ranges):
         if part.span[0] == part.span[1]:
@@ -190,7 +188,7 @@ def _write_piece(output: OutputFile, window: Window, image: FileImage, piece: _P
 
 
 def _write_run(window: Window, offset: int, held: TensorSlice, span: tuple[int, int], checksum: int) -> int:
-    """Writes elements that follow each other in the file, through the window, and returns the sum with them."""
+    """Write elements that are contiguous in the file through the buffer and return the updated checksum."""
     itemsize = held.dtype.itemsize
     start, stop = span
     while start < stop:
@@ -203,7 +201,7 @@ def _write_run(window: Window, offset: int, held: TensorSlice, span: tuple[int, 
 
 
 def _write_short_runs(output: OutputFile, window: Window, base: int, piece: _Piece) -> int:
-    """Writes a range that lies scattered in the file, run by run, and returns its sum."""
+    """Write a range that is scattered in the file, run by run, and return its checksum."""
     part, held = piece.part, piece.held
     itemsize = held.dtype.itemsize
     scratch = None if is_plain(held.tensor, held.dtype) else window.scratch()
@@ -227,6 +225,6 @@ def _write_short_runs(output: OutputFile, window: Window, base: int, piece: _Pie
 def _runs(
     shape: tuple[int, ...], part: WriteRange, span: tuple[int, int], itemsize: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields offset in the tensor, offset in the span, and length of each run of bytes."""
+    """Yield offset in the tensor, offset in the span, and length of each run, in bytes."""
     for block in byte_runs(shape, part.box, span, itemsize):
         yield from zip(block.logical.tolist(), block.local.tolist(), block.length.tolist(), strict=True)

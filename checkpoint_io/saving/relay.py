@@ -1,7 +1,7 @@
-"""Bytes that a rank of another host has to write: a file on a shared file system is written by one host only.
+"""Transfer of shards to writer ranks on other hosts: a file on a shared file system is written by one host only.
 
-Network file systems keep pages per host: two hosts that write into one page of a file lose each other's bytes. So the
-plan gives every file to one host, and what other hosts hold of it travels in pieces of at most one staging buffer.
+Network file systems cache pages per host, so two hosts that write into one page of a file lose each other's bytes. The
+plan assigns every file to one host. Ranges held by other hosts are sent in messages of at most one staging buffer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Relay"]
 
 
 class Relay:
-    """Sends ranges from the ranks that hold them to the ranks that write them.
+    """Point-to-point transfer of ranges from the ranks that hold them to the ranks that write them.
 
     Args:
-        group: A group of its own over gloo, so that it can be used beside the training's collectives.
-        rank: This process's number in the group.
+        group: Dedicated gloo group, so that it can run concurrently with the training's collectives.
+        rank: Rank of this process in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
@@ -41,9 +41,9 @@ class Relay:
         files: Sequence[tuple[Path, FileImage]],
         slices: Sequence[TensorSlice],
     ) -> dict[WriteRange, int]:
-        """Sends what others write of this rank's, writes what others hold, and returns the latter's checksums.
+        """Send this rank's ranges to their writers, write the ranges of other ranks, and return the latter's checksums.
 
-        Every rank walks through the same list in the same order, so no two of them wait for each other.
+        Every rank iterates over the same list in the same order, so there is no deadlock.
         """
         written: dict[WriteRange, int] = {}
         touched: set[Path] = set()

@@ -1,4 +1,4 @@
-"""What one save writes, and where."""
+"""Content and target of one save."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ __all__ = ["SaveRequest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What a save writes, and where.
+    """Content and target of one save.
 
     Attributes:
-        target: The final directory or file.
-        is_directory: Which of the two.
-        components: What goes there.
-        documents: Further small files of rank 0's, by name, besides those of the components.
-        manifest_name: A manifest of the documents and of the components' manifests; None: none.
-        facts: What a reader may want to know of the save, as JSON has it.
-        is_stale: Whether a file of this name, relative to the target, is left over from what the save replaces.
-        is_related: Whether a save to this name beside the target is of the same run; see `Transaction`.
-        after_commit: Called on rank 0 when the checkpoint is there.
-        doing: What this is, for messages.
+        target: Final directory or file.
+        is_directory: Whether the target is a directory.
+        components: Parts of the checkpoint.
+        documents: Further small files, written by rank 0, by name.
+        manifest_name: Name of a manifest over the documents and the components' manifests. Optional, defaults to no
+            such manifest.
+        facts: JSON metadata of the save for the manifest.
+        is_stale: Predicate: a file of this name, relative to the target, is a leftover of the replaced save.
+        is_related: Predicate: a save to this sibling name belongs to the same run; see `Transaction`.
+        after_commit: Called on rank 0 after the commit.
+        doing: Description of the operation for messages.
     """
 
     target: Path
@@ -43,5 +44,5 @@ class SaveRequest:
     doing: str = "saving"
 
     def transaction(self, storage: Storage) -> Transaction:
-        """Returns what brings the files to their place."""
+        """Return a new transaction for the target."""
         return Transaction(storage, self.target, is_directory=self.is_directory, is_related=self.is_related)

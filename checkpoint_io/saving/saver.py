@@ -1,4 +1,4 @@
-"""Carries out a save on all ranks: plan, create, write, verify, commit."""
+"""Save on all ranks: plan, create, write, verify, commit."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Saves for one group of ranks.
+    """Saves of one process group.
 
     Args:
-        ranks: Who saves together.
-        storage: Where to.
-        timeout_seconds: How long a rank waits for the others in each phase; None: what the launch was given.
+        ranks: Ranks that save together.
+        storage: Storage to write to.
+        timeout_seconds: Timeout for the other ranks in each phase. Optional, defaults to that of the launch.
     """
 
     def __init__(self, ranks: Ranks, storage: Storage, timeout_seconds: float | None = None) -> None:
@@ -47,20 +47,20 @@ class Saver:
         self._relay: Relay | None = None
 
     def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
-        """Returns when the checkpoint is on the disk, or with `use_async` when the caller may change its tensors.
+        """Save; return when the checkpoint is on disk or, with `use_async`, when tensors may be modified.
 
-        Saves take effect in the order of their calls: one that is not asynchronous waits for those before it.
+        Saves take effect in call order: a synchronous save waits for the asynchronous ones before it.
 
-        Collective: every rank must call it, with the same arguments but its own slices.
+        Collective: every rank must call it with the same arguments and its own slices.
 
         Raises:
-            CheckpointError: Writing failed on some rank; the target is as it was.
-            DesyncError: The ranks were asked for different saves.
+            CheckpointError: Writing failed on some rank; the target is unchanged.
+            DesyncError: The ranks requested different saves.
         """
         if use_async:
             self._async.raise_failures()
         else:
-            self._async.wait()  # a save that overtook them would be overwritten by what they copied before it
+            self._async.wait()  # otherwise an earlier async save would later overwrite this one
         with Phase("save plan"):
             agenda = self._planner.plan(request)
         planned = agenda.components
@@ -80,10 +80,10 @@ class Saver:
         self._async.start(staged, request.doing)
 
     def wait(self) -> None:
-        """Returns when no save is under way any more. Collective.
+        """Wait until no save is in flight. Collective.
 
         Raises:
-            CheckpointError: One of them failed on some rank.
+            CheckpointError: A save failed on some rank.
         """
         self._async.wait()
 
@@ -99,7 +99,7 @@ class Saver:
 
 
 class _Writing:
-    """The part of a save that calls no collectives, and so can run beside the training."""
+    """Phases of a save after planning. They call no collectives, so they can run in the background."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Writing:
         self._transaction: Transaction | None = None
 
     def run(self) -> None:
-        """Writes and commits."""
+        """Write and commit."""
         try:
             with Phase("save write"):
                 directory = Path(self._on_rank_zero("creating the files", self._create).decode())
@@ -131,10 +131,10 @@ class _Writing:
                 self._on_rank_zero("committing", lambda: self._commit(directory, reports))
         finally:
             if self._transaction is not None:
-                self._transaction.abort()  # leaves what was committed alone
+                self._transaction.abort()  # no effect after a commit
 
     def run_in_background(self) -> None:
-        """Writes and commits; rank 0, which may serve the store, stays until all ranks know."""
+        """Write and commit. The last gather keeps rank 0, which may host the store, alive until all ranks are done."""
         with Phase("save"):
             self.run()
             self._barrier.gather("leaving")
@@ -153,7 +153,7 @@ class _Writing:
     def _doing(self) -> str:
         return f"{self._request.doing} to {self._request.target}"
 
-    # Rank 0, before.
+    # Rank 0, before the write.
 
     def _create(self) -> bytes:
         self._transaction = self._request.transaction(self._storage)
@@ -194,7 +194,7 @@ class _Writing:
             found |= self._relay.exchange(self._storage, one.plan, files, slices)
         return [found[part] for part in ranges]
 
-    # Rank 0, after.
+    # Rank 0, after the write.
 
     def _commit(self, directory: Path, reports: Sequence[bytes]) -> bytes:
         assert self._transaction is not None
@@ -215,7 +215,7 @@ class _Writing:
         return b""
 
     def _collected(self, reports: Sequence[bytes]) -> list[dict[WriteRange, int]]:
-        """Returns the checksum of every planned range, by component; a report that lacks one is an error."""
+        """Return the checksum of every planned range, by component; an incomplete report is an error."""
         found: list[dict[WriteRange, int]] = [{} for _ in self._planned]
         for rank, raw in enumerate(reports):
             crcs = array("I")
@@ -227,8 +227,8 @@ class _Writing:
                 position += len(ranges)
             if position != len(crcs):
                 raise CheckpointError(
-                    f"{self._doing}: rank {rank} wrote {len(crcs)} ranges, and {position} were planned: the ranks do"
-                    " not run the same version"
+                    f"{self._doing}: rank {rank} wrote {len(crcs)} ranges, but {position} were planned: the ranks run"
+                    " different versions of torch-booster, install the same one on all"
                 )
         return found
 

@@ -11,12 +11,12 @@ __all__ = ["scheduler_document", "scheduler_state"]
 
 
 def scheduler_document(lr_scheduler: Any) -> dict[str, Any]:
-    """Returns a scheduler's class and state."""
+    """Return a scheduler's class and state."""
     return {"scheduler": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
 
 
 def scheduler_state(document: Any, lr_scheduler: Any, path: Path) -> dict[str, Any]:
-    """Returns the state in what `scheduler_document` gave.
+    """Return the state in what `scheduler_document` gave.
 
     Raises:
         CheckpointError: It is something else, or of another class of scheduler.

@@ -22,26 +22,26 @@ class RandomState(Protocol):
     """The random generators of this process, as the facade knows them."""
 
     def capture(self) -> Mapping[str, torch.Tensor]:
-        """Returns the state of every generator as tensors on the CPU."""
+        """Return the state of every generator as tensors on the CPU."""
         ...
 
     def derive(self, state: Mapping[str, torch.Tensor], rank: int) -> Mapping[str, torch.Tensor]:
-        """Returns the state of a rank that stored none, from another rank's."""
+        """Return the state of a rank that stored none, from another rank's."""
         ...
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raises CheckpointError if the state can't be restored."""
+        """Raise CheckpointError if the state can't be restored."""
         ...
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Puts the generators into the state."""
+        """Put the generators into the state."""
         ...
 
 
 def rank_component(
     kind: Kind, tensors: Mapping[str, torch.Tensor], rank: int, *, folder: str, max_shard_bytes: int
 ) -> Component:
-    """Returns this rank's own tensors as a component: `rank<r>.<name>`, each written by the rank that has it."""
+    """Return this rank's own tensors as a component: `rank<r>.<name>`, each written by the rank that has it."""
     slices = [TensorSlice.whole(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
     return Component(
         kind=kind,
@@ -70,7 +70,7 @@ class RandomStateLoad:
         self._random_state = random_state
 
     def check(self) -> None:
-        """Reads the states, which are small. Collective.
+        """Read the states, which are small. Collective.
 
         Raises:
             CheckpointError: One is missing or damaged.
@@ -80,7 +80,7 @@ class RandomStateLoad:
         self._state = self._loader.ranks.agree(lambda: self._read(stored), self._doing)
 
     def fill(self) -> None:
-        """Restores the generators. Collective."""
+        """Restore the generators. Collective."""
         self._loader.ranks.agree(lambda: self._random_state.restore(self._state), self._doing)
 
     def _read(self, stored: Checkpoint) -> Mapping[str, torch.Tensor]:
@@ -97,7 +97,7 @@ class RandomStateLoad:
 
 
 def whole_tensor(stored: Checkpoint, name: str) -> torch.Tensor:
-    """Returns a stored tensor."""
+    """Return a stored tensor."""
     spec = stored.specs[name]
     tensor = torch.empty(spec.shape, dtype=spec.dtype)
     read_slices(stored, [(name, TensorSlice.whole(name, tensor, primary=False))])

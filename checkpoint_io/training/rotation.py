@@ -51,15 +51,15 @@ class StepFolders:
 
     @staticmethod
     def is_step(name: str) -> bool:
-        """Returns whether a step's directory has this name."""
+        """Return whether a step's directory has this name."""
         return _STEP.fullmatch(name) is not None
 
     def path_of(self, step: int) -> Path:
-        """Returns the directory of a step."""
+        """Return the directory of a step."""
         return self._root / f"step-{step:08d}"
 
     def check_latest(self) -> None:
-        """Raises if `latest` can't be written.
+        """Raise if `latest` can't be written.
 
         Raises:
             ConfigError: Something other than a file has the name.
@@ -71,7 +71,7 @@ class StepFolders:
             )
 
     def steps(self) -> list[WholeStep]:
-        """Returns the whole steps, oldest first; what is not whole is left out.
+        """Return the whole steps, oldest first; what is not whole is left out.
 
         Raises:
             CheckpointError: The record of one is damaged, so that its place in the order is unknown.
@@ -79,7 +79,7 @@ class StepFolders:
         return self._whole([self._root / name for name in self._names() if _STEP.fullmatch(name)])
 
     def latest(self) -> WholeStep | None:
-        """Returns the training state that was saved last, a step or the directory itself; None where there is none.
+        """Return the training state that was saved last, a step or the directory itself; None where there is none.
 
         Raises:
             CheckpointError: The record of one is damaged, so that it may be the latest or not.
@@ -94,12 +94,12 @@ class StepFolders:
         return None
 
     def next_sequence(self) -> int:
-        """Returns the number for the next save; damaged steps do not count."""
+        """Return the number for the next save; damaged steps do not count."""
         folders = [self._root, *(self._root / name for name in self._names() if _STEP.fullmatch(name))]
         return 1 + max((step.sequence for step in self._whole(folders, skips_damaged=True)), default=0)
 
     def point_latest(self, name: str) -> None:
-        """Makes `latest` name a step, in one step."""
+        """Make `latest` name a step, in one step."""
         storage, path = self._storage, self._root / LATEST
         if storage.kind(path) == "link":  # other programs link to the step
             storage.remove(path)
@@ -111,7 +111,7 @@ class StepFolders:
             transaction.abort()
 
     def rotate(self, keep_last: int) -> None:
-        """Removes whole steps, oldest first, until `keep_last` are left; anything else in the directory stays."""
+        """Remove whole steps, oldest first, until `keep_last` are left; anything else in the directory stays."""
         folders = [self._root / name for name in self._names() if _STEP.fullmatch(name)]
         for step in self._whole(folders, skips_damaged=True)[:-keep_last]:
             remove_checkpoint(self._storage, step.path)
@@ -137,7 +137,7 @@ class StepFolders:
 
 
 def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None:
-    """Returns the manifest of a whole training state; None where no training state was committed.
+    """Return the manifest of a whole training state; None where no training state was committed.
 
     Raises:
         CheckpointError: It is damaged, or the state that it is about is not there in its size.

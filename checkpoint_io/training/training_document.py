@@ -30,11 +30,11 @@ class PerRank:
     of_rank: list[int]
 
     def of(self, rank: int) -> dict[str, Any]:
-        """Returns a rank's values; ranks beyond the stored ones take those of the stored ones in turn."""
+        """Return a rank's values; ranks beyond the stored ones take those of the stored ones in turn."""
         return self.values[self.of_rank[rank % len(self.of_rank)]]
 
     def everyone(self, kind: str, name: str) -> list[Any]:
-        """Returns every stored rank's value of a kind and name."""
+        """Return every stored rank's value of a kind and name."""
         return [self.values[index][kind][name] for index in self.of_rank]
 
 
@@ -65,7 +65,7 @@ class TrainingDocument:
     extra: Any = None
 
     def encode(self) -> bytes:
-        """Returns the JSON text.
+        """Return the JSON text.
 
         Raises:
             CheckpointError: A part of it is no plain value, and the message names it; or all of it is larger than a
@@ -86,7 +86,7 @@ class TrainingDocument:
 
     @classmethod
     def parse(cls, raw: bytes, where: str) -> TrainingDocument:
-        """Returns the document of a JSON text that `encode` gave.
+        """Return the document of a JSON text that `encode` gave.
 
         Raises:
             CheckpointError: It is something else.
@@ -101,7 +101,7 @@ class TrainingDocument:
         return cls(**{part.name: content[part.name] for part in fields(cls)} | {"per_rank": per_rank})
 
     def lacks(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
-        """Returns in words what is asked for and not here.
+        """Return in words what is asked for and not here.
 
         Args:
             wanted: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
@@ -114,7 +114,7 @@ class TrainingDocument:
         ]
 
     def beyond(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
-        """Returns in words what is here and not asked for; see `lacks`."""
+        """Return in words what is here and not asked for; see `lacks`."""
         return [
             f"{'a' if kind in ('models', 'dataloaders') else 'an'} {_described(kind, name)}"
             for kind, names in wanted.items()

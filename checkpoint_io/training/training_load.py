@@ -33,7 +33,7 @@ _MAX_NAMES = 5  # in a message
 def load_training_state(
     ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, *, strict: bool, verify: str, missing_ok: bool
 ) -> Any:
-    """Fills the parts and returns `extra`; see `TrainingStateIO.load`. Collective."""
+    """Fill the parts and returns `extra`; see `TrainingStateIO.load`. Collective."""
     doing = f"loading the training state from {path}"
     agree("what they load", [doing, f"missing_ok={missing_ok}"], ranks.group)
     found = _find(ranks, storage, path, parts, doing, missing_ok=missing_ok)
@@ -88,7 +88,7 @@ def _seen_from(path: Path) -> str:
 def _find(
     ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, doing: str, *, missing_ok: bool
 ) -> tuple[Path, TrainingDocument] | None:
-    """Returns where the training state is and what it says, as rank 0 found it; None: nowhere. Collective."""
+    """Return where the training state is and what it says, as rank 0 found it; None: nowhere. Collective."""
 
     def find() -> bytes:
         if ranks.rank != 0:
@@ -132,7 +132,7 @@ def _find(
 
 
 def _root(storage: Storage, path: Path) -> Path:
-    """Returns the directory to look in: that of a path which ends in `latest` and is no directory. Rank 0 only.
+    """Return the directory to look in: that of a path which ends in `latest` and is no directory. Rank 0 only.
 
     The pointer itself is not read, see Note [Sequence], and may be missing where the steps are there.
     """
@@ -140,7 +140,7 @@ def _root(storage: Storage, path: Path) -> Path:
 
 
 def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Path, bytes] | None:
-    """Returns the directory of the latest state and its document; None where there is no state. Rank 0 only."""
+    """Return the directory of the latest state and its document; None where there is no state. Rank 0 only."""
     latest = StepFolders(storage, root).latest()
     if latest is None:
         return None
@@ -153,7 +153,7 @@ def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Pa
 
 
 def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:
-    """Raises unless the documents of what is asked for are those that the training state was saved with."""
+    """Raise unless the documents of what is asked for are those that the training state was saved with."""
     asked = [(MODEL, parts.models), (OPTIMIZER, parts.optimizers), (GRADIENTS, parts.optimizers), (RANDOM_STATE, {""})]
     for name, record in manifest.documents.items():
         folder, _, base = name.rpartition("/")

@@ -21,7 +21,7 @@ class StatefulLoader(Protocol):
     """A dataloader that knows its position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position as plain values."""
+        """Return the position as plain values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -48,16 +48,16 @@ class TrainingParts:
     random_state: RandomState
 
     def names(self) -> dict[str, list[str]]:
-        """Returns the names of each kind, as `TrainingDocument` calls the kinds."""
+        """Return the names of each kind, as `TrainingDocument` calls the kinds."""
         kinds = ("models", "optimizers", "lr_schedulers", "dataloaders")
         return {kind: list(getattr(self, kind)) for kind in kinds}
 
     def folders(self) -> Iterator[str]:
-        """Yields the folders that models and optimizers go to, each once."""
+        """Yield the folders that models and optimizers go to, each once."""
         yield from dict.fromkeys([*self.models, *self.optimizers])
 
     def check(self) -> None:
-        """Raises for a name that can't be a folder's.
+        """Raise for a name that can't be a folder's.
 
         Raises:
             ConfigError: Such a name.
@@ -80,7 +80,7 @@ class SaveOptions:
     use_safetensors: bool = True
 
     def check(self) -> None:
-        """Raises for numbers that can't be.
+        """Raise for numbers that can't be.
 
         Raises:
             ConfigError: Such a number.

@@ -92,7 +92,7 @@ class TrainingStateIO:
         options: SaveOptions,
         use_async: bool = False,
     ) -> None:
-        """Writes the directory, or with a step one below it. Collective.
+        """Write the directory, or with a step one below it. Collective.
 
         Args:
             checkpoint: The directory.
@@ -130,7 +130,7 @@ class TrainingStateIO:
         verify: str,
         missing_ok: bool = False,
     ) -> Any:
-        """Fills the parts from a directory, or from the latest whole step below it; returns `extra`. Collective.
+        """Fill the parts from a directory, or from the latest whole step below it; return `extra`. Collective.
 
         Args:
             checkpoint: The directory.
@@ -154,7 +154,7 @@ class TrainingStateIO:
         )
 
     def _gather(self, parts: TrainingParts) -> _Gathered:
-        """Returns the ranks' plain values, and the gradients that wait on any rank. Collective."""
+        """Return the ranks' plain values, and the gradients that wait on any rank. Collective."""
         for model in parts.models.values():
             model.require_equal_copies()
         optimizer_values = {name: self._values_of(optimizer) for name, optimizer in parts.optimizers.items()}
@@ -260,7 +260,7 @@ class TrainingStateIO:
         return announce
 
     def _stale(self, target: Path, parts: TrainingParts) -> Callable[[str], bool]:
-        """Returns whether a file is left over from what the save replaces: random states, gradients, its components."""
+        """Return whether a file is left over from what the save replaces: random states, gradients, its components."""
         folders = set(parts.folders()) | {""}
         before = self._folders_of_what_is_there(target) if self._ranks.rank == 0 else {}
 

@@ -21,7 +21,7 @@ __all__ = ["as_model_wrapper", "as_optimizer_wrapper"]
 
 
 def as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
-    """Returns a boosted model as it is, and a view of any other module.
+    """Return a boosted model as it is, and a view of any other module.
 
     Args:
         model: The model.
@@ -48,7 +48,7 @@ class _PlainModel(ModelWrapper):
 
 
 def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary: bool) -> OptimizerWrapper:
-    """Returns a boosted optimizer as it is, and a view of any other.
+    """Return a boosted optimizer as it is, and a view of any other.
 
     Args:
         optimizer: The optimizer.

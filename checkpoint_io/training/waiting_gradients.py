@@ -30,7 +30,7 @@ _NAME = re.compile(r"(rank|reduced)(\d+)(?:share(\d{1,6}))?\.(.+)", re.DOTALL)
 
 
 def gradients_component(pending: PendingGradients, *, folder: str, max_shard_bytes: int) -> Component:
-    """Returns what this rank holds of an optimizer's gradients as a component.
+    """Return what this rank holds of an optimizer's gradients as a component.
 
     Raises:
         ConfigError: They were unscaled, averaged or clipped already.
@@ -71,7 +71,7 @@ class GradientsLoad:
         self._plain_counts = counts
 
     def check(self) -> None:
-        """Opens, compares and verifies. Collective.
+        """Open, compares and verifies. Collective.
 
         Raises:
             CheckpointError: Gradients of other parameters or shapes; damage.
@@ -132,7 +132,7 @@ class GradientsLoad:
             yield name, self._sum(parts) if self._is_same_world else self._mean(parts)
 
     def _own_part(self, name: str, stored_name: str) -> torch.Tensor:
-        """Returns what this rank holds of a stored gradient of a parameter, in the shape of what it has of that."""
+        """Return what this rank holds of a stored gradient of a parameter, in the shape of what it has of that."""
         parameter = self._parameters[name]
         gradient = torch.zeros(parameter.shape, dtype=self._stored.specs[stored_name].dtype)
         parts = layout_of(parameter).slices(name, gradient)
@@ -140,18 +140,18 @@ class GradientsLoad:
         return gradient
 
     def _sum(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Returns the only one as it is, or the sum of several in fp64, as scaled fp16 ones might overflow."""
+        """Return the only one as it is, or the sum of several in fp64, as scaled fp16 ones might overflow."""
         total = next(parts)
         for part in parts:
             total = total.double() + part
         return total
 
     def _mean(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Returns this rank's share of the ranks' gradients; those that had none count as zero."""
+        """Return this rank's share of the ranks' gradients; those that had none count as zero."""
         return self._sum(parts).double() / (self._pending.num_data_ranks if self._has_items else len(self._counts))
 
     def _read_sum(self, part: TensorSlice) -> torch.Tensor:
-        """Returns a slice of the sum that this rank's group goes on with; a group that had none counts as zero."""
+        """Return a slice of the sum that this rank's group goes on with; a group that had none counts as zero."""
         stored = self._sums[part.name]
         if self._is_same_grouping and self._first_rank in stored:
             return _read_slice(self._stored, stored[self._first_rank], part)
@@ -180,7 +180,7 @@ class GradientsLoad:
 
 
 def _of_data_ranks(counts: Sequence[WindowCounts]) -> list[WindowCounts]:
-    """Returns the counts of the data ranks, in their order, of those of all ranks."""
+    """Return the counts of the data ranks, in their order, of those of all ranks."""
     found = {rank if one.data_rank is None else int(one.data_rank): one for rank, one in enumerate(counts)}
     return [found[rank] for rank in sorted(found)]
 

@@ -78,7 +78,7 @@ def test_the_primary_slices_may_be_on_any_rank(tmp_path):
 @pytest.mark.parametrize("is_primary", [True, False])
 def test_no_writer_or_two_are_refused(tmp_path, is_primary):
     model, _ = _wrapped(0, is_primary=is_primary)
-    reason = "primary 2 times, by ranks 0, 1" if is_primary else "no slice that is marked primary"
+    reason = "primary 2 times, by ranks 0, 1" if is_primary else "is in no primary slice"
     with pytest.raises(CheckpointError, match=reason):
         GeneralCheckpointIO().save_model(model, tmp_path / "m", shard=True)
     assert not os.listdir(tmp_path)

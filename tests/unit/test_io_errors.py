@@ -204,7 +204,7 @@ class _SmallDisk(UnsyncedStorage):
 @distributed(world_size=2)
 def test_room_is_looked_for_before_anything_is_written(tmp_path):
     model = ModelWrapper(nn.Linear(500, 500), is_primary=dist.get_rank() == 0)
-    with pytest.raises(CheckpointError, match="are free there") as caught:
+    with pytest.raises(CheckpointError, match="are free: free some space") as caught:
         GeneralCheckpointIO(storage=_SmallDisk(tmp_path, 1000)).save_model(model, tmp_path / "m", shard=True)
     assert names_below(tmp_path) == []
     dist.barrier()

@@ -409,7 +409,7 @@ def test_what_is_too_finely_cut_to_check_is_refused():
     shape = (2,) * 30
     specs = {"a": TensorSpec(shape=shape, dtype=torch.float32)}
     box = ((0, 1),) * 30
-    with pytest.raises(CheckpointError, match="cut along 30 dimensions"):
+    with pytest.raises(CheckpointError, match="sharded along 30 dimensions"):
         check_tiling(specs, [RangeRecord(name="a", box=box, span=(0, 1), crc32=0)])
     rows = np.arange(2**18)
     boxes = [((int(row), 1),) for row in rows]

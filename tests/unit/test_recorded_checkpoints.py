@@ -82,7 +82,7 @@ def test_a_lost_manifest_is_missed(directory):
 def test_a_lost_index_a_stale_shard_and_a_stale_index(directory):
     shutil.copy(directory / SHARD, directory / "model-00007-of-00009.safetensors")
     assert _names(directory) == ["a", "b"]
-    _refused(directory / "model-00007-of-00009.safetensors", "left over from another save")
+    _refused(directory / "model-00007-of-00009.safetensors", "a leftover of another save")
     (directory / INDEX).unlink()
     _refused(directory, INDEX)
 
@@ -111,7 +111,7 @@ def test_a_manifest_of_another_kind_or_without_a_file(directory):
 
 def test_ranges_that_leave_something_out(directory):
     _edited(directory, lambda document: document["files"][SHARD]["ranges"].update(stop=[5]))
-    _refused(directory, rf"{SHARD} and its manifest do not fit: .*'a'")
+    _refused(directory, rf"{SHARD} and its manifest do not match: .*'a'")
 
 
 def test_an_optimizer_needs_its_groups_in_the_manifest(directory):
@@ -126,7 +126,7 @@ def test_documents_are_compared_when_asked_for(directory):
     _edited(directory, record)
     with open_checkpoint(Storage(), directory, MODEL) as stored:
         verify_ranges(stored, 0, 1)  # its owner may have edited a config: no part of a load
-        for content, match in ((None, "No such file"), (b"[]", "config.json is not as it was saved")):
+        for content, match in ((None, "No such file"), (b"[]", "config.json differs from its checksum")):
             if content is not None:
                 (directory / "config.json").write_bytes(content)
             with pytest.raises(CheckpointError, match=match):
@@ -184,7 +184,7 @@ def test_patience_ends_and_damage_is_not_waited_for(tmp_path, directory):
     _refused(tmp_path / "nowhere", "does not exist", patience_seconds=0.2)
     assert time.monotonic() - started > 0.2
     (directory / INDEX).write_bytes(b"")
-    _refused(directory, "is not as it was saved", patience_seconds=1000.0)
+    _refused(directory, "differs from its checksum", patience_seconds=1000.0)
 
 
 class CommittingStorage(Storage):
@@ -218,7 +218,7 @@ def test_a_checkpoint_that_changes_for_ever(directory):
                 _edited(directory, lambda document: document["facts"].update(now=time.monotonic_ns()))
             return super().read_file(path, max_bytes=max_bytes, inside=inside)
 
-    with pytest.raises(CheckpointError, match="changed again and again"):
+    with pytest.raises(CheckpointError, match="changed repeatedly"):
         open_checkpoint(Restless(), directory, MODEL)
 
 
