@@ -1,4 +1,4 @@
-"""What is written to disk and read back, by every plugin."""
+"""Checkpoint engine of all plugins."""
 
 from booster.checkpoint_io.general import GeneralCheckpointIO
 from booster.checkpoint_io.interface import CheckpointIO

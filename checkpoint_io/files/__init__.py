@@ -1,1 +1,1 @@
-"""What is inside of the files: tensors, headers, manifests, JSON."""
+"""File contents: tensors, headers, manifests, JSON."""

@@ -1,4 +1,4 @@
-"""What a file of tensors looks like before its data: every byte around the tensors, and where each of them goes."""
+"""Image of a tensor file: all bytes other than tensor data, and the offset of each tensor."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["FileImage", "safetensors_image", "torch_image"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileImage:
-    """A file without its tensors. Whoever creates the file writes the fragments; the ranks write the tensors.
+    """Tensor file without the tensor data. Rank 0 writes the fragments when it creates the file, all ranks the tensors.
 
     Attributes:
-        fragments: What is not a tensor: offset and bytes, in the order of the offsets.
+        fragments: Offset and content of all bytes other than tensors, by offset.
         num_bytes: Size of the file.
-        offsets: Where each tensor starts, from the beginning of the file; a multiple of its elements' size.
-        specs: Shape and number format of each tensor.
-        is_packed: The tensors follow each other without gaps, from a multiple of `PAGE_BYTES` to the end.
+        offsets: Offset of each tensor in the file; a multiple of its item size.
+        specs: Shape and dtype of each tensor.
+        is_packed: Whether tensors are contiguous, from a multiple of `PAGE_BYTES` to the end of the file.
     """
 
     fragments: tuple[tuple[int, bytes], ...]
@@ -34,24 +34,24 @@ class FileImage:
 
     @property
     def head(self) -> bytes:
-        """The bytes that the file begins with, up to the first tensor where it is packed."""
+        """First fragment: in a packed file, all bytes before the tensors."""
         return self.fragments[0][1]
 
     @property
     def data_start(self) -> int:
-        """Where the tensors start, in a packed file; 0 in others."""
+        """Offset of the tensors in a packed file, 0 in others."""
         return len(self.head) if self.is_packed else 0
 
 
 def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileImage:
-    """Return a safetensors file whose header is padded so that the data starts on a page.
+    """Build the image of a safetensors file; the header is padded so that the data is page-aligned.
 
     Args:
-        file: Its tensors.
-        metadata: Texts that go with them.
+        file: Planned file.
+        metadata: Metadata strings.
 
     Raises:
-        CheckpointError: A name or a number format that the file format has no place for, or a header beyond its limit.
+        CheckpointError: A name or dtype that safetensors does not support, or a header above the size limit.
     """
     head, ranges = encode_header(file.tensors, metadata, alignment=PAGE_BYTES)
     starts = {name: part.start for name, part in ranges.items()}
@@ -66,13 +66,14 @@ def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileIma
 
 
 def torch_image(file: PlannedFile, values: str | None) -> FileImage:
-    """Return a file as `torch.save` writes it, made without the tensors' data: it needs memory for the rest only.
+    """Build the image of a `torch.save` file without the tensors' data, in memory for the rest only.
 
     Args:
-        file: Its tensors.
-        values: An optimizer's plain values as JSON, which go beside the tensors into a file of both; None: the file
-            is a plain dictionary of tensors.
+        file: Planned file.
+        values: Optimizer's plain values as JSON, stored beside the tensors. Optional, defaults to a plain dictionary
+            of tensors.
     """
+
     archive = torch_archive(file.tensors, values)
     return FileImage(
         fragments=archive.fragments,

@@ -1,9 +1,9 @@
-"""The record that a single safetensors file carries of itself: checksums of its ranges and of its head."""
+"""Checksums embedded in a single safetensors file: of its ranges and of its head."""
 
-# Note [Own record]: a directory has a manifest; a single file has nobody to vouch for it but itself. So its metadata
-# holds the ranges with their checksums under RECORD_KEY, and the checksum of the whole head, from the first byte of the
-# file to the first of the data, under HEAD_KEY. Every checksum takes eight hex digits: the head is laid out, and the
-# data written, before any of them is known, and completing them moves nothing. The head's own digits count as zeros.
+# A directory has a manifest; a single file embeds its checksums. Its metadata holds the ranges with their checksums
+# under RECORD_KEY, and the checksum of the full head, up to the first byte of data, under HEAD_KEY. Every checksum has
+# eight hex digits, so the head is laid out and the data written before any checksum is known, and filling them in moves
+# nothing. The head's checksum is computed with its own digits as zeros.
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ RECORD_KEY = "booster_record"
 HEAD_KEY = "booster_head_crc32"
 _NUM_DIGITS = 8
 _ZEROS = b"0" * _NUM_DIGITS
-_HEAD_DIGITS = b'"' + HEAD_KEY.encode() + b'":"'  # unescaped quotes: no name or text can hold these bytes
+_HEAD_DIGITS = b'"' + HEAD_KEY.encode() + b'":"'  # cannot occur within a JSON string, where quotes are escaped
 
 
 def with_placeholder(metadata: Mapping[str, str], ranges: Sequence[RangeRecord]) -> dict[str, str]:
-    """Return the metadata of a file that carries its own record, its checksums all zeros.
+    """Return the metadata of a file with embedded checksums, all zeros.
 
     Args:
-        metadata: What else goes into the file.
-        ranges: Every range of the file, with any checksum.
+        metadata: Other metadata of the file.
+        ranges: All ranges of the file; their checksums are ignored.
     """
     return {**metadata, RECORD_KEY: _encode(ranges, [0] * len(ranges)), HEAD_KEY: _ZEROS.decode()}
 
 
 def completed_head(head: bytes, crcs: Sequence[int]) -> bytes:
-    """Return the head with all checksums filled in; it has the same length.
+    """Return the head with all checksums filled in, at unchanged length.
 
     Args:
-        head: The file's first bytes up to the data, with the placeholder, as compact JSON.
+        head: First bytes of the file up to the data, with the placeholder, as compact JSON.
         crcs: Checksum of every range, in the order given to `with_placeholder`.
     """
     document = parse_json(head[8:], "the header of the new file")
@@ -54,17 +54,17 @@ def completed_head(head: bytes, crcs: Sequence[int]) -> bytes:
 def own_record(
     head: bytes, num_bytes: int, metadata: Mapping[str, str], specs: Mapping[str, TensorSpec], what: str
 ) -> FileRecord | None:
-    """Return the record that a file carries of itself; None where it carries none.
+    """Return the checksums embedded in a file, or None if there are none.
 
     Args:
-        head: The file's first bytes up to the data.
+        head: First bytes of the file up to the data.
         num_bytes: Size of the file.
-        metadata: The texts in the head.
-        specs: The tensors in the head.
-        what: The file, for messages.
+        metadata: Metadata in the head.
+        specs: Tensors in the head.
+        what: File name for messages.
 
     Raises:
-        CheckpointError: The head is not the one that was written, or its ranges do not tile its tensors.
+        CheckpointError: The head differs from its checksum, or its ranges do not tile its tensors.
     """
     if RECORD_KEY not in metadata and HEAD_KEY not in metadata:
         return None

@@ -1,4 +1,4 @@
-"""What makes a directory of weights a model for `from_pretrained`: the model's own configs, as it would write them."""
+"""Config files that make a directory of weights loadable by `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from booster.errors import ConfigError
 
 __all__ = ["config_documents"]
 
-# Note [Configs]: transformers' save_pretrained writes the config with the model's class and number format in it,
-# without what describes a file that it was read from, and without how the model is compiled on this machine. The same
-# is done here to copies, which are asked for their text: save_pretrained itself writes files, past the storage seam.
+# transformers' save_pretrained writes the config with the model's class and dtype, without attributes of the file that
+# it was read from, and without compile settings. Here the same is done to a copy, which is asked for its JSON text:
+# save_pretrained itself writes files and would bypass the storage.
 
 
 def config_documents(model: nn.Module) -> dict[str, bytes]:
-    """Return the contents of `config.json` and `generation_config.json` where the model has such configs.
+    """Return the contents of `config.json` and `generation_config.json`, if the model has such configs.
 
     Args:
-        model: The user's model; a config counts that can give its JSON text (`to_json_string`), whatever library it
-            is from.
+        model: User's model. Any config with a `to_json_string` method is supported.
 
     Raises:
-        ConfigError: A config can't be written as JSON.
+        ConfigError: A config cannot be written as JSON.
     """
     documents: dict[str, bytes] = {}
     config: Any = getattr(model, "config", None)
@@ -57,11 +56,11 @@ def _text(described: Any, what: str) -> bytes:
         text = described.to_json_string()
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"the model's {what} cannot be written as JSON: {error}. Remove what is not plain text, numbers, lists or"
-            " dicts from it"
+            f"the model's {what} cannot be written as JSON: {error}. Remove values other than strings, numbers, lists"
+            " and dicts from it"
         ) from error
     if not isinstance(text, str):
-        raise ConfigError(f"the model's {what}.to_json_string() gave a {type(text).__name__}: it must return a str")
+        raise ConfigError(f"the model's {what}.to_json_string() returned a {type(text).__name__}: it must return a str")
     return text.encode("utf-8")
 
 

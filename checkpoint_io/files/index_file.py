@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: which tensor is in which file, and no file name that leads elsewhere."""
+"""Index of a sharded checkpoint: file of each tensor, with validated file names."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from booster.interface import TensorSpec
 __all__ = ["check_file_name", "check_held", "listed", "parse_index"]
 
 MAX_TENSORS = 1_000_000
-_MAX_NAME = 255  # what file systems take
+_MAX_NAME = 255  # limit of file systems
 _MAX_LISTED = 10
 
 
 def parse_index(raw: bytes, what: str, owner: FileNames) -> dict[str, list[str]]:
-    """Return the tensors of every file that an index names.
+    """Return the tensors of every file in an index.
 
     Args:
-        raw: The index.
-        what: Its path, for messages.
-        owner: What the files of this checkpoint are called.
+        raw: Content of the index.
+        what: Path of the index for messages.
+        owner: File names of this checkpoint.
 
     Raises:
-        CheckpointError: No index, or one that names anything but files of tensors beside itself.
+        CheckpointError: Not an index, or an index with names other than tensor files in the same directory.
     """
     document = parse_json(raw, what)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
@@ -36,7 +36,7 @@ def parse_index(raw: bytes, what: str, owner: FileNames) -> dict[str, list[str]]
             " copy of it"
         )
     if not weight_map:
-        # An optimizer that never stepped has an index over one shard without tensors, which no entry names.
+        # The index of an optimizer without states has no entries, but there is one shard, without tensors.
         return {owner.shard(1, 1): []}
     named: dict[str, list[str]] = {}
     for name, file_name in weight_map.items():
@@ -47,10 +47,10 @@ def parse_index(raw: bytes, what: str, owner: FileNames) -> dict[str, list[str]]
 
 
 def check_file_name(file_name: Any, what: str, owner: FileNames) -> None:
-    """Raise unless a name that came from a file is one of a tensor file in the same directory.
+    """Check that an untrusted name is that of a tensor file in the same directory.
 
     Raises:
-        CheckpointError: It may lead elsewhere, is hidden, has another suffix, or cannot be shown.
+        CheckpointError: The name is a path, hidden, not printable, or has another suffix.
     """
     is_plain = (
         isinstance(file_name, str)
@@ -67,21 +67,21 @@ def check_file_name(file_name: Any, what: str, owner: FileNames) -> None:
 
 
 def check_held(names: Iterable[str], specs: Mapping[str, TensorSpec], path: object, index: str) -> None:
-    """Raise unless a file holds the tensors that an index says it holds.
+    """Check that a file holds the tensors that the index assigns to it.
 
     Raises:
-        CheckpointError: Some are not there; the message lists them.
+        CheckpointError: Tensors are missing; the message lists them.
     """
     lost = [name for name in names if name not in specs]
     if lost:
         raise CheckpointError(
-            f"{path} lacks {len(lost)} tensors that {index} says it holds, such as {listed(lost)}: the files are of"
+            f"{path} lacks {len(lost)} tensors that {index} assigns to it, such as {listed(lost)}: the files are from"
             " different saves, or one is damaged"
         )
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first ten names for a message, and how many more there are."""
+    """Format the first ten names for a message, and the number of further ones."""
     names = list(names)
     shown = ", ".join(repr(name[:200]) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""

@@ -1,4 +1,4 @@
-"""Small JSON files as transformers writes them."""
+"""Small JSON files in the style of transformers."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["json_bytes"]
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """Return a document's text: indented, in the order given, in UTF-8."""
+    """Serialize a document: indented, in the given key order, UTF-8."""
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode("utf-8")

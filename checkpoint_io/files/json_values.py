@@ -1,4 +1,4 @@
-"""Plain Python values as JSON and back, exactly: tuples stay tuples, int keys stay ints, inf stays inf."""
+"""Lossless JSON encoding of plain Python values: tuples, int keys, inf and NaN survive a round trip."""
 
 from __future__ import annotations
 
@@ -20,51 +20,52 @@ from booster.errors import CheckpointError
 __all__ = ["decode", "dumps", "encode", "loads"]
 
 # Note [Tags]
-# What JSON has no form for is an object with one key that begins with "$": {"$tuple": [1, 2]}. A dictionary with such a
-# key of its own, or with keys that are no strings, is written as a list of pairs under "$dict": no ambiguity.
+# A value without a JSON equivalent is written as an object with one key that begins with "$": {"$tuple": [1, 2]}. To be
+# unambiguous, a dictionary with such a key, or with keys that are not strings, is written as a list of pairs under
+# "$dict".
 
 MAX_DEPTH = 64
 
 
 def dumps(value: Any, where: str) -> str:
-    """Return the JSON text of a value; see `encode`."""
+    """Serialize a value to JSON text; see `encode`."""
     return json.dumps(encode(value, where), allow_nan=False)
 
 
 def loads(raw: bytes, where: str) -> Any:
-    """Return the value of a JSON text that `dumps` wrote.
+    """Parse JSON text written by `dumps`.
 
     Raises:
-        CheckpointError: The text is not what `dumps` writes.
+        CheckpointError: The text is not an output of `dumps`.
     """
     return decode(parse_document(raw, where), where)
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return the JSON form of None, numbers, strings, containers, tensors, dtypes and numpy scalars.
+    """Convert None, numbers, strings, containers, tensors, dtypes and numpy scalars to JSON values.
 
     Args:
-        value: The value; its type decides, subclasses are other types.
-        where: Its name, for messages.
+        value: Value; only the exact types are supported, not subclasses.
+        where: Name of the value for messages.
 
     Raises:
-        CheckpointError: A part of the value has another type; the message names its place.
+        CheckpointError: A nested value has another type; the message names its path.
     """
     return _encode(value, where, 0)
 
 
 def decode(form: Any, where: str) -> Any:
-    """Return the value that `encode` gave this form for; tensors are on the CPU.
+    """Convert a result of `encode` back; tensors are on the CPU.
 
     Raises:
-        CheckpointError: `encode` gives no such form.
+        CheckpointError: `form` is not a result of `encode`.
     """
     try:
         return _decode(form)
     except (ValueError, TypeError, KeyError, RuntimeError, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"{where} holds a value that is not in the form this library writes ({error}): the file is damaged or comes"
-            " from elsewhere"
+            f"{where} holds a value that this library does not write ({error}): the file is damaged or from another"
+            " program"
         ) from None
 
 
@@ -111,8 +112,8 @@ def _encode_leaf(value: Any, where: str) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": _encode_bytes(value)}
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, and a checkpoint without pickle holds only"
-        " tensors and plain values: keep a number, a string or a container of such there"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint without pickle holds only"
+        " tensors and plain values: use a number, a string or a container of such instead"
     )
 
 
@@ -153,7 +154,7 @@ def _decode_bytes(text: str) -> bytes:
 def _decode_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name[:40]!r} is no number format")
+        raise ValueError(f"{name[:40]!r} is not a dtype")
     return dtype
 
 
@@ -161,7 +162,7 @@ def _decode_tensor(parts: list[Any]) -> torch.Tensor:
     name, shape, text = parts
     dtype, raw = _decode_dtype(name), _decode_bytes(text)
     if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(raw):
-        raise ValueError(f"{len(raw)} bytes are no tensor of shape {str(shape)[:80]}")
+        raise ValueError(f"{len(raw)} bytes are not a tensor of shape {str(shape)[:80]}")
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)

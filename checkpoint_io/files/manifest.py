@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and checksums of every file, range and document, and of itself."""
+"""Manifest of a checkpoint: size and checksums of every file, range and document, and of itself."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 R = TypeVar("R")
 
 _FORMAT = "booster.manifest"
-MANIFEST_KEY = "booster_manifest"  # in a tensor file's metadata: which manifest vouches for it
+MANIFEST_KEY = "booster_manifest"  # in a tensor file's metadata: name of the manifest with its checksums
 FORMAT_VERSION = 1
-_MAX_NAME = 255  # what file systems take, per part of a path
+_MAX_NAME = 255  # limit of file systems per path component
 # The last member is the checksum of all bytes before the comma that separates it.
 _SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"\}')
 _SEAL_BYTES = len(b',"crc32":"00000000"}')
@@ -43,13 +43,13 @@ _SEAL_BYTES = len(b',"crc32":"00000000"}')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """A file of tensors.
+    """Record of a tensor file.
 
     Attributes:
         num_bytes: Size of the file.
-        head_bytes: Bytes before its data.
-        head_crc32: Checksum of those.
-        ranges: Checksums of its data.
+        head_bytes: Number of bytes before the data.
+        head_crc32: Checksum of these bytes.
+        ranges: Checksums of the data.
     """
 
     num_bytes: int
@@ -60,7 +60,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentRecord:
-    """A file that holds no tensors, with its size and checksum."""
+    """Size and checksum of a file without tensors."""
 
     num_bytes: int
     crc32: int
@@ -68,13 +68,13 @@ class DocumentRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """Contents of a checkpoint.
 
     Attributes:
-        kind: What it is a checkpoint of: "model", "optimizer" ...
-        files: The files of tensors by name.
-        documents: Other files by name, in folders separated by "/".
-        facts: Who wrote it, in plain JSON of at most six levels: plugin, world_size, versions, step ...
+        kind: Kind of checkpoint: "model", "optimizer" ...
+        files: Tensor files by name.
+        documents: Other files by name, in directories separated by "/".
+        facts: JSON metadata of the save, of at most six levels: plugin, world_size, versions, step ...
     """
 
     kind: str
@@ -84,17 +84,17 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files and documents."""
+        """Total size of files and documents."""
         return sum(file.num_bytes for file in self.files.values()) + sum(
             document.num_bytes for document in self.documents.values()
         )
 
     def encode(self) -> bytes:
-        """Return the manifest as JSON, its own checksum last.
+        """Serialize the manifest as JSON, with its own checksum last.
 
         Raises:
-            CheckpointError: It could not be read again: a name that is no valid unicode, facts that are no plain JSON,
-                or more than 64 MiB.
+            CheckpointError: It could not be parsed again: a name is not valid Unicode, `facts` are not JSON values, or
+                it exceeds 64 MiB.
         """
         self._check_facts()
         document = {
@@ -111,32 +111,32 @@ class Manifest:
         try:
             body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")[:-1]
         except UnicodeEncodeError as error:
-            raise CheckpointError(f"a tensor's name is no valid unicode ({error}): rename the parameter") from None
+            raise CheckpointError(f"a tensor's name is not valid Unicode ({error}): rename the parameter") from None
         raw = body + b',"crc32":"%08x"}' % zlib.crc32(body)
         if len(raw) > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"the checksums of {len(self.files)} files take {len(raw)} bytes, and a manifest has at most"
-                f" {MAX_JSON_BYTES}: save in fewer, larger parts"
+                f"the checksums of {len(self.files)} files take {len(raw)} bytes, but a manifest has at most"
+                f" {MAX_JSON_BYTES}: save in fewer, larger files"
             )
         return raw
 
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Manifest:
-        """Return the manifest that `encode` wrote.
+        """Parse the output of `encode`.
 
         Args:
-            raw: The file's bytes, whatever they are.
-            what: The file, for messages.
+            raw: Content of the file, untrusted.
+            what: File name for messages.
 
         Raises:
-            CheckpointError: They are no manifest, were changed, or name files outside of the checkpoint's directory.
+            CheckpointError: Not a manifest, modified, or with names outside of the checkpoint's directory.
         """
         document = _parse_sealed(raw, what)
         if document.get("format") != _FORMAT or type(document.get("version")) is not int:
-            raise _broken(what, "it is no manifest of this library")
+            raise _broken(what, "it is not a manifest of this library")
         if document["version"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"{what} is of version {document['version']}, and this release reads {FORMAT_VERSION}: update"
+                f"{what} is of version {document['version']}, but this release reads {FORMAT_VERSION}: update"
                 " torch-booster"
             )
         if set(document) != {"format", "version", "kind", "files", "documents", "facts", "crc32"}:
@@ -154,7 +154,7 @@ class Manifest:
         try:
             raw = json.dumps({"facts": self.facts}, allow_nan=False).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"the facts of a manifest are no plain JSON: {error}") from None
+            raise CheckpointError(f"the facts of a manifest are not JSON values: {error}") from None
         parse_json(raw, "what goes into the manifest as facts")
 
 
@@ -168,23 +168,23 @@ def _encode_file(record: FileRecord) -> dict[str, Any]:
 
 
 def _parse_sealed(raw: bytes, what: str) -> dict[str, Any]:
-    """Return the document, after comparing its checksum."""
+    """Parse the document after verifying its checksum."""
     if len(raw) > MAX_JSON_BYTES:
-        raise _broken(what, f"it has {len(raw)} bytes, and a manifest has at most {MAX_JSON_BYTES}")
+        raise _broken(what, f"it has {len(raw)} bytes, but a manifest has at most {MAX_JSON_BYTES}")
     body, seal = raw[:-_SEAL_BYTES], _SEAL.fullmatch(raw[-_SEAL_BYTES:])
     if seal is None:
         raise _broken(what, "it does not end with its own checksum")
     if zlib.crc32(body) != int(seal[1], 16):
-        raise _broken(what, "its bytes and its own checksum do not fit")
+        raise _broken(what, "its content and its own checksum do not match")
     document = parse_json(raw, what)
     if not isinstance(document, dict):
-        raise _broken(what, "it is no JSON object")
+        raise _broken(what, "it is not a JSON object")
     return document
 
 
 def _parse_table(value: Any, what: str, parse: Callable[[Any, str], R], max_depth: int | None = None) -> dict[str, R]:
     if not isinstance(value, dict):
-        raise _broken(what, "files or documents are no table")
+        raise _broken(what, "files or documents are not a JSON object")
     for name in value:
         parts = name.split("/")
         if not all(map(_is_plain, parts)) or len(parts) > (max_depth or len(parts)):
@@ -196,7 +196,7 @@ def _parse_table(value: Any, what: str, parse: Callable[[Any, str], R], max_dept
 
 
 def _is_plain(part: str) -> bool:
-    """Return whether a name leads nowhere else on any system and can be shown."""
+    """Return whether the path component is printable and has no special meaning on any system."""
     return (
         0 < len(part.encode("utf-8")) <= _MAX_NAME
         and not part.startswith(".")
@@ -226,15 +226,15 @@ def _parse_document(record: Any, what: str) -> DocumentRecord:
 
 def _size(value: Any, what: str) -> int:
     if type(value) is not int or value < 0:
-        raise _broken(what, f"{str(value)[:40]!r} is no size")
+        raise _broken(what, f"{str(value)[:40]!r} is not a size")
     return value
 
 
 def _crc32(value: Any, what: str) -> int:
     if not isinstance(value, str) or re.fullmatch("[0-9a-f]{8}", value) is None:
-        raise _broken(what, f"{str(value)[:40]!r} is no checksum")
+        raise _broken(what, f"{str(value)[:40]!r} is not a checksum")
     return int(value, 16)
 
 
 def _broken(what: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{what} is damaged or no manifest: {reason}. Take another copy of the checkpoint")
+    return CheckpointError(f"{what} is damaged or not a manifest: {reason}. Take another copy of the checkpoint")

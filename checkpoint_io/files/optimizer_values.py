@@ -1,4 +1,4 @@
-"""The plain part of a stored optimizer state: checked for its form before anything relies on it."""
+"""Validation of the plain values of a stored optimizer state."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MASTER_SUFFIX = ".master"
 
 
 def parse_values(raw: bytes, specs: Mapping[str, TensorSpec], where: str) -> dict[str, Any]:
-    """Return what `OptimizerState.values()` gave when the checkpoint was saved.
+    """Parse and validate the output of `OptimizerState.values()` in a checkpoint.
 
     Args:
-        raw: The JSON text.
-        specs: The stored tensors.
-        where: The checkpoint, for messages.
+        raw: JSON text.
+        specs: Stored tensors.
+        where: Name of the checkpoint for messages.
 
     Raises:
-        CheckpointError: The text is no optimizer's plain part, or speaks of other parameters than itself.
+        CheckpointError: The text is malformed or inconsistent.
     """
     values = json_values.loads(raw, where)
     for problem in _problems(values, specs):
@@ -36,14 +36,14 @@ def parse_values(raw: bytes, specs: Mapping[str, TensorSpec], where: str) -> dic
 def _problems(values: Any, specs: Mapping[str, TensorSpec]) -> Iterable[str]:
     forms: dict[str, Any] = {"param_groups": list, "shapes": dict, "numbers": dict, "loss_scaler": (dict, type(None))}
     if not isinstance(values, dict):
-        yield "they are no table"
+        yield "they are not a JSON object"
         return
     for key, form in forms.items():
         if not isinstance(values.get(key, 0), form):
-            yield f"{key!r} is missing or has another form"
+            yield f"{key!r} is missing or of the wrong type"
             return
     if type(values.get("num_skipped_steps")) is not int:
-        yield "'num_skipped_steps' is missing or no count"
+        yield "'num_skipped_steps' is missing or not an integer"
         return
     yield from _group_problems(values, specs)
 
@@ -57,7 +57,7 @@ def _group_problems(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) 
             return
         named += params
     if len(set(named)) != len(named) or set(named) != set(values["shapes"]):
-        yield "the shapes are of other parameters than the groups, or one is in two groups"
+        yield "shapes and groups have different parameters, or a parameter is in two groups"
     if not set(values["numbers"]) <= set(named) or not all(isinstance(n, dict) for n in values["numbers"].values()):
         yield "there are numbers of a parameter that is in no group"
     for full_name, spec in specs.items():

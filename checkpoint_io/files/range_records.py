@@ -1,4 +1,4 @@
-"""Checksums of ranges: the record of each, their compact form in JSON, and whether they cover all tensors."""
+"""Checksums of ranges: records, their compact JSON encoding, and the coverage check."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MAX_NUMEL = 2**62
 _WHOLE = -1
 _COLUMNS = {"tensor", "names", "box", "boxes", "start", "stop", "crc32"}
 
-# Note [Compact ranges]: columns instead of a table per range, so that a hundred thousand ranges take milliseconds.
-# `names` are the distinct tensors, `tensor` says for each range which of them; `boxes` likewise, flat (offset, length,
-# offset, length ...) and -1 for the whole tensor. All checksums are one text of eight digits each: the record of a
-# single file stands in its own header, and filling in the checksums must not move the data behind it.
+# Note [Compact ranges]: columns instead of an object per range, so that a hundred thousand ranges take milliseconds.
+# `names` are the distinct tensors and `tensor` the index into them per range; likewise `boxes` and `box`, with boxes as
+# flat lists (offset, length, offset, length ...) and index -1 for the full tensor. All checksums are one string of
+# eight digits each: in a single file the record is part of the header, and filling them in must not move the data.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class RangeRecord:
     """Checksum of one range of a tensor.
 
     Attributes:
-        name: The tensor.
-        box: Block of the tensor, per dimension offset and length; None: the whole tensor.
-        span: First element and one past the last, counted in the row-major flattening of the box.
+        name: Name of the tensor.
+        box: Offset and length per dimension, or None for the full tensor.
+        span: Flat range (start, stop) within the row-major flattening of the box.
         crc32: `zlib.crc32` of the elements' bytes in that order.
     """
 
@@ -46,7 +46,7 @@ class RangeRecord:
 
 
 def encode_ranges(ranges: Iterable[RangeRecord]) -> dict[str, Any]:
-    """Return the ranges as plain JSON, whose length does not depend on the checksums; see Note [Compact ranges]."""
+    """Encode ranges as JSON values; the length does not depend on the checksums. See Note [Compact ranges]."""
     ranges = list(ranges)
     names: dict[str, int] = {}
     boxes: dict[Box, int] = {}
@@ -62,22 +62,21 @@ def encode_ranges(ranges: Iterable[RangeRecord]) -> dict[str, Any]:
 
 
 def decode_ranges(value: Any, what: str) -> tuple[RangeRecord, ...]:
-    """Return the ranges that `encode_ranges` wrote.
+    """Decode the output of `encode_ranges`.
 
     Args:
         value: Parsed JSON.
-        what: The file, for messages.
+        what: File name for messages.
 
     Raises:
-        CheckpointError: It is anything else.
+        CheckpointError: The value is malformed.
     """
     if not isinstance(value, dict) or set(value) != _COLUMNS or not _are_columns(**value):
         raise CheckpointError(
-            f"{what} holds checksums in a form that this version does not write: it is damaged, or of a newer version."
-            " Take another copy of it"
+            f"{what} holds malformed checksums: it is damaged, or from a newer version. Take another copy of it"
         )
     boxes: list[Box | None] = [tuple(zip(box[::2], box[1::2], strict=True)) for box in value["boxes"]]
-    boxes.append(None)  # at -1
+    boxes.append(None)  # at index -1
     crcs = np.frombuffer(bytes.fromhex(value["crc32"]), dtype=">u4").tolist()
     names = value["names"]
     return tuple(
@@ -89,14 +88,14 @@ def decode_ranges(value: Any, what: str) -> tuple[RangeRecord, ...]:
 
 
 def check_tiling(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRecord]) -> None:
-    """Check that the ranges hold every element of every tensor exactly once.
+    """Check that the ranges cover every element of every tensor exactly once.
 
     Args:
-        specs: The tensors.
-        ranges: Their ranges, in any order.
+        specs: Tensors.
+        ranges: Ranges of the tensors, in any order.
 
     Raises:
-        CheckpointError: They don't, or one of them is not of these tensors or reaches outside of its tensor.
+        CheckpointError: They do not, or a range belongs to no tensor or exceeds its tensor.
     """
     ranges = list(ranges)
     names = {name: number for number, name in enumerate(specs)}
@@ -108,7 +107,7 @@ def check_tiling(specs: Mapping[str, TensorSpec], ranges: Iterable[RangeRecord])
     for part in ranges:
         number = names.get(part.name)
         if number is None:
-            raise _damaged(f"{part.name[:200]!r} has a checksum, and no file holds it")
+            raise _damaged(f"{part.name[:200]!r} has a checksum, but no file holds it")
         tensor.append(number)
         box.append(boxes.setdefault(wholes[number] if part.box is None else part.box, len(boxes)))
     tiles = Tiles(
@@ -138,18 +137,18 @@ def _check_shapes(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def _check_inside(names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> None:
-    """Raise CheckpointError for a box outside of its tensor, or a span outside of its box."""
+    """Check that boxes lie within their tensors, and spans within their boxes."""
     for pair in np.unique(tiles.tensor * len(boxes) + tiles.box).tolist():
         shape, box = shapes[pair // len(boxes)], boxes[pair % len(boxes)]
         if not _is_inside(box, shape):
-            raise _damaged(f"box {box} reaches outside of {names[pair // len(boxes)][:200]!r}, of shape {shape}")
+            raise _damaged(f"box {box} is out of bounds of {names[pair // len(boxes)][:200]!r}, of shape {shape}")
     volumes = np.array([math.prod(length for _, length in box) for box in boxes], dtype=np.int64)
     wrong = np.flatnonzero((tiles.start < 0) | (tiles.start > tiles.stop) | (tiles.stop > volumes[tiles.box]))
     if len(wrong):
         first = wrong[0]
         raise _damaged(
-            f"elements {tiles.start[first]} to {tiles.stop[first]} reach outside of box {boxes[tiles.box[first]]} of"
-            f" {names[tiles.tensor[first]][:200]!r}"
+            f"elements {tiles.start[first]} to {tiles.stop[first]} are out of bounds of box"
+            f" {boxes[tiles.box[first]]} of {names[tiles.tensor[first]][:200]!r}"
         )
 
 
@@ -178,7 +177,7 @@ def _are_columns(*, tensor: Any, names: Any, box: Any, boxes: Any, start: Any, s
 
 
 def _are_integers(numbers: Any, low: int, stop: int) -> bool:
-    """Return whether it is a list of integers in `low` .. `stop - 1`."""
+    """Return whether `numbers` is a list of integers in range(low, stop)."""
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         return False
     return not numbers or (min(numbers) >= low and max(numbers) < stop)
@@ -186,6 +185,6 @@ def _are_integers(numbers: Any, low: int, stop: int) -> bool:
 
 def _damaged(reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the record of checksums and the tensors do not fit: {reason}. The checkpoint is damaged or put together from"
+        f"the recorded checksums and the tensors do not match: {reason}. The checkpoint is damaged or mixed from"
         " different saves: take another copy of it"
     )

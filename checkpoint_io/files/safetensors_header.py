@@ -1,4 +1,4 @@
-"""The header of a safetensors file: tensors to bytes and back, with every rule of the format checked."""
+"""Header of a safetensors file: encoding, and parsing with all rules of the format checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from booster.interface import TensorSpec
 __all__ = ["HEADER_LENGTH_BYTES", "MAX_HEADER_BYTES", "TensorRange", "encode_header", "parse_header"]
 
 HEADER_LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # as the format's own readers
+MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 MAX_TENSORS = 1_000_000
 _MAX_ELEMENTS = 2**56
 _METADATA = "__metadata__"
@@ -47,7 +47,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """Where a tensor's bytes are, counted from the first byte after the header."""
+    """Byte range of a tensor, relative to the first byte after the header."""
 
     spec: TensorSpec
     start: int
@@ -57,19 +57,19 @@ class TensorRange:
 def encode_header(
     specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], *, alignment: int = 8
 ) -> tuple[bytes, dict[str, TensorRange]]:
-    """Return the file's first bytes and, in file order, where each tensor's bytes go.
+    """Return the first bytes of the file and, in file order, each tensor's byte range.
 
     Args:
-        specs: The tensors.
-        metadata: Texts that go with them.
-        alignment: The data starts at a multiple of this many bytes.
+        specs: Tensors.
+        metadata: Metadata strings.
+        alignment: Alignment of the data in bytes.
 
     Raises:
-        CheckpointError: A name or a number format that the file format has no place for, or a header beyond its limit.
+        CheckpointError: A name or dtype that safetensors does not support, or a header above the size limit.
     """
     ranges: dict[str, TensorRange] = {}
     stop = 0
-    # Wide formats first keeps every tensor aligned without gaps, which the format forbids; readers map them in place.
+    # The format forbids gaps; with wide dtypes first, every tensor is aligned nevertheless, so that it can be mapped.
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
         start, stop = stop, stop + math.prod(spec.shape) * spec.dtype.itemsize
         ranges[name] = TensorRange(spec=spec, start=start, stop=stop)
@@ -78,33 +78,33 @@ def encode_header(
     try:
         raw = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"a tensor's name is no valid unicode ({error}): rename the parameter") from None
+        raise CheckpointError(f"a tensor's name is not valid Unicode ({error}): rename the parameter") from None
     raw += b" " * (-(HEADER_LENGTH_BYTES + len(raw)) % alignment)
     if len(raw) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{len(specs)} tensors need a header of {len(raw)} bytes, and safetensors allows {MAX_HEADER_BYTES}: save"
+            f"{len(specs)} tensors need a header of {len(raw)} bytes, but safetensors allows {MAX_HEADER_BYTES}: save"
             " with shard=True and a smaller size_per_shard"
         )
     return len(raw).to_bytes(HEADER_LENGTH_BYTES, "little") + raw, ranges
 
 
 def parse_header(raw: bytes, data_bytes: int, what: str) -> tuple[dict[str, TensorRange], dict[str, str]]:
-    """Return where each tensor's bytes are, and the metadata.
+    """Return each tensor's byte range, and the metadata.
 
     Args:
-        raw: The header without its length.
-        data_bytes: How many bytes follow it in the file.
-        what: The file, for messages.
+        raw: Header without its length field.
+        data_bytes: Number of bytes that follow it in the file.
+        what: File name for messages.
 
     Raises:
-        CheckpointError: The header breaks a rule of the format, or the file is cut or longer than its tensors.
+        CheckpointError: The header violates the format, or the file is truncated or longer than its tensors.
     """
     document = parse_json(raw, f"the header of {what}")
     if not isinstance(document, dict) or len(document) > MAX_TENSORS:
-        raise _broken(what, "its header is no table of tensors, or one of more than a million")
+        raise _broken(what, "its header is not an object of tensors, or has more than a million")
     metadata = document.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise _broken(what, "its metadata is no table of strings")
+        raise _broken(what, "its metadata is not an object of strings")
     ranges = {name: _parse_entry(name, entry, what) for name, entry in document.items()}
     _check_tiling(ranges, data_bytes, what)
     return ranges, metadata
@@ -112,7 +112,7 @@ def parse_header(raw: bytes, data_bytes: int, what: str) -> tuple[dict[str, Tens
 
 def _encode_entry(name: str, part: TensorRange) -> dict[str, object]:
     if name == _METADATA:
-        raise CheckpointError(f"a tensor is called {name!r}, which safetensors keeps for itself: rename it")
+        raise CheckpointError(f"a tensor is called {name!r}, which safetensors reserves: rename it")
     if part.spec.dtype not in _NAMES:
         raise CheckpointError(
             f"{name!r} is {part.spec.dtype}, which safetensors cannot hold: convert it, or save with"
@@ -130,11 +130,11 @@ def _parse_entry(name: str, entry: object, what: str) -> TensorRange:
         raise _broken(what, f"the entry of {name[:200]!r} is incomplete")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _broken(what, f"shape or offsets of {name[:200]!r} are no sizes")
+        raise _broken(what, f"shape or offsets of {name[:200]!r} are invalid")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise _broken(what, f"{name[:200]!r} has the number format {str(entry['dtype'])[:40]!r}, which torch lacks")
-    if math.prod(max(size, 1) for size in shape) >= _MAX_ELEMENTS:  # beside a zero too: torch multiplies the others
+        raise _broken(what, f"{name[:200]!r} has the dtype {str(entry['dtype'])[:40]!r}, which torch lacks")
+    if math.prod(max(size, 1) for size in shape) >= _MAX_ELEMENTS:  # torch multiplies the other sizes even with a zero
         raise _broken(what, f"{name[:200]!r} has the shape {shape}, which no tensor can have")
     start, stop = offsets
     if math.prod(shape) * dtype.itemsize != stop - start:
@@ -155,8 +155,8 @@ def _check_tiling(ranges: Mapping[str, TensorRange], data_bytes: int, what: str)
             raise _broken(what, f"its tensors overlap or leave a gap at byte {reached}")
         reached = part.stop
     if reached != data_bytes:
-        raise _broken(what, f"its tensors need {reached} bytes, and {data_bytes} are there")
+        raise _broken(what, f"its tensors need {reached} bytes, but it has {data_bytes}")
 
 
 def _broken(what: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{what} is damaged or no safetensors file: {reason}. Take another copy of it")
+    return CheckpointError(f"{what} is damaged or not a safetensors file: {reason}. Take another copy of it")

@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: one meaning or an error, whatever the bytes are."""
+"""Strict parser for untrusted JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from booster.errors import CheckpointError
 
 __all__ = ["MAX_JSON_BYTES", "parse_document", "parse_json"]
 
-# Note [Limits of JSON]: what a text may cost is bounded before it is parsed: its bytes, its depth, and how many values
-# it has, since a value of two bytes ("1,") becomes one of forty. A million tensors stay far below all of them.
+# The cost of a text is bounded before it is parsed, by its size, its depth and its number of values: two bytes of text
+# ("1,") can become an object of forty. A million tensors stay far below these limits.
 MAX_JSON_BYTES = 64 * 2**20
 MAX_DEPTH = 8
 MAX_DOCUMENT_DEPTH = 256
@@ -25,22 +25,22 @@ _INT64 = range(-(2**63), 2**63)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'{}[]",')
 _SCAN_BYTES = 2**20
-# By byte: what it adds to the depth.
+# Change of the depth, by byte.
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(b"{[")] = 1
 _STEPS[list(b"}]")] = -1
 
 
 def parse_json(raw: bytes, what: str) -> Any:
-    """Return the value of an index, a manifest or a header.
+    """Parse an index, a manifest or a header.
 
     Args:
-        raw: The text, in UTF-8.
-        what: The file or part of a file, for messages.
+        raw: UTF-8 text.
+        what: Name of the file for messages.
 
     Raises:
-        CheckpointError: No JSON, or JSON that readers disagree about: keys given twice, NaN and infinities, numbers
-            beyond fp64 or 64 bits, half surrogate pairs, nesting deeper than 8 levels, or an absurd number of values.
+        CheckpointError: Invalid JSON, or JSON that parsers interpret differently: duplicate keys, NaN and infinities,
+            numbers beyond fp64 or 64 bits, lone surrogates, nesting deeper than 8 levels, or too many values.
     """
     value = _parse(raw, what, MAX_DEPTH, _int64)
     if _SURROGATE.search(raw) is not None:
@@ -49,10 +49,10 @@ def parse_json(raw: bytes, what: str) -> Any:
 
 
 def parse_document(raw: bytes, what: str) -> Any:
-    """Return the value of a JSON text that carries the user's own values: deeper, with any integer and any string.
+    """Parse JSON with user values: deeper nesting, integers of any size and any strings.
 
     Raises:
-        CheckpointError: No JSON, keys given twice, NaN and infinities, floats beyond fp64, absurd size or nesting.
+        CheckpointError: Invalid JSON, duplicate keys, NaN and infinities, floats beyond fp64, excessive size or depth.
     """
     return _parse(raw, what, MAX_DOCUMENT_DEPTH, _bounded)
 
@@ -80,13 +80,13 @@ def _unreadable(what: str, reason: str) -> CheckpointError:
 
 
 def _check_structure(raw: bytes, max_depth: int) -> None:
-    """Raise for too deep nesting or too many values, in a few passes and without building any of them."""
+    """Check depth and number of values in a few passes, without building any value."""
     depth = num_values = 0
     in_string = False
     for structure in _structure(raw):
         codes = np.frombuffer(structure, dtype=np.uint8)
         quotes = codes == ord('"')
-        # A byte is inside of a string where an odd number of quotes came before it.
+        # A byte is inside a string if the number of quotes before it is odd.
         outside = (np.cumsum(quotes, dtype=np.int64) + in_string) % 2 == 0
         outside &= ~quotes
         depths = depth + np.cumsum(np.where(outside, _STEPS[codes], 0), dtype=np.int64)
@@ -100,13 +100,13 @@ def _check_structure(raw: bytes, max_depth: int) -> None:
 
 
 def _structure(raw: bytes) -> Iterator[bytes]:
-    """Yield the quotes, brackets and commas of a text, in pieces; escaped quotes are left out."""
+    """Yield the quotes, brackets and commas of a text, in chunks; escaped quotes are omitted."""
     start = 0
     while start < len(raw):
         stop = min(start + _SCAN_BYTES, len(raw))
         piece = raw[start:stop]
         num_escapes = len(piece) - len(piece.rstrip(b"\\"))
-        if num_escapes % 2 == 1 and stop < len(raw):  # a piece never ends within an escape
+        if num_escapes % 2 == 1 and stop < len(raw):  # do not end a chunk within an escape sequence
             piece, stop = piece[:-1], stop - 1
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -144,7 +144,7 @@ def _finite(text: str) -> float:
 
 
 def _bounded(text: str) -> int:
-    if len(text) > _MAX_INT_DIGITS:  # int() is quadratic in the digits
+    if len(text) > _MAX_INT_DIGITS:  # int() is quadratic in the number of digits
         raise ValueError(f"an integer of {len(text)} digits is beyond the range of a number")
     return int(text)
 

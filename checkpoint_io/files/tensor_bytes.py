@@ -1,4 +1,4 @@
-"""The bytes of a tensor as files hold them: little-endian elements in row-major order."""
+"""Bytes of a tensor as stored in files: little-endian elements in row-major order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["bytes_of", "num_bytes", "plain"]
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes the tensor's elements take."""
+    """Return the size of the tensor's elements in bytes."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor contiguous on the CPU, without gradient; the same memory where it is so already."""
+    """Return a contiguous CPU tensor without gradient; shares memory if the tensor already is one."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a plain tensor's memory; writing into it writes into the tensor."""
+    """Return the memory of a contiguous CPU tensor; writes modify the tensor."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride, which view refuses
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # view() rejects odd strides of a single element
     return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))

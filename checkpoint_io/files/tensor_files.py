@@ -1,4 +1,4 @@
-"""One file of tensors, open for reading: safetensors, or what `torch.save` wrote, without ever running a pickle."""
+"""Open tensor file for reading: safetensors, or `torch.save` output without unpickling code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TensorFile(Protocol):
     """Tensors of one file by name.
 
     Attributes:
-        path: The file.
-        num_bytes: Its size.
-        specs: Shape and format of every tensor, known without reading any.
-        metadata: Texts that go with them.
-        own_record: Sizes and checksums that the file carries of itself; None where it carries none.
+        path: Path of the file.
+        num_bytes: Size of the file.
+        specs: Shape and dtype of every tensor, known without reading the data.
+        metadata: Metadata strings.
+        own_record: Embedded sizes and checksums, or None if there are none.
     """
 
     path: Path
@@ -45,35 +45,35 @@ class TensorFile(Protocol):
     own_record: FileRecord | None
 
     def locate(self, name: str) -> tuple[OpenFile, int] | None:
-        """Return where a tensor's bytes lie row by row; None where only `read` can tell."""
+        """Return file and offset of a tensor stored in row-major order, or None if only `read` can access it."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor, on the CPU. The caller must not write into it."""
+        """Return one tensor on the CPU. The caller must not modify it."""
         ...
 
     def close(self) -> None:
-        """Releases the file."""
+        """Release the file."""
         ...
 
 
 def open_tensor_file(
     storage: Storage, path: Path, *, inside: Path | None = None, expected: FileRecord | None = None
 ) -> TensorFile:
-    """Open a file of tensors by its suffix.
+    """Open a tensor file according to its suffix.
 
     Args:
-        storage: Where the file is.
-        path: The file.
-        inside: The directory that links may not leave; None: links are followed.
-        expected: What a manifest says of it; its size and head are compared before anything else is read from it.
+        storage: Storage of the file.
+        path: File.
+        inside: Directory that links must not leave. Optional, defaults to no restriction.
+        expected: Record in the manifest; size and head are compared before anything else is read. Optional.
 
     Raises:
-        CheckpointError: Missing, no regular file, another suffix, or damaged.
+        CheckpointError: The file is missing, not a regular file, has an unknown suffix, or is damaged.
     """
     if path.suffix not in SINGLE_FILE_SUFFIXES:
         raise CheckpointError(
-            f"{path} ends in {path.suffix!r}, which says no format: a checkpoint file ends in one of"
+            f"{path} ends in {path.suffix!r}, which is not a known format: a checkpoint file ends in one of"
             f" {', '.join(SINGLE_FILE_SUFFIXES)}; rename it"
         )
     file = storage.open_regular(path, inside=inside)
@@ -102,13 +102,13 @@ class _SafetensorsFile:
 
     def _read_head(self) -> bytes:
         if self.num_bytes < HEADER_LENGTH_BYTES:
-            raise CheckpointError(f"{self.path} is cut: it has {self.num_bytes} bytes. Take another copy of it")
+            raise CheckpointError(f"{self.path} is truncated: it has {self.num_bytes} bytes. Take another copy of it")
         length = _read_bytes(self._storage, self._file, 0, HEADER_LENGTH_BYTES)
         header_bytes = int.from_bytes(length, "little")
         if header_bytes > MAX_HEADER_BYTES or HEADER_LENGTH_BYTES + header_bytes > self.num_bytes:
             raise CheckpointError(
-                f"{self.path} is cut or no safetensors file: its header should have {header_bytes} bytes. Take another"
-                " copy of it"
+                f"{self.path} is truncated or not a safetensors file: its header should have {header_bytes} bytes. Take"
+                " another copy of it"
             )
         return length + _read_bytes(self._storage, self._file, HEADER_LENGTH_BYTES, header_bytes)
 
@@ -130,7 +130,7 @@ class _TorchFile:
         self.path = file.path
         self.num_bytes = storage.size(file)
         content = _load_torch(storage, file)
-        file.close()  # the tensors keep their own hold of it
+        file.close()  # the mapped tensors keep the file open
         self.metadata: dict[str, str] = {}
         if isinstance(content, Mapping) and set(content) == {"state", "values"} and isinstance(content["values"], str):
             self.metadata = {GROUPS_KEY: content["values"]}
@@ -155,16 +155,16 @@ def _check_expected(storage: Storage, file: OpenFile, expected: FileRecord) -> N
     num_bytes = storage.size(file)
     if num_bytes != expected.num_bytes:
         raise CheckpointError(
-            f"{file.path} has {num_bytes} bytes, and its manifest says {expected.num_bytes}: it is cut or of another"
-            " save. Take another copy of the checkpoint"
+            f"{file.path} has {num_bytes} bytes, but its manifest records {expected.num_bytes}: it is truncated or from"
+            " another save. Take another copy of the checkpoint"
         )
     if not 0 <= expected.head_bytes <= min(num_bytes, HEADER_LENGTH_BYTES + MAX_HEADER_BYTES):
-        raise CheckpointError(f"the manifest of {file.path} says that its first {expected.head_bytes} bytes are a head")
+        raise CheckpointError(f"the manifest of {file.path} records an invalid head of {expected.head_bytes} bytes")
     head = _read_bytes(storage, file, 0, expected.head_bytes)
     if zlib.crc32(head) != expected.head_crc32:
         raise CheckpointError(
-            f"{file.path} is damaged or of another save: the checksum of its first {expected.head_bytes} bytes, which"
-            " say what it holds, is not the one that was saved. Take another copy of the checkpoint"
+            f"{file.path} is damaged or from another save: the checksum of its head, the first {expected.head_bytes}"
+            " bytes, is not the one that was saved. Take another copy of the checkpoint"
         )
 
 
@@ -178,9 +178,9 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
     is_zip = _read_bytes(storage, file, 0, min(len(_ZIP_MAGIC), storage.size(file))) == _ZIP_MAGIC
     try:
         with warnings.catch_warnings():
-            # Old files make torch warn about its own storage classes, and nobody can act on that.
+            # torch warns about its own storage classes in old files; users cannot act on that.
             warnings.simplefilter("ignore")
-            # By its descriptor: under its name there may be another file by now.
+            # By descriptor, because the path may by now refer to another file.
             reopened = f"/proc/self/fd/{file.descriptor}"
             if is_zip and storage.kind(Path(reopened)) is not None:
                 return torch.load(reopened, map_location="cpu", weights_only=True, mmap=True)
@@ -194,7 +194,7 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    # Not all that torch says: it goes on to recommend loading without weights_only, which would run the code.
+    # Only part of torch's message: the rest recommends loading without weights_only, which would run the code.
     told = re.search(r"(Trying to load unsupported|Unsupported)(?:(?!\. Please use)[^\n])*", str(error))
     text = told[0] if told is not None else next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {text[:300].rstrip(' .')}"

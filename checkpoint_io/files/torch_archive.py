@@ -1,4 +1,4 @@
-"""The zip archive that `torch.save` writes, made from shapes alone: everything but the tensors' bytes."""
+"""Layout of the zip archive that `torch.save` writes, computed from shapes without the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from booster.interface import TensorSpec
 
 __all__ = ["TorchArchive", "torch_archive"]
 
-# Note [Archive without data]
-# `torch.serialization.skip_data` makes `torch.save` leave out the bytes of storages and step over their place in the
-# file, and fake tensors need no memory for them. What is saved goes into a recorder instead of a file: it keeps what
-# is written, and where the steps are. The steps come in the order of the tensors, as each tensor has a storage of its
-# own; and the same tensors make the same bytes, so every rank may make them for itself.
+# `torch.serialization.skip_data` makes `torch.save` seek over the bytes of storages instead of writing them, and fake
+# tensors need no memory. The archive is written to a recorder that keeps the written bytes and the seeks. Seeks come in
+# the order of the tensors, because each tensor has its own storage. The result is deterministic, so every rank can
+# compute it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchArchive:
-    """An archive without its tensors.
+    """Archive without its tensors.
 
     Attributes:
-        fragments: What is not a tensor: offset and bytes, in the order of the offsets.
+        fragments: Offset and content of all bytes other than tensors, by offset.
         num_bytes: Size of the archive.
-        offsets: Where each tensor starts.
+        offsets: Offset of each tensor.
     """
 
     fragments: tuple[tuple[int, bytes], ...]
@@ -37,11 +36,11 @@ class TorchArchive:
 
 
 def torch_archive(specs: Mapping[str, TensorSpec], values: str | None) -> TorchArchive:
-    """Return what `torch.save` writes for a dictionary of such tensors; see Note [Archive without data].
+    """Compute the archive that `torch.save` writes for a dictionary of such tensors.
 
     Args:
-        specs: The tensors, in the order of the dictionary.
-        values: A text to go with them, as `{"state": tensors, "values": text}`; None: the tensors alone.
+        specs: Tensors, in the order of the dictionary.
+        values: Text to store as `{"state": tensors, "values": text}`. Optional, defaults to the tensors alone.
     """
     with FakeTensorMode():
         tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for name, spec in specs.items()}
@@ -56,7 +55,7 @@ def torch_archive(specs: Mapping[str, TensorSpec], values: str | None) -> TorchA
 
 
 class _Recorder:
-    """Takes what is written to a file, and remembers what is stepped over."""
+    """File object that records writes and forward seeks."""
 
     def __init__(self) -> None:
         self.fragments: list[tuple[int, bytearray]] = []
@@ -77,14 +76,14 @@ class _Recorder:
         return self.position
 
     def flush(self) -> None:
-        """Part of what `torch.save` asks of a file; there is nothing to do."""
+        """Do nothing; `torch.save` requires the method."""
 
 
 def _offsets(specs: Mapping[str, TensorSpec], recorder: _Recorder) -> dict[str, int]:
     steps = iter(recorder.steps)
     offsets: dict[str, int] = {}
     for name, spec in specs.items():
-        offset, num_bytes = next(steps) if spec.num_bytes else (0, 0)  # nothing is stepped over for nothing
+        offset, num_bytes = next(steps) if spec.num_bytes else (0, 0)  # empty storages cause no seek
         assert num_bytes == spec.num_bytes, f"torch.save left {num_bytes} bytes for {name}, not {spec.num_bytes}"
         offsets[name] = offset
     return offsets

@@ -1,1 +1,1 @@
-"""Looking at checkpoints and making others of them, in one process: what `booster ckpt` does."""
+"""Inspection and conversion of checkpoints in a single process, for `booster ckpt`."""

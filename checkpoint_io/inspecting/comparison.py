@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: names, shapes, formats, elements and plain values, in bounded memory."""
+"""Differences between two checkpoints: names, shapes, dtypes, elements and plain values, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from booster.interface import TensorSlice, TensorSpec
 
 __all__ = ["Comparison", "ElementDifference", "compare_elements", "compare_tensors", "compare_values"]
 
-BATCH_BYTES = 2**24  # of each side in memory at once
-PIECE_ELEMENTS = 2**20  # of those converted to fp64 at once
-_WIDE_INTEGERS = (torch.int64, torch.uint64)  # fp64 can't tell neighbours of these apart
+BATCH_BYTES = 2**24  # per side and batch
+PIECE_ELEMENTS = 2**20  # converted to fp64 at a time
+_WIDE_INTEGERS = (torch.int64, torch.uint64)  # fp64 cannot represent all of their values
 _MAX_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementDifference:
-    """How far apart the elements of one tensor are.
+    """Difference between the elements of one tensor.
 
     Attributes:
-        num_elements: All of them.
-        num_differing: Those that differ by more than the tolerance.
-        max_difference: The largest absolute difference of any; infinity where only one side is NaN.
+        num_elements: Number of elements.
+        num_differing: Number of elements that differ by more than the tolerance.
+        max_difference: Maximum absolute difference; infinity if only one side is NaN.
     """
 
     num_elements: int
@@ -38,16 +38,16 @@ class ElementDifference:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """What differs between two sets of tensors.
+    """Differences between two sets of tensors.
 
     Attributes:
-        num_common: Tensors that both have.
-        only_left: Names that only the first has.
-        only_right: Names that only the second has.
-        shapes: Both shapes by name, where they differ; the elements of such tensors are not compared.
-        dtypes: Both number formats by name, where they differ; their elements are compared by value.
-        elements: By name, where elements differ by more than the tolerance.
-        max_difference: The largest absolute difference of all elements that were compared.
+        num_common: Number of tensors in both.
+        only_left: Names in the first only.
+        only_right: Names in the second only.
+        shapes: Both shapes by name, if different; the elements of such tensors are not compared.
+        dtypes: Both dtypes by name, if different; elements are compared by value.
+        elements: Element differences above the tolerance, by name.
+        max_difference: Maximum absolute difference of all compared elements.
     """
 
     num_common: int = 0
@@ -60,20 +60,20 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there are no differences."""
         return not (self.only_left or self.only_right or self.shapes or self.dtypes or self.elements)
 
 
 def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0.0) -> Comparison:
-    """Return what differs between the tensors of two checkpoints; holds 32 MiB of them at once.
+    """Compare the tensors of two checkpoints, in 32 MiB of memory.
 
     Args:
-        left: The first checkpoint.
-        right: The second.
-        tolerance: Absolute difference up to which two elements count as equal.
+        left: First checkpoint.
+        right: Second checkpoint.
+        tolerance: Absolute difference up to which elements are equal.
 
     Raises:
-        CheckpointError: A file is damaged or changes while it is read.
+        CheckpointError: A file is damaged, or changes while it is read.
     """
     ours, theirs = left.specs, right.specs
     found = Comparison(
@@ -100,7 +100,7 @@ def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0
 
 
 def compare_elements(left: torch.Tensor, right: torch.Tensor, *, tolerance: float = 0.0) -> ElementDifference:
-    """Return how far apart two tensors of one shape are, by value whatever their formats; NaN equals NaN."""
+    """Compare two tensors of one shape by value; dtypes may differ, and NaN equals NaN."""
     flat_left, flat_right = left.reshape(-1), right.reshape(-1)
     total = ElementDifference(num_elements=left.numel(), num_differing=0, max_difference=0.0)
     if _are_alike(flat_left, flat_right):
@@ -118,12 +118,12 @@ def compare_elements(left: torch.Tensor, right: torch.Tensor, *, tolerance: floa
 
 
 def compare_values(left: Any, right: Any, where: str) -> Iterator[str]:
-    """Yield one line for every place where two plain values differ.
+    """Yield one line for every difference between two plain values.
 
     Args:
-        left: The first value; containers are compared item by item.
-        right: The second.
-        where: The name of the whole, which every line begins with.
+        left: First value; containers are compared item by item.
+        right: Second value.
+        where: Name of the values, which begins every line.
     """
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in [*left, *(key for key in right if key not in left)]:
@@ -151,7 +151,7 @@ def _batches(specs: Mapping[str, TensorSpec]) -> Iterator[list[tuple[str, int, i
             batch.append((name, start, stop))
             room -= (stop - start) * spec.dtype.itemsize
             start = stop
-            if room < 16:  # not even one element of the widest format
+            if room < 16:  # less than one element of the widest dtype
                 yield batch
                 batch, room = [], BATCH_BYTES
     if batch:
@@ -196,7 +196,7 @@ def _differences(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     first, second = left.to(wide), right.to(wide)
     difference = (first - second).abs()
-    difference[(first == second) | (first.isnan() & second.isnan())] = 0.0  # also inf and inf
+    difference[(first == second) | (first.isnan() & second.isnan())] = 0.0  # equal infinities too
     difference.nan_to_num_(nan=math.inf, posinf=math.inf)
     if left.dtype == right.dtype and left.dtype in _WIDE_INTEGERS:
         differs = left.view(torch.int64) != right.view(torch.int64)
@@ -209,7 +209,7 @@ def _are_same(left: Any, right: Any) -> bool:
         return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor) or type(left) is not type(right):
         return False
-    return bool(left == right) or (left != left and right != right)  # NaN is the one value unlike itself
+    return bool(left == right) or (left != left and right != right)  # NaN equals NaN
 
 
 def _shown(value: Any) -> str:

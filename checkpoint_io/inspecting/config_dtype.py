@@ -1,4 +1,4 @@
-"""The number format that a model's config names, changed where its weights were converted."""
+"""Dtype in a model's config, updated after its weights were converted."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from booster.errors import CheckpointError
 
 __all__ = ["with_dtype"]
 
-_KEYS = ("dtype", "torch_dtype")  # transformers 5 and before
+_KEYS = ("dtype", "torch_dtype")  # transformers 5, and earlier versions
 _SUB_CONFIG = "_config"
-_OTHER_FORMATS = "quantization_config"  # speaks of how some weights are packed, not of all of them
+_OTHER_FORMATS = "quantization_config"  # describes how some weights are packed, not the dtype of all weights
 
 
 def with_dtype(raw: bytes, dtype: str, what: str) -> bytes:
-    """Return a config with the format in place of the one it names, the same bytes where it names it already or none.
+    """Replace the dtype in a config; return the same bytes if it does not change or the config has none.
 
     Args:
-        raw: The JSON text; infinities are taken as they are, since some models' configs have them.
-        dtype: The new format, as torch calls it without "torch.".
-        what: The file, for messages.
+        raw: JSON text; infinities are accepted, because some models' configs have them.
+        dtype: New dtype, as torch's name without "torch.".
+        what: File name for messages.
 
     Raises:
-        CheckpointError: The text is no JSON table.
+        CheckpointError: The text is not a JSON object.
     """
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is no JSON ({error}): take another copy of it") from None
+        raise CheckpointError(f"{what} is not JSON ({error}): take another copy of it") from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{what} is no JSON table: take another copy of it")
+        raise CheckpointError(f"{what} is not a JSON object: take another copy of it")
     if not _replace(config, dtype):
         return raw
     return (json.dumps(config, indent=2) + "\n").encode("utf-8")

@@ -1,4 +1,4 @@
-"""A checkpoint written anew in another form: format, shard size, number format, without the optimizer, one file."""
+"""Conversion of a checkpoint: file format, shard size, dtype, without the optimizer, or into a single file."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What a conversion changes.
+    """Conversion options.
 
     Attributes:
-        is_safetensors: The format of the new files; None: that of the old ones.
-        size_per_shard: Largest shard in MB (10**6 bytes).
-        dtype: What floats become; None: they stay. Float8, integers and bools stay always, and of an optimizer its
-            fp32 masters, counters and other single numbers.
-        keeps_optimizer: False leaves all but the models out: a training state without its optimizer can't go on.
-        overwrites: Whether the target may hold something, which the new checkpoint replaces.
+        is_safetensors: Format of the new files. Optional, defaults to that of the source.
+        size_per_shard: Maximum shard size in MB (10**6 bytes).
+        dtype: Dtype to convert floats to. Optional, defaults to no conversion. Float8, integers and bools are never
+            converted, nor an optimizer's fp32 masters, counters and other scalars.
+        keeps_optimizer: If False, keep only the models; training cannot be resumed without the optimizer.
+        overwrites: If True, replace an existing checkpoint in the target.
     """
 
     is_safetensors: bool | None = None
@@ -59,23 +59,23 @@ class Conversion:
 
 
 def convert(storage: Storage, source: Contents, target: Path, conversion: Conversion) -> list[str]:
-    """Write a checkpoint into another directory, whole or not at all, and returns lines that say what was changed.
+    """Write a converted checkpoint into another directory atomically, and return lines that describe the changes.
 
-    One process calls it. Tensors go from the old files' pages to the new ones piece by piece.
+    Single process. Tensors are copied through memory mappings in small ranges.
 
     Args:
-        storage: Where both are.
-        source: The checkpoint; it is not changed.
-        target: The new directory.
-        conversion: What to change.
+        storage: Storage of both.
+        source: Checkpoint to convert; it is not changed.
+        target: New directory.
+        conversion: Conversion options.
 
     Raises:
-        ConfigError: The target is in the source's directory, is a file, or holds something.
-        CheckpointError: Damage in the source, numbers that the new format can't hold, or a failed write.
+        ConfigError: The target is inside the source's directory, is a file, or is not empty.
+        CheckpointError: The source is damaged, values overflow the new dtype, or writing failed.
     """
     if target.suffix in SINGLE_FILE_SUFFIXES:
         raise ConfigError(
-            f"{target} ends as a file does, and convert writes a directory: take consolidate for one file"
+            f"{target} has the suffix of a file, but convert writes a directory: use consolidate for one file"
         )
     check_target(storage, source, target, overwrites=conversion.overwrites)
     parts = [part for part in source.parts if conversion.keeps_optimizer or part.kind == MODEL]
@@ -100,18 +100,18 @@ def convert(storage: Storage, source: Contents, target: Path, conversion: Conver
 
 
 def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *, overwrites: bool = False) -> None:
-    """Write one part of a checkpoint into one file, whole or not at all.
+    """Write one part of a checkpoint into one file, atomically.
 
     Args:
-        storage: Where both are.
-        source: The checkpoint; it is not changed.
-        part: The part of it.
-        target: The new file; its suffix says the format.
-        overwrites: Whether a file may be there, which is replaced.
+        storage: Storage of both.
+        source: Checkpoint; it is not changed.
+        part: Part of the checkpoint.
+        target: New file; its suffix determines the format.
+        overwrites: If True, replace an existing file.
 
     Raises:
-        ConfigError: The target is in the source's directory, is a directory, ends otherwise, or is there already.
-        CheckpointError: Damage in the source, or a failed write.
+        ConfigError: The target is inside the source's directory, is a directory, has another suffix, or exists.
+        CheckpointError: The source is damaged, or writing failed.
     """
     to = Destination(target, part.kind, False, None, 1, target.suffix in SAFETENSORS_SUFFIXES)
     check_target(storage, source, target, overwrites=overwrites)
@@ -139,7 +139,7 @@ def _components(
     folders: set[str] = set()
     for part, stored in opened:
         to = _destination(part, target, conversion)
-        # The plain files of a folder go with its first part, which is the model where there is one.
+        # The documents of a directory go with its first part, which is the model if there is one.
         documents = {} if part.folder in folders else dict(_documents(storage, source, part.folder, notes))
         folders.add(part.folder)
         if part.kind == MODEL and conversion.dtype is not None and _CONFIG in documents:
@@ -169,7 +169,7 @@ def _destination(part: Part, target: Path, conversion: Conversion) -> Destinatio
     is_safetensors = was_safetensors if conversion.is_safetensors is None else conversion.is_safetensors
     prefix = None if part.names is None else part.names.prefix
     if part.kind not in (MODEL, OPTIMIZER):
-        is_safetensors = True  # there is no other form of them
+        is_safetensors = True  # the only format of these parts
     return Destination(target, part.kind, True, prefix, conversion.size_per_shard, is_safetensors)
 
 
@@ -190,7 +190,7 @@ def _converted(
         slices.append(whole)
     num_packed = sum(tensor.is_floating_point() and tensor.dtype not in CONVERTIBLE for tensor in tensors.values())
     if dtype is not None and num_packed and part.kind == MODEL:
-        notes.append(f"{part.label}: {num_packed} tensors in narrower formats stay, as they go with scales")
+        notes.append(f"{part.label}: {num_packed} tensors in narrower dtypes stay, as they go with scales")
     for before, count in changed.items():
         loss = ", with fewer bits: values are rounded" if dtype is not None and _loses_bits(before, dtype) else ""
         notes.append(f"{part.label}: {count} tensors from {dtype_name(before)} to {dtype_name(dtype or before)}{loss}")
@@ -212,23 +212,23 @@ def _check_range(part: Part, name: str, tensor: torch.Tensor, dtype: torch.dtype
         return
     if part.kind == OPTIMIZER and dtype == torch.float16:
         raise ConfigError(
-            "fp16 has no range for an optimizer's squared gradients, most of which would become 0: give bf16 or fp32,"
-            " or --no-optimizer"
+            "fp16 has too small a range for an optimizer's squared gradients, most of which would become 0: give bf16"
+            " or fp32, or --no-optimizer"
         )
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), _CHECKED_ELEMENTS):
         piece = flat[start : start + _CHECKED_ELEMENTS]
         low, high = (float(end) for end in torch.aminmax(piece))
         if -torch.finfo(dtype).max <= low and high <= torch.finfo(dtype).max:
-            continue  # not so for nan and inf, which may stay what they are
+            continue  # False for NaN and inf, which are converted unchanged
         if bool((piece.isfinite() & piece.to(dtype).isinf()).any()):
             raise CheckpointError(
-                f"{name!r} of the {part.label} holds numbers beyond {torch.finfo(dtype).max:g}, the largest of"
-                f" {dtype_name(dtype)}: give a format of a wider range, such as bf16 or fp32"
+                f"{name!r} of the {part.label} holds values beyond {torch.finfo(dtype).max:g}, the largest of"
+                f" {dtype_name(dtype)}: give a dtype with a wider range, such as bf16 or fp32"
             )
 
 
-# Plain files.
+# Documents.
 
 
 def _documents(storage: Storage, source: Contents, folder: str, notes: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -250,9 +250,9 @@ def _documents(storage: Storage, source: Contents, folder: str, notes: list[str]
 def _why_left_out(storage: Storage, path: Path) -> str | None:
     kind = storage.kind(Path(os.path.realpath(path)))
     if kind != "file":
-        return "no plain file" if kind != "directory" else "a folder"
+        return "not a regular file" if kind != "directory" else "a directory"
     if path.suffix in (*SINGLE_FILE_SUFFIXES, ".ckpt", ".pkl"):
-        return "tensors or a pickle, and no part of the checkpoint"
+        return "tensors or a pickle that do not belong to the checkpoint"
     with storage.open_regular(path) as file:
         return None if storage.size(file) <= MAX_JSON_BYTES else "larger than 64 MiB"
 
@@ -263,14 +263,14 @@ def _training_documents(storage: Storage, source: Contents) -> dict[str, bytes]:
 
 
 def _owners(storage: Storage, directory: Path) -> Callable[[str], bool]:
-    """Return whether a name in the directory is of one of the checkpoints there, such as a shard of them."""
+    """Return a predicate for names that belong to a checkpoint in the directory, such as its shards."""
     names = listing(storage, directory) if storage.kind(directory) == "directory" else []
     owners = [owner for kind in KINDS for name in names if (owner := kind.names_of(name)) is not None]
     return lambda name: any(owner.owns(name) or name == owner.groups for owner in owners)
 
 
 def _left_over(storage: Storage, target: Path, folders: Iterable[str]) -> Callable[[str], bool]:
-    """Return whether a file of the target, by its relative name, is of a checkpoint that is there before the save."""
+    """Return a predicate for files of the target, by relative name, that belong to the replaced checkpoint."""
     owners = {folder: _owners(storage, target / folder) for folder in ("", *folders)}
 
     def is_stale(name: str) -> bool:
@@ -281,24 +281,23 @@ def _left_over(storage: Storage, target: Path, folders: Iterable[str]) -> Callab
 
 
 def check_target(storage: Storage, source: Contents, target: Path, *, overwrites: bool) -> None:
-    """Raise unless something may be written to the target.
+    """Check that the target may be written.
 
     Args:
-        storage: Where both are.
-        source: What is to be written in another form; it must stay as it is.
-        target: The new file or directory.
-        overwrites: Whether something may be there.
+        storage: Storage of both.
+        source: Checkpoint to convert; it must not be changed.
+        target: New file or directory.
+        overwrites: If True, an existing target is allowed.
 
     Raises:
-        ConfigError: One is inside of the other, or something is there.
+        ConfigError: Source and target are nested, or the target exists.
     """
     place, origin = Path(os.path.realpath(target)), Path(os.path.realpath(source.path))
     if place == origin or (source.is_directory and place.is_relative_to(origin)) or origin.is_relative_to(place):
         raise ConfigError(
-            f"{target} and {source.path} are one inside of the other, and the source is never changed: give a path"
-            " elsewhere"
+            f"{target} and {source.path} are nested or the same, but the source is never changed: give another path"
         )
     kind = storage.kind(place)
     is_empty = kind is None or (kind == "directory" and not listing(storage, place))
     if not is_empty and not overwrites:
-        raise ConfigError(f"{target} is there already: give a new path, or --overwrite to replace the checkpoint there")
+        raise ConfigError(f"{target} exists already: give a new path, or --overwrite to replace the checkpoint there")

@@ -1,4 +1,4 @@
-"""Which checkpoints are at a path, and what each holds, without reading a tensor's elements."""
+"""Discovery and description of the checkpoints at a path, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Part:
     """One set of tensors: a model, an optimizer, random states.
 
     Attributes:
-        kind: Which of them.
-        path: The file, index or directory that opens it.
-        folder: The directory below the checkpoint's where it is, the name of one of several models; empty: none.
-        names: What its files are called; None for a single file, which may have any name.
+        kind: Kind of part.
+        path: File, index or directory to open.
+        folder: Subdirectory of the checkpoint, named after one of several models; empty for the checkpoint's directory.
+        names: File names, or None for a single file, which may have any name.
     """
 
     kind: Kind
@@ -61,20 +61,20 @@ class Part:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         variant = f" ({self.names.prefix})" if self.names is not None and self.names.prefix else ""
         return f"{self.folder}/{self.kind.name}{variant}" if self.folder else f"{self.kind.name}{variant}"
 
     def open(self, storage: Storage, *, verifies: bool = False) -> Checkpoint:
-        """Open it; sizes and structure are checked.
+        """Open the part; sizes and structure are checked.
 
         Args:
-            storage: Where it is.
-            verifies: Also read everything once and compare the checksums, where some were recorded: what is written
-                from it gets new ones, which would vouch for damage.
+            storage: Storage of the checkpoint.
+            verifies: If True, also verify recorded checksums: files derived from the part get new checksums, which
+                would hide damage.
 
         Raises:
-            CheckpointError: Damage, or a file that it names is missing.
+            CheckpointError: The part is damaged, or a file is missing.
         """
         with ExitStack() as stack:
             stored = stack.enter_context(open_checkpoint(storage, self.path, self.kind))
@@ -86,13 +86,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The parts of a checkpoint.
+    """Parts of a checkpoint.
 
     Attributes:
-        path: The file, or the directory with links and the latest step followed.
-        is_directory: Which of the two.
-        parts: What is there: at least one.
-        manifest: What a whole training state records of its documents; None elsewhere.
+        path: File, or directory with links and the latest step resolved.
+        is_directory: Whether `path` is a directory.
+        parts: At least one part.
+        manifest: Manifest of a training checkpoint, else None.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class Contents:
     manifest: Manifest | None = None
 
     def only(self, kind: Kind) -> Part:
-        """Return the one part of a kind; of several variants the one without, as for a load.
+        """Return the only part of a kind; of several variants the one without a prefix, as in a load.
 
         Raises:
             CheckpointError: There is none, or more than one.
@@ -118,15 +118,15 @@ class Contents:
 
 
 def find_contents(storage: Storage, path: str | os.PathLike[str]) -> Contents:
-    """Return what is at a path: a file of tensors, an index, a checkpoint's directory, or a root of steps.
+    """Find the parts of a checkpoint: a tensor file, an index, a checkpoint directory, or a directory of steps.
 
     Args:
-        storage: Where it is.
-        path: What the user gave. Of a root of `step-...` directories, the latest whole one is taken.
+        storage: Storage of the checkpoint.
+        path: User's path. For a directory of `step-...` directories, the latest committed one is used.
 
     Raises:
-        ConfigError: Nothing is there, or nothing that is a checkpoint.
-        CheckpointError: What says which checkpoints are there is damaged.
+        ConfigError: The path does not exist, or holds no checkpoint.
+        CheckpointError: An index or manifest is damaged.
     """
     given = Path(path)
     real = Path(os.path.realpath(given))
@@ -140,20 +140,20 @@ def find_contents(storage: Storage, path: str | os.PathLike[str]) -> Contents:
 
 
 def training_document(storage: Storage, contents: Contents) -> TrainingDocument | None:
-    """Return the plain part of a whole training state; None where the path holds none.
+    """Return the document of a training checkpoint, or None if there is none.
 
     Raises:
-        CheckpointError: It is not the one that was saved.
+        CheckpointError: It differs from its checksum.
     """
     raw = read_training_state(storage, contents)
     return None if raw is None else TrainingDocument.parse(raw, str(contents.path / TRAINING_STATE))
 
 
 def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
-    """Return the file of the plain part of a whole training state; None where the path holds none.
+    """Return the content of a training checkpoint's document, or None if there is none.
 
     Raises:
-        CheckpointError: It is not the one that was saved.
+        CheckpointError: It differs from its checksum.
     """
     if contents.manifest is None:
         return None
@@ -165,12 +165,12 @@ def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
 
 
 def has_checksums(stored: Checkpoint) -> bool:
-    """Return whether the bytes of every tensor can be compared with what was written."""
+    """Return whether every tensor file has recorded checksums."""
     return all(stored.record_of(file) is not None for file in stored.files)
 
 
 def describe_training(document: TrainingDocument) -> dict[str, Any]:
-    """Return what a whole training state says of itself, as JSON has it."""
+    """Summarize a training checkpoint as JSON values."""
     extra = document.extra
     return {
         "facts": document.facts,
@@ -184,11 +184,11 @@ def describe_training(document: TrainingDocument) -> dict[str, Any]:
 
 
 def describe(part: Part, stored: Checkpoint) -> dict[str, Any]:
-    """Return what an open checkpoint holds, as JSON has it.
+    """Summarize an open part as JSON values.
 
     Args:
-        part: Where it was found.
-        stored: It, open.
+        part: Part of a checkpoint.
+        stored: The open part.
     """
     specs = stored.specs
     file_of = {name: file.path.name for file in stored.files for name in file.specs}
@@ -221,7 +221,7 @@ def describe(part: Part, stored: Checkpoint) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a number format's name without its package."""
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -248,7 +248,7 @@ def _part_of_file(storage: Storage, path: Path) -> Part:
         names = kind.names_of(path.name)
         if names is not None:
             return Part(kind=kind, path=path, names=names)
-    raise CheckpointError(f"{path} is no index of a checkpoint: give the directory that it is in")
+    raise CheckpointError(f"{path} is not an index of a checkpoint: give the directory that contains it")
 
 
 def _contents_of_directory(storage: Storage, directory: Path) -> Contents:
@@ -258,8 +258,8 @@ def _contents_of_directory(storage: Storage, directory: Path) -> Contents:
         parts += _parts_in(storage, directory / folder, folder)
     if not parts:
         raise ConfigError(
-            f"{directory} holds no checkpoint: neither a model nor an optimizer, nor folders of them, nor a whole"
-            " step-... directory. Give the directory that holds the files"
+            f"{directory} holds no checkpoint: neither a model nor an optimizer, nor directories of them, nor a"
+            " complete step-... directory. Give the directory that holds the files"
         )
     return Contents(path=directory, is_directory=True, parts=tuple(parts), manifest=manifest)
 
@@ -270,7 +270,7 @@ def _parts_in(storage: Storage, directory: Path, folder: str) -> Iterator[Part]:
         owners = dict.fromkeys(owner for name in names if (owner := kind.names_of(name)) is not None)
         plain = [owner for owner in owners if owner.prefix is None]
         for owner in owners:
-            # A directory stands for its only checkpoint, or the only one without a variant: as for a load.
+            # A directory opens as its only checkpoint, or the only one without a prefix, as in a load.
             stands_for_it = len(owners) == 1 or plain == [owner]
             own_names = (owner.manifest, owner.index, owner.single)
             file_name = next(name for name in own_names if name in names)
@@ -283,6 +283,6 @@ def _folders(storage: Storage, directory: Path, parts: Sequence[Part], manifest:
     if manifest is not None:
         return sorted({name.rpartition("/")[0] for name in manifest.documents} - {""})
     if parts:
-        return []  # what is in folders beside a model is its user's own matter
+        return []  # other directories beside a model are not part of the checkpoint
     names = [name for name in listing(storage, directory) if not name.startswith(".")]
     return [name for name in names if storage.kind(directory / name) == "directory"]

@@ -1,4 +1,4 @@
-"""The tensors of an open checkpoint over the pages of its files: in memory only while they are looked at."""
+"""Memory-mapped tensors of an open checkpoint."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["mapped_tensors"]
 
 
 def mapped_tensors(stored: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every tensor by name; the system reads its pages when they are touched and may drop them again.
+    """Map every tensor of a checkpoint, by name; pages are read on access and can be evicted.
 
-    They outlive the checkpoint's being closed. Writing into one changes this process's memory, never the file.
+    The tensors stay valid after the checkpoint is closed. Writes change the process's memory, never the file.
 
     Args:
-        stored: The checkpoint, open.
+        stored: Open checkpoint.
     """
     mappings: dict[int, mmap.mmap] = {}
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in stored.specs.items():
         place = stored.locate(name)
         if place is None:
-            tensors[name] = stored.read(name)  # of a .bin file, which torch maps itself
+            tensors[name] = stored.read(name)  # .bin files are mapped by torch
             continue
         file, offset = place
         if spec.num_bytes > 0 and file.descriptor not in mappings:
@@ -36,7 +36,7 @@ def mapped_tensors(stored: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _mapping(storage: Storage, file: OpenFile) -> mmap.mmap:
-    # One for the whole file: there may be more tensors than a process may have mappings. Private and copied on a write.
+    # One mapping per file, because the number of mappings is limited. Private: copy on write.
     return mmap.mmap(file.descriptor, storage.size(file), access=mmap.ACCESS_COPY)
 
 

@@ -1,4 +1,4 @@
-"""Whether what is on the disk is what was saved: parts of a checkpoint, its documents, and what lies beside them."""
+"""Verification of a checkpoint's files: tensors, documents, and leftover shards."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["VerifiedPart", "lost_shards", "verify_documents", "verify_part"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedPart:
-    """What was checked of a part.
+    """Result of verifying a part.
 
     Attributes:
-        num_files: Files of tensors.
-        num_tensors: Tensors in them.
-        num_bytes: Size of the tensors.
-        has_checksums: Whether their bytes were compared with checksums; False: none were recorded.
+        num_files: Number of tensor files.
+        num_tensors: Number of tensors.
+        num_bytes: Total size of the tensors.
+        has_checksums: Whether the data was compared with checksums; False if none were recorded.
     """
 
     num_files: int
@@ -37,14 +37,14 @@ class VerifiedPart:
 
 
 def verify_part(storage: Storage, part: Part) -> VerifiedPart:
-    """Read a part once and returns what was checked.
+    """Read and verify a part.
 
     Args:
-        storage: Where it is.
-        part: The model, optimizer or other set of tensors.
+        storage: Storage of the checkpoint.
+        part: Model, optimizer or other set of tensors.
 
     Raises:
-        CheckpointError: Sizes, structure, tiling or checksums are not those of the save, or a file is missing.
+        CheckpointError: Sizes, structure, coverage or checksums differ from those of the save, or a file is missing.
     """
     with part.open(storage) as stored:
         if part.kind == OPTIMIZER and stored.groups is not None:
@@ -61,10 +61,10 @@ def verify_part(storage: Storage, part: Part) -> VerifiedPart:
 
 
 def verify_documents(storage: Storage, contents: Contents) -> int:
-    """Check the documents of a whole training state and returns how many there are.
+    """Verify the documents of a training checkpoint and return their number.
 
     Raises:
-        CheckpointError: One is missing, or not the one that was written.
+        CheckpointError: A document is missing or differs from its checksum.
     """
     if contents.manifest is None:
         return 0
@@ -80,7 +80,7 @@ def verify_documents(storage: Storage, contents: Contents) -> int:
 
 
 def lost_shards(storage: Storage, contents: Contents) -> list[str]:
-    """Return the shards that belong to no part: whatever named them is gone."""
+    """Return shards that belong to no part, because their index and manifest are missing."""
     if not contents.is_directory:
         return []
     return list(_lost_shards(storage, contents))

@@ -1,4 +1,4 @@
-"""A stored optimizer as plain torch knows it: a state_dict with numbered parameters, in one file of `torch.save`."""
+"""Export of a stored optimizer as a plain torch state_dict with numbered parameters, in one `torch.save` file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from booster.errors import CheckpointError
 
 __all__ = ["MASTER_WEIGHTS", "PARAMETER_NAMES", "export_optimizer", "torch_state_dict"]
 
-# Note [Exported optimizer]: {"state": {number: {name: tensor or number}}, "param_groups": [{..., "params": [numbers]}]}
-# is what torch's own optimizers give and take. Numbers count the parameters through all groups, in the groups' order:
-# the optimizer that loads it must be built over the same parameters in the same order. Two more keys stand beside the
-# two that torch reads, and torch ignores them: the names of the parameters by number, and on demand their fp32 master
-# weights. Those are no part of "state", because load_state_dict would round them to the parameters' own format.
+# Exported format: {"state": {number: {name: tensor or number}}, "param_groups": [{..., "params": [numbers]}]}, as in
+# torch's optimizers. Numbers count the parameters over all groups in order, so the optimizer that loads it must be
+# built over the same parameters in the same order. Two more keys are ignored by torch: the names of the parameters by
+# number and, on request, their fp32 master weights. These are not in "state", because load_state_dict would round them
+# to the parameters' dtype.
 PARAMETER_NAMES = "parameter_names"
 MASTER_WEIGHTS = "master_weights"
 
@@ -33,27 +33,27 @@ MASTER_WEIGHTS = "master_weights"
 def export_optimizer(
     storage: Storage, source: Contents, target: Path, *, with_master_weights: bool = False, overwrites: bool = False
 ) -> list[str]:
-    """Write the optimizer of a checkpoint as plain torch knows it, and returns the parameters' names by number.
+    """Write the optimizer of a checkpoint as a torch state_dict, and return the parameters' names by number.
 
-    One process calls it. Tensors go from the old files' pages to the new file one by one.
+    Single process. Tensors are copied through memory mappings one at a time.
 
     Args:
-        storage: Where both are.
-        source: The checkpoint; it is not changed.
-        target: The new file.
-        with_master_weights: Whether to add the fp32 master weights; see Note [Exported optimizer].
-        overwrites: Whether a file may be there, which is replaced.
+        storage: Storage of both.
+        source: Checkpoint; it is not changed.
+        target: New file.
+        with_master_weights: If True, add the fp32 master weights.
+        overwrites: If True, replace an existing file.
 
     Raises:
-        ConfigError: The target is in the source's directory, is a directory, ends otherwise, or is there already.
-        CheckpointError: Damage in the source, values that torch would not load, or a failed write.
+        ConfigError: The target is inside the source's directory, is a directory, has another suffix, or exists.
+        CheckpointError: The source is damaged, values cannot be loaded by torch, or writing failed.
     """
     part = source.only(OPTIMIZER)
     Destination(target, OPTIMIZER, False, None, 1, use_safetensors=False)  # checks the target's name
     check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         if stored.groups is None:
-            raise CheckpointError(f"{stored.path} holds no param groups: it is no optimizer that save_optimizer wrote")
+            raise CheckpointError(f"{stored.path} holds no param groups: it is not an optimizer of save_optimizer")
         values = parse_values(stored.groups, stored.specs, str(stored.path))
         exported = torch_state_dict(values, mapped_tensors(stored), with_master_weights=with_master_weights)
         _check_plain(exported)
@@ -71,15 +71,15 @@ def export_optimizer(
 def torch_state_dict(
     values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, with_master_weights: bool = False
 ) -> dict[str, Any]:
-    """Return what `load_state_dict` of a plain torch optimizer takes; see Note [Exported optimizer].
+    """Convert a stored optimizer to a state_dict for `load_state_dict` of a plain torch optimizer.
 
     Args:
-        values: The stored plain part, as `parse_values` gives it.
-        tensors: The stored tensors by full name, `<parameter>.<state>`.
-        with_master_weights: Whether to add the fp32 master weights, by number.
+        values: Stored plain values, as returned by `parse_values`.
+        tensors: Stored tensors by full name, `<parameter>.<state>`.
+        with_master_weights: If True, add the fp32 master weights, by number.
 
     Raises:
-        CheckpointError: A tensor belongs to no parameter of the groups, or masters are asked for and none are stored.
+        CheckpointError: A tensor belongs to no parameter, or master weights are requested but not stored.
     """
     names = [name for group in values["param_groups"] for name in group["params"]]
     number_of = {name: number for number, name in enumerate(names)}
@@ -104,8 +104,7 @@ def torch_state_dict(
         return exported
     if not masters:
         raise CheckpointError(
-            "the optimizer holds no fp32 master weights, as its parameters were fp32 themselves: leave"
-            " --master-weights out"
+            "the optimizer holds no fp32 master weights, because its parameters were fp32: leave --master-weights out"
         )
     return {**exported, MASTER_WEIGHTS: dict(sorted(masters.items()))}
 
@@ -114,12 +113,12 @@ def _save(exported: Mapping[str, Any], file: _Sequential) -> None:
     try:
         torch.save(exported, cast("IO[bytes]", file))
     except RuntimeError as error:
-        # torch's own writer hides what the file said, such as a full disk, behind its own complaint.
+        # torch's writer replaces the OSError of the file, such as a full disk, with an error of its own.
         raise file.failure or error from error
 
 
 class _Sequential:
-    """What `torch.save` wants of a file, over the storage seam."""
+    """Sequential file object for `torch.save` over a storage."""
 
     def __init__(self, storage: Storage, file: OpenFile) -> None:
         self._storage = storage
@@ -137,7 +136,7 @@ class _Sequential:
         return len(data)
 
     def flush(self) -> None:
-        """There is nothing to flush: `write` has passed everything on."""
+        """Do nothing: writes are not buffered."""
 
 
 def _check_plain(exported: Mapping[str, Any]) -> None:
@@ -151,7 +150,7 @@ def _check_plain(exported: Mapping[str, Any]) -> None:
             except Exception as error:
                 raise CheckpointError(
                     f"{key!r} of param group {index} is a {type(value).__name__}, which torch.load(weights_only=True)"
-                    " refuses: give the optimizer plain numbers, tuples or tensors there"
+                    " rejects: use plain numbers, tuples or tensors there"
                 ) from error
 
 

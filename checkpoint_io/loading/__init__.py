@@ -1,1 +1,1 @@
-"""From files, whoever wrote them, to slices in memory; checked before anything changes."""
+"""Loading: from files of any writer to tensor slices in memory, with all checks before any change."""

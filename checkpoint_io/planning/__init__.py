@@ -1,1 +1,1 @@
-"""What is written where by whom: pure functions over shapes and spans."""
+"""Save planning: pure functions over shapes and spans."""

@@ -1,1 +1,1 @@
-"""From slices in memory to bytes on the disk, on all ranks."""
+"""Saving: from tensor slices in memory to files, on all ranks."""

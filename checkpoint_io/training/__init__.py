@@ -1,1 +1,1 @@
-"""A whole training run: model, optimizer, schedulers, loaders and random states in one directory."""
+"""Training checkpoints: models, optimizers, schedulers, dataloaders and RNG states in one directory."""

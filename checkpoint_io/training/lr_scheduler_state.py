@@ -1,4 +1,4 @@
-"""What is kept of an LR scheduler: its class and its state."""
+"""State of an LR scheduler: class and state dict."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["scheduler_document", "scheduler_state"]
 
 
 def scheduler_document(lr_scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's class and state."""
+    """Return a scheduler's class name and state dict."""
     return {"scheduler": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
 
 
 def scheduler_state(document: Any, lr_scheduler: Any, path: Path) -> dict[str, Any]:
-    """Return the state in what `scheduler_document` gave.
+    """Return the state dict in the output of `scheduler_document`.
 
     Raises:
-        CheckpointError: It is something else, or of another class of scheduler.
-        ConfigError: The scheduler sees that it is of one with other settings.
+        CheckpointError: Malformed, or of another scheduler class.
+        ConfigError: The scheduler rejects the state because it was built with other settings.
     """
     state = document.get("state") if isinstance(document, dict) else None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds no scheduler's state: give a file that save_lr_scheduler wrote")
+        raise CheckpointError(f"{path} holds no scheduler state: give a file that save_lr_scheduler wrote")
     name = type(lr_scheduler).__name__
     if document.get("scheduler") != name:
         raise CheckpointError(
@@ -32,6 +32,6 @@ def scheduler_state(document: Any, lr_scheduler: Any, path: Path) -> dict[str, A
             " that was saved"
         )
     check = getattr(lr_scheduler, "check_state_dict", None)
-    if check is not None:  # now, as models and optimizers may be filled before it is loaded
+    if check is not None:  # before models and optimizers are filled
         check(state)
     return state

@@ -1,4 +1,4 @@
-"""Tensors of which every rank has its own: random states."""
+"""Per-rank tensors: RNG states."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ __all__ = ["RandomState", "RandomStateLoad", "rank_component", "whole_tensor"]
 
 
 class RandomState(Protocol):
-    """The random generators of this process, as the facade knows them."""
+    """Random generators of this process."""
 
     def capture(self) -> Mapping[str, torch.Tensor]:
         """Return the state of every generator as tensors on the CPU."""
         ...
 
     def derive(self, state: Mapping[str, torch.Tensor], rank: int) -> Mapping[str, torch.Tensor]:
-        """Return the state of a rank that stored none, from another rank's."""
+        """Derive the state of a rank that was not stored from another rank's."""
         ...
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise CheckpointError if the state can't be restored."""
+        """Raise CheckpointError if the state cannot be restored."""
         ...
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put the generators into the state."""
+        """Set the generators to the state."""
         ...
 
 
 def rank_component(
     kind: Kind, tensors: Mapping[str, torch.Tensor], rank: int, *, folder: str, max_shard_bytes: int
 ) -> Component:
-    """Return this rank's own tensors as a component: `rank<r>.<name>`, each written by the rank that has it."""
+    """Build a checkpoint part of this rank's tensors, named `rank<r>.<name>`; each rank writes its own."""
     slices = [TensorSlice.whole(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
     return Component(
         kind=kind,
@@ -54,13 +54,13 @@ def rank_component(
 
 
 class RandomStateLoad:
-    """Restores the random generators of this rank.
+    """Load of this rank's random generators.
 
     Args:
-        loader: Opens the files.
-        directory: Where the training state is.
-        num_stored: How many ranks saved.
-        random_state: This process's generators.
+        loader: Loader that opens the files.
+        directory: Directory of the training state.
+        num_stored: Number of ranks that saved.
+        random_state: Random generators of this process.
     """
 
     def __init__(self, loader: Loader, directory: Path, num_stored: int, random_state: RandomState) -> None:
@@ -73,7 +73,7 @@ class RandomStateLoad:
         """Read the states, which are small. Collective.
 
         Raises:
-            CheckpointError: One is missing or damaged.
+            CheckpointError: A state is missing or damaged.
         """
         stored = self._loader.open(self._directory, RANDOM_STATE)
         self._loader.verify(stored)
@@ -97,7 +97,7 @@ class RandomStateLoad:
 
 
 def whole_tensor(stored: Checkpoint, name: str) -> torch.Tensor:
-    """Return a stored tensor."""
+    """Read a full stored tensor."""
     spec = stored.specs[name]
     tensor = torch.empty(spec.shape, dtype=spec.dtype)
     read_slices(stored, [(name, TensorSlice.whole(name, tensor, primary=False))])

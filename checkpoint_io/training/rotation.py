@@ -1,4 +1,4 @@
-"""The steps under one directory: which are whole, which is the latest, and which go when there are too many."""
+"""Step directories: which are committed, which is the latest, and which to remove (retention)."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _MAX_LOOKS = 20
 _STEP = re.compile(r"step-(\d{8,})")
 
 # Note [Sequence]
-# Every whole training state carries a number, one more than the highest under its directory when it was saved. The
-# latest is the one with the highest, not the one of the highest step: a run that went back to step 100 and saved step
-# 110 goes on from there, though step 200 of the run before lies beside it. The file `latest` says the same to people
-# and tools; no load of ours reads it, so that a kill between a commit and its move costs nothing.
-# Only rank 0 comes here.
+# Every training state has a sequence number: one more than the highest in its directory at the time of the save. The
+# latest state is the one with the highest sequence number, not the highest step: a run that went back to step 100 and
+# saved step 110 resumes from there, even if step 200 of the previous run still exists. The file `latest` records the
+# same for users and other tools. It is not read by a load, so a kill between commit and its update does no harm.
+# Only rank 0 uses this module.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeStep:
-    """A training state that was committed: its directory, and its number in the order of saves."""
+    """Committed training state: directory and sequence number of the save."""
 
     path: Path
     sequence: int
 
 
 class StepFolders:
-    """The training states under one directory, `step-00001200` and so on, and the directory itself if it is one.
+    """Training states in one directory: `step-00001200` and so on, and the directory itself if it is one.
 
     Args:
-        storage: Where they are.
-        root: The directory.
+        storage: Storage of the directory.
+        root: Directory.
     """
 
     def __init__(self, storage: Storage, root: Path) -> None:
@@ -51,7 +51,7 @@ class StepFolders:
 
     @staticmethod
     def is_step(name: str) -> bool:
-        """Return whether a step's directory has this name."""
+        """Return whether this is the name of a step directory."""
         return _STEP.fullmatch(name) is not None
 
     def path_of(self, step: int) -> Path:
@@ -59,30 +59,30 @@ class StepFolders:
         return self._root / f"step-{step:08d}"
 
     def check_latest(self) -> None:
-        """Raise if `latest` can't be written.
+        """Check that `latest` can be written.
 
         Raises:
-            ConfigError: Something other than a file has the name.
+            ConfigError: The name is taken by something other than a file.
         """
         if self._storage.kind(self._root / LATEST) not in (None, "file", "link"):
             raise ConfigError(
-                f"{self._root / LATEST} is no file, and the name of the latest step is to be written there: move it"
+                f"{self._root / LATEST} is not a file, but the name of the latest step is written there: move it"
                 " away, or save to another directory"
             )
 
     def steps(self) -> list[WholeStep]:
-        """Return the whole steps, oldest first; what is not whole is left out.
+        """Return the committed steps, oldest first.
 
         Raises:
-            CheckpointError: The record of one is damaged, so that its place in the order is unknown.
+            CheckpointError: A manifest is damaged, so its position in the order is unknown.
         """
         return self._whole([self._root / name for name in self._names() if _STEP.fullmatch(name)])
 
     def latest(self) -> WholeStep | None:
-        """Return the training state that was saved last, a step or the directory itself; None where there is none.
+        """Return the last saved training state, a step or the directory itself, or None if there is none.
 
         Raises:
-            CheckpointError: The record of one is damaged, so that it may be the latest or not.
+            CheckpointError: A manifest is damaged, so it is unknown whether it is the latest.
         """
         for _ in range(_MAX_LOOKS):
             names = self._names()
@@ -90,18 +90,18 @@ class StepFolders:
             if found:
                 return max(found, key=lambda step: step.sequence)
             if names == self._names():
-                break  # else all that were listed may have gone since, because newer ones came
+                break  # else the listed steps may have been removed because of newer ones
         return None
 
     def next_sequence(self) -> int:
-        """Return the number for the next save; damaged steps do not count."""
+        """Return the sequence number for the next save; damaged steps are ignored."""
         folders = [self._root, *(self._root / name for name in self._names() if _STEP.fullmatch(name))]
         return 1 + max((step.sequence for step in self._whole(folders, skips_damaged=True)), default=0)
 
     def point_latest(self, name: str) -> None:
-        """Make `latest` name a step, in one step."""
+        """Update `latest` atomically to name a step."""
         storage, path = self._storage, self._root / LATEST
-        if storage.kind(path) == "link":  # other programs link to the step
+        if storage.kind(path) == "link":  # other programs make it a symbolic link
             storage.remove(path)
         transaction = Transaction(storage, path, is_directory=False)
         try:
@@ -111,7 +111,7 @@ class StepFolders:
             transaction.abort()
 
     def rotate(self, keep_last: int) -> None:
-        """Remove whole steps, oldest first, until `keep_last` are left; anything else in the directory stays."""
+        """Remove committed steps, oldest first, until `keep_last` are left; other directory entries are kept."""
         folders = [self._root / name for name in self._names() if _STEP.fullmatch(name)]
         for step in self._whole(folders, skips_damaged=True)[:-keep_last]:
             remove_checkpoint(self._storage, step.path)
@@ -128,19 +128,19 @@ class StepFolders:
                     found.append(WholeStep(path=folder, sequence=_sequence_of(manifest, folder)))
             except (CheckpointError, FileNotFoundError) as error:
                 if self._storage.kind(folder) is None:
-                    continue  # a save in the background has just removed it
+                    continue  # removed meanwhile by a background save
                 if not skips_damaged:
                     raise
                 get_dist_logger().warning(f"{folder} is left alone: {error}", ranks=[0])
-        # By name where two have one number, as a copy made by hand has.
+        # By name if sequence numbers are equal, as after a manual copy.
         return sorted(found, key=lambda step: (step.sequence, len(step.path.name), step.path.name))
 
 
 def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None:
-    """Return the manifest of a whole training state; None where no training state was committed.
+    """Return the manifest of a training state, or None if none was committed.
 
     Raises:
-        CheckpointError: It is damaged, or the state that it is about is not there in its size.
+        CheckpointError: The manifest is damaged, or the training state is missing or has another size.
     """
     if storage.kind(directory) not in ("directory", "link") or TRAINING_STATE_MANIFEST not in listing(
         storage, directory
@@ -150,12 +150,12 @@ def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None
     manifest = Manifest.parse(storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=directory), str(path))
     record = manifest.documents.get(TRAINING_STATE)
     if manifest.kind != "training_state" or record is None:
-        raise CheckpointError(f"{path} is no training state's manifest: take another copy of the checkpoint")
+        raise CheckpointError(f"{path} is not the manifest of a training state: take another copy of the checkpoint")
     with storage.open_regular(resolve(storage, directory, TRAINING_STATE), inside=directory) as file:
         num_bytes = storage.size(file)
     if num_bytes != record.num_bytes:
         raise CheckpointError(
-            f"{directory / TRAINING_STATE} has {num_bytes} bytes, and {record.num_bytes} were written: take another"
+            f"{directory / TRAINING_STATE} has {num_bytes} bytes, but {record.num_bytes} were written: take another"
             " copy of the checkpoint"
         )
     return manifest

@@ -1,4 +1,4 @@
-"""`training_state.json`: everything of a training run that is no tensor, and the list of what lies beside it."""
+"""`training_state.json`: all values of a training checkpoint that are not tensors, and the list of its parts."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from booster.errors import CheckpointError
 
 __all__ = ["PerRank", "TrainingDocument"]
 
-# Without sums over ranks a document is of format 1, which earlier versions read too: those would leave the sums out.
+# Without reduced gradients, format 1 is written, which earlier versions can read; they would ignore reduced gradients.
 FORMATS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerRank:
-    """Plain values of which every rank has its own, what is alike kept once.
+    """Plain values per rank, deduplicated.
 
     Attributes:
-        values: The different ones.
-        of_rank: For every rank which of them is its own.
+        values: Distinct values.
+        of_rank: Index into `values` for each rank.
     """
 
     values: list[dict[str, Any]]
     of_rank: list[int]
 
     def of(self, rank: int) -> dict[str, Any]:
-        """Return a rank's values; ranks beyond the stored ones take those of the stored ones in turn."""
+        """Return a rank's values; with more ranks than stored, stored ranks repeat cyclically."""
         return self.values[self.of_rank[rank % len(self.of_rank)]]
 
     def everyone(self, kind: str, name: str) -> list[Any]:
-        """Return every stored rank's value of a kind and name."""
+        """Return all stored ranks' values of a kind and name."""
         return [self.values[index][kind][name] for index in self.of_rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDocument:
-    """The content of the file.
+    """Content of the file.
 
     Attributes:
-        facts: The sequence number, step, world layout and versions; also in every manifest of the save.
-        models: Names of the models; "" is that of the only one.
+        facts: Sequence number, step, world layout and versions; also in every manifest of the save.
+        models: Names of the models; "" for a single one.
         optimizers: Names of the optimizers.
-        gradients: Names of the optimizers whose gradients waited for their step.
-        reduced: Names of those among them of which some gradients were summed over ranks already. Format 2.
+        gradients: Names of the optimizers with accumulated gradients.
+        reduced: Names of those of which some gradients are already reduced over ranks. Format 2.
         lr_schedulers: Class and state of every scheduler by name.
-        dataloaders: Names of the loaders, whose positions are under `per_rank`.
-        per_rank: Positions of the loaders and counts of the gradients.
-        extra: What the user gave.
+        dataloaders: Names of the dataloaders, whose positions are in `per_rank`.
+        per_rank: Dataloader positions and gradient counters.
+        extra: User values.
     """
 
     facts: dict[str, Any]
@@ -65,11 +65,10 @@ class TrainingDocument:
     extra: Any = None
 
     def encode(self) -> bytes:
-        """Return the JSON text.
+        """Serialize to JSON.
 
         Raises:
-            CheckpointError: A part of it is no plain value, and the message names it; or all of it is larger than a
-                reader takes.
+            CheckpointError: A value is not plain (the message names it), or the text exceeds the size limit of readers.
         """
         per_rank = {"values": self.per_rank.values, "of_rank": self.per_rank.of_rank}
         content = {part.name: getattr(self, part.name) for part in fields(self)} | {"per_rank": per_rank}
@@ -79,29 +78,29 @@ class TrainingDocument:
         raw = json_bytes({"format": FORMATS[bool(self.reduced)], **forms})
         if len(raw) > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"extra, the LR schedulers and the loaders take {len(raw)} bytes as JSON, and {MAX_JSON_BYTES} are"
-                " allowed: save large tensors as a model's buffers or in a file of their own"
+                f"extra, the LR schedulers and the loaders take {len(raw)} bytes as JSON, but at most {MAX_JSON_BYTES}"
+                " are allowed: save large tensors as a model's buffers or in a separate file"
             )
         return raw
 
     @classmethod
     def parse(cls, raw: bytes, where: str) -> TrainingDocument:
-        """Return the document of a JSON text that `encode` gave.
+        """Parse the output of `encode`.
 
         Raises:
-            CheckpointError: It is something else.
+            CheckpointError: Malformed or of an unsupported version.
         """
         content = json_values.loads(raw, where)
         if isinstance(content, dict) and content.get("format") == FORMATS[0]:
             content["reduced"] = []
         problem = _problem(content)
         if problem is not None:
-            raise CheckpointError(f"{where} is no training state: {problem}. Take another copy of the checkpoint")
+            raise CheckpointError(f"{where} is not a training state: {problem}. Take another copy of the checkpoint")
         per_rank = PerRank(**content["per_rank"])
         return cls(**{part.name: content[part.name] for part in fields(cls)} | {"per_rank": per_rank})
 
     def lacks(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return in words what is asked for and not here.
+        """Describe the requested parts that are missing.
 
         Args:
             wanted: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
@@ -114,7 +113,7 @@ class TrainingDocument:
         ]
 
     def beyond(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return in words what is here and not asked for; see `lacks`."""
+        """Describe the stored parts that are not requested; see `lacks`."""
         return [
             f"{'a' if kind in ('models', 'dataloaders') else 'an'} {_described(kind, name)}"
             for kind, names in wanted.items()
@@ -138,21 +137,21 @@ def _listed(names: Sequence[str]) -> str:
 
 def _problem(content: Any) -> str | None:
     if not isinstance(content, dict):
-        return "it is no table"
+        return "it is not a JSON object"
     if type(content.get("format")) is not int or content["format"] not in FORMATS:
         return (
-            f"its format is {str(content.get('format'))[:40]}, and this version reads {' and '.join(map(str, FORMATS))}"
+            f"its format is {str(content.get('format'))[:40]}, but this version reads {' and '.join(map(str, FORMATS))}"
         )
     lost = [part.name for part in fields(TrainingDocument) if part.name not in content]
     if lost:
         return f"{', '.join(lost)} missing"
     lists = ("models", "optimizers", "gradients", "reduced", "dataloaders")
     if not all(_is_list_of(content[key], str) for key in lists):
-        return "its lists of names have another form"
+        return "its lists of names are malformed"
     if not isinstance(content["facts"], dict) or not isinstance(content["lr_schedulers"], dict):
-        return "its tables have another form"
+        return "its tables are malformed"
     is_complete = _is_per_rank(content["per_rank"], content["dataloaders"], content["gradients"])
-    return None if is_complete else "its values by rank have another form"
+    return None if is_complete else "its values by rank are malformed"
 
 
 def _is_per_rank(value: Any, dataloaders: Sequence[str], gradients: Sequence[str]) -> bool:

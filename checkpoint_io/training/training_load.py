@@ -1,4 +1,4 @@
-"""Finds a whole training state, checks all of it against what is asked for, then fills it."""
+"""Load of a training checkpoint: find it, check everything that is requested, then fill."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from booster.logger import get_dist_logger
 
 __all__ = ["load_training_state"]
 
-_MAX_NAMES = 5  # in a message
+_MAX_NAMES = 5  # per message
 
 
 def load_training_state(
     ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, *, strict: bool, verify: str, missing_ok: bool
 ) -> Any:
-    """Fill the parts and returns `extra`; see `TrainingStateIO.load`. Collective."""
+    """Fill the parts and return `extra`; see `TrainingStateIO.load`. Collective."""
     doing = f"loading the training state from {path}"
     agree("what they load", [doing, f"missing_ok={missing_ok}"], ranks.group)
     found = _find(ranks, storage, path, parts, doing, missing_ok=missing_ok)
@@ -47,7 +47,7 @@ def load_training_state(
         for load in (*loads, random_state):
             load.check()
         _say_what_is_left(ranks, document, parts, directory)
-        # First of what changes something: whether a loader takes a position shows only when it does.
+        # First of all changes, because a dataloader can reject a position only when it is set.
         ranks.agree(lambda: _fill_dataloaders(document, parts, ranks.rank), doing)
         for load in loads:
             load.fill()
@@ -60,7 +60,7 @@ def load_training_state(
                 lr_scheduler.load_state_dict(states[name])
 
         ranks.agree(finish, doing)
-        random_state.fill()  # last: nothing draws a number after it
+        random_state.fill()  # last: no random numbers are drawn after it
     return document.extra
 
 
@@ -71,12 +71,12 @@ def _say_what_is_left(ranks: Ranks, document: TrainingDocument, parts: TrainingP
 
 
 def _say_what_is_there(storage: Storage, root: Path) -> None:
-    """Warns where a run begins anew in spite of what is there: a path may have been mistaken. Rank 0 only."""
+    """Warn that a run starts from scratch although the directory is not empty: the path may be wrong. Rank 0 only."""
     names = sorted(storage.names(root)) if storage.kind(root) is not None else []
     if names:
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         get_dist_logger().warning(
-            f"{root} holds {', '.join(names[:_MAX_NAMES])}{more}, but no whole training state: nothing is loaded, as"
+            f"{root} holds {', '.join(names[:_MAX_NAMES])}{more}, but no training state: nothing is loaded, as"
             " missing_ok=True allows"
         )
 
@@ -88,7 +88,7 @@ def _seen_from(path: Path) -> str:
 def _find(
     ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, doing: str, *, missing_ok: bool
 ) -> tuple[Path, TrainingDocument] | None:
-    """Return where the training state is and what it says, as rank 0 found it; None: nowhere. Collective."""
+    """Return directory and document as found by rank 0, or None if there is no training state. Collective."""
 
     def find() -> bytes:
         if ranks.rank != 0:
@@ -102,12 +102,12 @@ def _find(
             return b"null"
         if storage.kind(root) is None:
             raise CheckpointError(
-                f"{root} does not exist{_seen_from(root)}, so it holds no whole training state: give a directory that"
-                " booster.save() wrote, or pass missing_ok=True to begin without one"
+                f"{root} does not exist{_seen_from(root)}, so it holds no training state: give a directory that"
+                " booster.save() wrote, or pass missing_ok=True to start without one"
             )
         raise CheckpointError(
-            f"{root} holds no whole training state, neither itself nor as a step-... folder: give a directory that"
-            " booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to begin"
+            f"{root} holds no complete training state, neither directly nor as a step-... directory: give a directory"
+            " that booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to start"
             " without one"
         )
 
@@ -123,8 +123,8 @@ def _find(
         if lost:
             lines = "".join(f"\n  - {line}" for line in lost)
             raise CheckpointError(
-                f"{directory} lacks what was asked for, nothing was loaded:{lines}\nLeave it out, or give it the name"
-                " that it was saved under"
+                f"{directory} lacks parts that were requested, so nothing was loaded:{lines}\nLeave these out, or give"
+                " the names that they were saved under"
             )
         return directory, document
 
@@ -132,15 +132,15 @@ def _find(
 
 
 def _root(storage: Storage, path: Path) -> Path:
-    """Return the directory to look in: that of a path which ends in `latest` and is no directory. Rank 0 only.
+    """Return the parent of a `latest` path that is not a directory, else the path itself. Rank 0 only.
 
-    The pointer itself is not read, see Note [Sequence], and may be missing where the steps are there.
+    The pointer file is not read, see Note [Sequence], and may be missing although there are steps.
     """
     return path.parent if path.name == LATEST and storage.kind(path) in (None, "file") else path
 
 
 def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Path, bytes] | None:
-    """Return the directory of the latest state and its document; None where there is no state. Rank 0 only."""
+    """Return directory and document of the latest state, or None if there is none. Rank 0 only."""
     latest = StepFolders(storage, root).latest()
     if latest is None:
         return None
@@ -153,7 +153,7 @@ def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Pa
 
 
 def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:
-    """Raise unless the documents of what is asked for are those that the training state was saved with."""
+    """Check that the documents of the requested parts are those that were saved with the training state."""
     asked = [(MODEL, parts.models), (OPTIMIZER, parts.optimizers), (GRADIENTS, parts.optimizers), (RANDOM_STATE, {""})]
     for name, record in manifest.documents.items():
         folder, _, base = name.rpartition("/")
@@ -163,8 +163,8 @@ def _check_documents(storage: Storage, directory: Path, manifest: Manifest, part
         raw = storage.read_file(resolve(storage, directory, name), max_bytes=MAX_JSON_BYTES, inside=directory)
         if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
             raise CheckpointError(
-                f"{directory / name} is not the file that this training state was saved with: it is damaged, or another"
-                " save went into the same directory. Take another copy, or load what is there by load_model()"
+                f"{directory / name} is not the file that this training state was saved with: it is damaged, or from"
+                " another save into the same directory. Take another copy, or load only the model by load_model()"
             )
 
 

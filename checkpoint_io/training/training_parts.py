@@ -1,4 +1,4 @@
-"""What a training run is made of, and how it is to be saved: the arguments of `Booster.save` and `Booster.load`."""
+"""Objects of a training run and save options: the arguments of `Booster.save` and `Booster.load`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*")
 
 
 class StatefulLoader(Protocol):
-    """A dataloader that knows its position."""
+    """Dataloader with a resumable position."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Resume from the position."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingParts:
-    """The parts of a training run by name; "" is the name of the only one of its kind.
+    """Objects of a training run by name; "" for a single one of its kind.
 
     Attributes:
         models: Boosted models.
-        optimizers: Boosted optimizers, or views of plain ones.
-        lr_schedulers: What has a scheduler's `state_dict`.
-        dataloaders: Loaders that know their position.
-        random_state: This process's generators.
+        optimizers: Boosted optimizers, or wrapped plain ones.
+        lr_schedulers: Objects with a scheduler's `state_dict`.
+        dataloaders: Dataloaders with a resumable position.
+        random_state: Random generators of this process.
     """
 
     models: Mapping[str, ModelWrapper]
@@ -48,31 +48,31 @@ class TrainingParts:
     random_state: RandomState
 
     def names(self) -> dict[str, list[str]]:
-        """Return the names of each kind, as `TrainingDocument` calls the kinds."""
+        """Return the names by kind, with the kinds of `TrainingDocument`."""
         kinds = ("models", "optimizers", "lr_schedulers", "dataloaders")
         return {kind: list(getattr(self, kind)) for kind in kinds}
 
     def folders(self) -> Iterator[str]:
-        """Yield the folders that models and optimizers go to, each once."""
+        """Yield each subdirectory of models and optimizers once."""
         yield from dict.fromkeys([*self.models, *self.optimizers])
 
     def check(self) -> None:
-        """Raise for a name that can't be a folder's.
+        """Check that all names are valid directory names.
 
         Raises:
-            ConfigError: Such a name.
+            ConfigError: A name is invalid.
         """
         for folder in self.folders():
             if folder and (_FOLDER.fullmatch(folder) is None or folder == "latest" or folder.startswith("step-")):
                 raise ConfigError(
-                    f"{folder!r} names a model or an optimizer, and its folder in a checkpoint is called so: use"
+                    f"{folder!r} is the name of a model or an optimizer and of its directory in a checkpoint: use"
                     " letters, digits, '_' and '-', and neither 'latest' nor 'step-...'"
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How to save; see `Booster.save` for the arguments."""
+    """Save options; see `Booster.save`."""
 
     step: int | None = None
     keep_last: int | None = None
@@ -80,20 +80,20 @@ class SaveOptions:
     use_safetensors: bool = True
 
     def check(self) -> None:
-        """Raise for numbers that can't be.
+        """Check the numbers.
 
         Raises:
-            ConfigError: Such a number.
+            ConfigError: A number is invalid.
         """
         if self.step is not None and (type(self.step) is not int or self.step < 0):
-            raise ConfigError(f"step={self.step!r} is no number of steps: give a whole number from 0 on")
+            raise ConfigError(f"step={self.step!r} is not a step number: give an integer of at least 0")
         check_size_per_shard(self.size_per_shard)
         if self.keep_last is None:
             return
         if self.step is None:
             raise ConfigError(
-                f"keep_last={self.keep_last!r} says how many steps to keep, and without step= the path itself is"
+                f"keep_last={self.keep_last!r} is a number of steps to keep, but without step= the path itself is"
                 " written: give step as well, or leave keep_last out"
             )
         if type(self.keep_last) is not int or self.keep_last < 1:
-            raise ConfigError(f"keep_last={self.keep_last!r} would keep nothing: give a whole number from 1 on")
+            raise ConfigError(f"keep_last={self.keep_last!r} would keep no step: give an integer of at least 1")

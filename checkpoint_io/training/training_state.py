@@ -1,4 +1,4 @@
-"""A whole training run in one directory: models, optimizers, schedulers, loaders, random states, the user's values."""
+"""Full training checkpoint in one directory: models, optimizers, schedulers, dataloaders, RNG states, user values."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from booster.interface import OptimizerWrapper, PendingGradients
 __all__ = ["TrainingStateIO"]
 
 # Note [Whole training state]
-# The files of a directory: the model's and the optimizer's own, of each further one in a folder of its name;
-# `random_state.safetensors` and, in the middle of an accumulation, `gradients.safetensors`, with every rank's own
-# tensors and sums of gradients over ranks; `training_state.json` with all that is no tensor; and
-# `training_state.manifest.json`, which has the checksums of the latter and of every component's manifest: what another
-# save put in place of one does not pass for it.
+# Files of a directory: those of the first model and optimizer; each further model or optimizer in a subdirectory of its
+# name; `random_state.safetensors` and, during an accumulation, `gradients.safetensors`, with every rank's own tensors
+# and the reduced gradients; `training_state.json` with all values that are not tensors; and
+# `training_state.manifest.json` with the checksums of the latter and of every component's manifest, so that a component
+# replaced by another save is detected.
 
 _DOING = "saving the training state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathered:
-    """What all ranks together know before a save is planned, the same on all of them but for the gradients themselves.
+    """State gathered from all ranks before a save is planned; equal on all ranks but for the gradients themselves.
 
     Attributes:
-        per_rank: The ranks' plain values.
-        optimizer_values: The optimizers' plain values as JSON.
-        waiting: Gradients of the optimizers for which some rank has any.
-        reduced: Those optimizers among them of which some are summed over ranks.
+        per_rank: Plain values of each rank.
+        optimizer_values: Plain values of each optimizer as JSON.
+        waiting: Accumulated gradients of the optimizers for which any rank has some.
+        reduced: Names of those optimizers of which some gradients are already reduced over ranks.
     """
 
     per_rank: PerRank
@@ -68,19 +68,19 @@ class _Gathered:
 
 
 class TrainingStateIO:
-    """Saves and loads whole training states for one group of ranks.
+    """Saves and loads training checkpoints of one process group.
 
     Args:
-        ranks: Who calls together.
-        storage: Where files are.
-        saver: Carries out the saves.
+        ranks: Ranks that save and load together.
+        storage: Storage of the files.
+        saver: Saver that writes the checkpoints.
     """
 
     def __init__(self, ranks: Ranks, storage: Storage, saver: Saver) -> None:
         self._ranks = ranks
         self._storage = storage
         self._saver = saver
-        self._issued: dict[Path, int] = {}  # sequence numbers by directory, of saves that may still be under way
+        self._issued: dict[Path, int] = {}  # sequence numbers by directory, of saves that may still be in flight
 
     def save(
         self,
@@ -92,22 +92,22 @@ class TrainingStateIO:
         options: SaveOptions,
         use_async: bool = False,
     ) -> None:
-        """Write the directory, or with a step one below it. Collective.
+        """Save into the directory or, with a step, into a step directory below it. Collective.
 
         Args:
-            checkpoint: The directory.
-            parts: What to save.
-            extra: Plain values of the user's; rank 0's are written.
-            facts: What to say of the save, as JSON has it.
-            options: How to save.
-            use_async: Return after a copy into host memory.
+            checkpoint: Directory.
+            parts: Objects to save.
+            extra: Plain user values; those of rank 0 are written.
+            facts: JSON metadata of the save.
+            options: Save options.
+            use_async: If True, return after a copy into host memory.
 
         Raises:
-            ConfigError: Numbers, names or paths that can't be; a save between clip and step.
-            CheckpointError: A value that is not plain, named by its key; or writing failed on some rank.
+            ConfigError: Invalid numbers, names or paths, or a save between clipping and step.
+            CheckpointError: A value is not plain (the message names its key), or writing failed on some rank.
         """
         if not use_async:
-            self._saver.wait()  # what it replaces is looked at below
+            self._saver.wait()  # the replaced checkpoint is read below
 
         def check() -> tuple[Path, Mapping[str, Any]]:
             options.check()
@@ -130,17 +130,17 @@ class TrainingStateIO:
         verify: str,
         missing_ok: bool = False,
     ) -> Any:
-        """Fill the parts from a directory, or from the latest whole step below it; return `extra`. Collective.
+        """Load from a directory, or from the latest committed step below it; return `extra`. Collective.
 
         Args:
-            checkpoint: The directory.
-            parts: What to fill; what the checkpoint has beside it is left alone.
-            strict: Whether models must have exactly the stored tensors.
+            checkpoint: Directory.
+            parts: Objects to fill; other contents of the checkpoint are ignored.
+            strict: If True, models must have exactly the stored tensors.
             verify: "checksums" or "structure".
-            missing_ok: Return None, with nothing changed, where there is no whole training state at all.
+            missing_ok: If True, return None and change nothing if there is no training state.
 
         Raises:
-            CheckpointError: Something that was asked for is not there or does not fit, or damage; nothing was changed.
+            CheckpointError: A requested part is missing, does not match or is damaged; nothing was changed.
         """
         self._saver.wait()
         return load_training_state(
@@ -154,7 +154,7 @@ class TrainingStateIO:
         )
 
     def _gather(self, parts: TrainingParts) -> _Gathered:
-        """Return the ranks' plain values, and the gradients that wait on any rank. Collective."""
+        """Gather the ranks' plain values, and which accumulated gradients exist on any rank. Collective."""
         for model in parts.models.values():
             model.require_equal_copies()
         optimizer_values = {name: self._values_of(optimizer) for name, optimizer in parts.optimizers.items()}
@@ -243,7 +243,7 @@ class TrainingStateIO:
 
     def _next_sequence(self, root: Path, folders: StepFolders) -> int:
         if self._ranks.rank != 0:
-            return 0  # what rank 0 says is written
+            return 0  # only rank 0's value is written
         sequence = max(folders.next_sequence(), self._issued.get(root, 0) + 1)
         self._issued[root] = sequence
         return sequence
@@ -260,7 +260,7 @@ class TrainingStateIO:
         return announce
 
     def _stale(self, target: Path, parts: TrainingParts) -> Callable[[str], bool]:
-        """Return whether a file is left over from what the save replaces: random states, gradients, its components."""
+        """Return a predicate for leftovers of the replaced save: RNG states, gradients and its components."""
         folders = set(parts.folders()) | {""}
         before = self._folders_of_what_is_there(target) if self._ranks.rank == 0 else {}
 
@@ -275,7 +275,7 @@ class TrainingStateIO:
         try:
             manifest = read_training_manifest(self._storage, target)
         except CheckpointError:
-            return {}  # damaged, and about to be replaced
+            return {}  # damaged, but about to be replaced
         found: dict[str, list[Kind]] = {}
         for document in () if manifest is None else manifest.documents:
             folder, _, base = document.rpartition("/")

@@ -1,4 +1,4 @@
-"""Torch modules and optimizers that were never boosted, as the checkpoint engine takes them."""
+"""Wrappers for plain torch modules and optimizers, so that they can be saved and loaded like boosted ones."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, Pe
 
 __all__ = ["as_model_wrapper", "as_optimizer_wrapper"]
 
-# Note [Names of a plain optimizer]
-# A boosted optimizer's states are named by its model's parameters. A plain one knows names only if it was built from
-# them, `AdamW(model.named_parameters())`; then its checkpoint and a boosted one's are alike. Otherwise a parameter's
-# name is its number over all groups, as in torch's own state_dict: good for an optimizer that is built the same way.
+# A boosted optimizer's states are named after the model's parameters. A plain optimizer has names only if it was built
+# from them, `AdamW(model.named_parameters())`; then its checkpoint equals that of a boosted one. Otherwise the name is
+# the index over all groups, as in torch's state_dict, and matches only an optimizer that is built the same way.
 
 
 def as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
-    """Return a boosted model as it is, and a view of any other module.
+    """Return a boosted model unchanged, and wrap any other module.
 
     Args:
-        model: The model.
+        model: Model.
         is_primary: Whether this rank's values of a plain module are written.
 
     Raises:
-        ConfigError: It is no module.
+        ConfigError: `model` is not a module.
     """
     if isinstance(model, ModelWrapper):
         return model
@@ -41,21 +40,21 @@ def as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
 
 
 class _PlainModel(ModelWrapper):
-    """Every rank is taken to hold the model whole, with values of its own."""
+    """Plain module: replicated on every rank, with values that may differ between ranks."""
 
     def tensor_slices(self) -> list[TensorSlice]:
         return [replace(part, shared=False) for part in super().tensor_slices()]
 
 
 def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary: bool) -> OptimizerWrapper:
-    """Return a boosted optimizer as it is, and a view of any other.
+    """Return a boosted optimizer unchanged, and wrap any other.
 
     Args:
-        optimizer: The optimizer.
-        is_primary: Whether this rank's state of a plain optimizer is the one that counts.
+        optimizer: Optimizer.
+        is_primary: Whether this rank's state of a plain optimizer is written.
 
     Raises:
-        ConfigError: It is no optimizer.
+        ConfigError: `optimizer` is not an optimizer.
     """
     if isinstance(optimizer, OptimizerWrapper):
         return optimizer
@@ -68,7 +67,7 @@ def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary:
 
 
 class _PlainOptimizer(OptimizerWrapper):
-    """Every rank is taken to hold the optimizer whole."""
+    """Plain optimizer: replicated on every rank."""
 
     def __init__(self, optim: Optimizer, is_primary: bool) -> None:
         super().__init__(optim, _NamedParameters(optim, is_primary), is_primary=is_primary)
@@ -81,28 +80,28 @@ class _PlainOptimizer(OptimizerWrapper):
 
 
 class _NobodysGradients(PendingGradients):
-    """Without `booster.backward` nobody knows what a plain optimizer's gradients wait for: they stay the user's."""
+    """Gradients of a plain optimizer. Without `booster.backward` their accumulation is unknown: they are left alone."""
 
     @property
     def is_waiting(self) -> bool:
         return False
 
     def clear(self) -> None:
-        """Leaves them alone."""
+        """Do nothing."""
 
 
 class _PlainState(OptimizerState):
     def slices(self) -> list[TensorSlice]:
-        # Nobody keeps the ranks' plain optimizers alike: what one rank holds is what counts.
+        # Plain optimizers are not synchronized between ranks: only the primary rank's state is written.
         return [replace(part, shared=False) for part in super().slices()]
 
 
 class _NamedParameters(ModelWrapper):
-    """The optimizer's parameters in the place of a model: fp32 master weights that are stored go into them."""
+    """Parameters of a plain optimizer as a model; stored fp32 master weights are loaded into them."""
 
     def __init__(self, optim: Optimizer, is_primary: bool) -> None:
         super().__init__(nn.Module(), is_primary=is_primary)
-        self.__dict__["_named"] = dict(_named_parameters(optim))  # not registered: their names may have dots
+        self.__dict__["_named"] = dict(_named_parameters(optim))  # not registered: names may contain dots
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._named.items()

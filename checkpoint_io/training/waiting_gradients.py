@@ -1,4 +1,4 @@
-"""Gradients that wait for their step: every rank's own ones, and the sums over ranks that ranks hold parts of."""
+"""Accumulated gradients in checkpoints: each rank's own ones, and shards of those already reduced over ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from booster.interface import OptimizerWrapper, PendingGradients, ReducedGradien
 __all__ = ["GradientsLoad", "gradients_component"]
 
 # Note [Names of stored gradients]
-# `rank<r>.<parameter>` is data rank r's own gradient; `reduced<r>.<parameter>` the sum of what the ranks that share
-# shards, of which r is the first, had reduced already. What either means for the step, and for other ranks than those
-# that saved: see Note [Gradients of other ranks].
-# Where several pipeline stages use a parameter, each has a share of the gradient, and `rank<r>share<s>.<parameter>` is
-# that of the s-th after the first one. They are not summed for the save: rounding would be another one from there on.
-# As many stages take them over one by one; of fewer each takes the sum of some.
+# `rank<r>.<parameter>` is the local gradient of data rank r. `reduced<r>.<parameter>` is the gradient already reduced
+# over a sharding group, whose first rank is r. For their use in the step, and for loads with another number of ranks,
+# see Note [Gradients of other ranks].
+# If several pipeline stages use a parameter, each has a partial gradient, and `rank<r>share<s>.<parameter>` is that of
+# the s-th stage after the first. They are not summed for the save, because rounding would change. A load with the same
+# number of stages assigns them one to one; with fewer stages, each stage sums some of them.
 _NAME = re.compile(r"(rank|reduced)(\d+)(?:share(\d{1,6}))?\.(.+)", re.DOTALL)
 
 
 def gradients_component(pending: PendingGradients, *, folder: str, max_shard_bytes: int) -> Component:
-    """Return what this rank holds of an optimizer's gradients as a component.
+    """Build the checkpoint part of this rank's accumulated gradients of an optimizer.
 
     Raises:
-        ConfigError: They were unscaled, averaged or clipped already.
-        CheckpointError: One of them is sparse.
+        ConfigError: The gradients are already unscaled, averaged or clipped.
+        CheckpointError: A gradient is sparse.
     """
     pending.check()
     own = [replace(part, name=_own_name(pending, part.name)) for part in pending.slices()]
@@ -55,13 +55,13 @@ def _own_name(pending: PendingGradients, name: str) -> str:
 
 
 class GradientsLoad:
-    """Fills gradients that waited for their step; see Note [Gradients of other ranks].
+    """Load of accumulated gradients; see Note [Gradients of other ranks].
 
     Args:
-        loader: Opens the files.
-        optimizer: The boosted optimizer, whose state is loaded before.
-        directory: Where the gradients are.
-        counts: What every stored rank's window counted, as `WindowCounts.to_plain` gave it.
+        loader: Loader that opens the files.
+        optimizer: Boosted optimizer, whose state is loaded before.
+        directory: Directory of the gradients.
+        counts: Accumulation counters of every stored rank, as returned by `WindowCounts.to_plain`.
     """
 
     def __init__(self, loader: Loader, optimizer: OptimizerWrapper, directory: Path, counts: Sequence[object]) -> None:
@@ -71,10 +71,10 @@ class GradientsLoad:
         self._plain_counts = counts
 
     def check(self) -> None:
-        """Open, compares and verifies. Collective.
+        """Open, compare and verify. Collective.
 
         Raises:
-            CheckpointError: Gradients of other parameters or shapes; damage.
+            CheckpointError: Gradients of other parameters or shapes, or damaged files.
         """
         self._stored = stored = self._loader.open(self._directory, GRADIENTS)
         self._loader.ranks.agree(self._compare, self._doing)
@@ -82,7 +82,7 @@ class GradientsLoad:
         self._loader.verify(stored)
 
     def fill(self) -> None:
-        """Replaces this rank's gradients. Collective."""
+        """Replace this rank's gradients. Collective."""
 
         def fill() -> None:
             reduced = ReducedGradients(names=list(self._sums), read=self._read_sum)
@@ -96,19 +96,19 @@ class GradientsLoad:
         parameters = self._pending.logical_parameters()
         self._parameters = self._pending.parameters()
         self._owns: dict[str, list[str]] = {}  # names of the stored tensors, by parameter
-        self._sums: dict[str, dict[str, str]] = {}  # the same, by parameter and first rank
+        self._sums: dict[str, dict[str, str]] = {}  # likewise, by parameter and first rank
         for full_name, spec in self._stored.specs.items():
             match = _NAME.fullmatch(full_name)
             if match is None:
                 raise CheckpointError(
-                    f"{self._directory} holds a tensor {full_name!r:.200} among its gradients, which is none: take"
-                    " another copy of the checkpoint"
+                    f"{self._directory} holds a tensor {full_name!r:.200} among its gradients that is not a gradient:"
+                    " take another copy of the checkpoint"
                 )
             kind, rank, share, name = match.groups()
             if name not in parameters or layout_of(parameters[name]).logical_shape != spec.shape:
                 raise CheckpointError(
-                    f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, and this optimizer has no"
-                    " such parameter, nothing was loaded: build it over the same model as the one that was saved"
+                    f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, but this optimizer has no"
+                    " such parameter, so nothing was loaded: build it over the model that was saved"
                 )
             if name not in self._parameters:
                 continue
@@ -132,7 +132,7 @@ class GradientsLoad:
             yield name, self._sum(parts) if self._is_same_world else self._mean(parts)
 
     def _own_part(self, name: str, stored_name: str) -> torch.Tensor:
-        """Return what this rank holds of a stored gradient of a parameter, in the shape of what it has of that."""
+        """Read this rank's shard of a stored gradient, in the shape of the local parameter."""
         parameter = self._parameters[name]
         gradient = torch.zeros(parameter.shape, dtype=self._stored.specs[stored_name].dtype)
         parts = layout_of(parameter).slices(name, gradient)
@@ -140,18 +140,18 @@ class GradientsLoad:
         return gradient
 
     def _sum(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Return the only one as it is, or the sum of several in fp64, as scaled fp16 ones might overflow."""
+        """Return a single gradient unchanged, or the fp64 sum of several: scaled fp16 sums could overflow."""
         total = next(parts)
         for part in parts:
             total = total.double() + part
         return total
 
     def _mean(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Return this rank's share of the ranks' gradients; those that had none count as zero."""
+        """Return this rank's share of all stored local gradients; ranks without a gradient count as zero."""
         return self._sum(parts).double() / (self._pending.num_data_ranks if self._has_items else len(self._counts))
 
     def _read_sum(self, part: TensorSlice) -> torch.Tensor:
-        """Return a slice of the sum that this rank's group goes on with; a group that had none counts as zero."""
+        """Return a slice of the reduced gradient of this rank's group; groups without one count as zero."""
         stored = self._sums[part.name]
         if self._is_same_grouping and self._first_rank in stored:
             return _read_slice(self._stored, stored[self._first_rank], part)
@@ -180,7 +180,7 @@ class GradientsLoad:
 
 
 def _of_data_ranks(counts: Sequence[WindowCounts]) -> list[WindowCounts]:
-    """Return the counts of the data ranks, in their order, of those of all ranks."""
+    """Return the counters by data rank, from those of all ranks."""
     found = {rank if one.data_rank is None else int(one.data_rank): one for rank, one in enumerate(counts)}
     return [found[rank] for rank in sorted(found)]
 

@@ -289,7 +289,7 @@ def test_only_a_file_with_sums_has_the_new_format(tmp_path):
     assert document["reduced"] == [""]
     raw = (tmp_path / "b" / "training_state.json").read_bytes()
     assert TrainingDocument.parse(raw, "here").encode() == raw
-    with pytest.raises(CheckpointError, match="its format is 3, and this version reads 1 and 2"):
+    with pytest.raises(CheckpointError, match="its format is 3, but this version reads 1 and 2"):
         TrainingDocument.parse(
             raw.replace(b'"format": 2', b'"format": 3').replace(b'"format":2', b'"format":3'), "here"
         )
@@ -371,5 +371,5 @@ def test_a_tensor_that_is_no_gradient_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(waiting_gradients, "Component", renamed)
     save_state(wrapped, tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"'rankdom\.own' among its gradients, which is none"):
+    with pytest.raises(CheckpointError, match=r"'rankdom\.own' among its gradients that is not a gradient"):
         load_state(wrapped, tmp_path / "a")

@@ -133,7 +133,7 @@ def test_nothing_is_globbed(tmp_path):
 def test_missing_and_unknown_paths(tmp_path):
     _refused(tmp_path / "nowhere", "does not exist")
     (tmp_path / "file.ckpt").write_bytes(b"")
-    _refused(tmp_path / "file.ckpt", "says no format")
+    _refused(tmp_path / "file.ckpt", "is not a known format")
     (tmp_path / "other.json").write_text("{}")
     _refused(tmp_path / "other.json", "no model index")
     (tmp_path / "model.safetensors").mkdir()
@@ -248,7 +248,7 @@ MALFORMED = {
     "header beyond the file": (2**40).to_bytes(8, "little") + b"{}",
     "header beyond 64 bits": b"\xff" * 8 + b"{}",
     "a list": _safetensors([]),
-    "no JSON": _safetensors(b"{'a'"),
+    "is not JSON": _safetensors(b"{'a'"),
     "deep": _safetensors(b'{"a":' * 100_000),
     "duplicate": _safetensors(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'),
     "metadata": _safetensors({"__metadata__": {"a": 1}}),

@@ -289,7 +289,7 @@ def test_convert_refuses_a_target_that_is_there(ckpt, run, foreign):
     code, out, err = ckpt("convert", run, foreign)
     assert (code, out) == (2, "")
     assert err == (
-        f"booster ckpt: {foreign} is there already: give a new path, or --overwrite to replace the checkpoint there\n"
+        f"booster ckpt: {foreign} exists already: give a new path, or --overwrite to replace the checkpoint there\n"
     )
     assert ckpt("convert", run, foreign, "--overwrite")[0] == 0
     assert ckpt("diff", run, foreign)[0] == 0
@@ -452,10 +452,10 @@ def test_several_models_have_folders(ckpt, tmp_path):
         (["verify", "nothing"], "does not exist"),
         (["inspect", "empty"], "holds no checkpoint"),
         (["verify", "empty"], "holds no checkpoint"),
-        (["inspect", "text.txt"], "says no format"),
+        (["inspect", "text.txt"], "is not a known format"),
         (["inspect", "config.json"], "no index"),
         (["convert", "m.safetensors", "b", "--size-per-shard", "0"], "size_per_shard=0"),
-        (["consolidate", "m.safetensors", "m.safetensors"], "one inside of the other"),
+        (["consolidate", "m.safetensors", "m.safetensors"], "are nested or the same"),
         (["export-optimizer", "m.safetensors", "o.pt"], "holds no optimizer"),
     ],
 )

@@ -240,8 +240,8 @@ def test_plain_files_come_along_and_pickles_do_not(tmp_path):
     assert (tmp_path / "b" / "merges.txt").read_text() == "a b"
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
     assert [note for note in notes if note.startswith("left out")] == [
-        "left out: logs (a folder)",
-        "left out: training_args.bin (tensors or a pickle, and no part of the checkpoint)",
+        "left out: logs (a directory)",
+        "left out: training_args.bin (tensors or a pickle that do not belong to the checkpoint)",
     ]
 
 
@@ -286,11 +286,11 @@ def test_the_target_must_be_free(tmp_path, run):
     (tmp_path / "empty").mkdir()
     before = bytes_of_all(source)
     for target, message in {
-        tmp_path / "full": "is there already",
-        source: "one inside of the other",
-        source / "inner": "one inside of the other",
-        tmp_path: "one inside of the other",
-        tmp_path / "b.safetensors": "take consolidate",
+        tmp_path / "full": "exists already",
+        source: "are nested or the same",
+        source / "inner": "are nested or the same",
+        tmp_path: "are nested or the same",
+        tmp_path / "b.safetensors": "use consolidate",
     }.items():
         with pytest.raises(ConfigError, match=message):
             converted(source, target)
@@ -349,7 +349,7 @@ def test_one_file_replaces_another_only_when_asked(tmp_path, run):
     contents = find_contents(STORAGE, run[2])
     target = tmp_path / "one.safetensors"
     target.write_text("old")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         consolidate(STORAGE, contents, contents.only(MODEL), target)
     consolidate(STORAGE, contents, contents.only(MODEL), target, overwrites=True)
     assert_equal(tensors_at(target), tensors_at(run[2]))

@@ -241,7 +241,7 @@ def test_scheduler_files_and_states_that_do_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match="cannot open"):
         IO.load_lr_scheduler(scheduler, tmp_path / "nowhere.json")
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="no scheduler's state"):
+    with pytest.raises(CheckpointError, match="holds no scheduler state"):
         IO.load_lr_scheduler(scheduler, tmp_path / "other.json")
     scheduler.callback = print
     with pytest.raises(CheckpointError, match=r"\['callback'\]"):

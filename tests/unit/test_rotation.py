@@ -212,7 +212,7 @@ class TestDamage:
 
     def test_nothing_there(self, tmp_path):
         booster, model = make()
-        with pytest.raises(CheckpointError, match="no whole training state"):
+        with pytest.raises(CheckpointError, match="holds no training state"):
             booster.load(tmp_path / "nowhere", model)
         booster.save_model(model, tmp_path / "m", shard=True)
         with pytest.raises(CheckpointError, match=r"load_model\(\)"):

@@ -326,7 +326,7 @@ class TestChecksFirst:
         run.booster.save(tmp_path, **run.parts)
         other = Run(seed=1).train(1)
         other.booster.save_model(other.model, tmp_path, shard=True)
-        self.assert_refused(tmp_path, other, "another save went into the same directory")
+        self.assert_refused(tmp_path, other, "another save into the same directory")
         other.booster.load(tmp_path, optimizer=other.optimizer)
 
     def test_a_state_that_was_edited(self, tmp_path):
