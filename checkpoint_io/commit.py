@@ -1,4 +1,4 @@
-"""Checkpoints appear whole or not at all: written beside their place, forced to the disk, then renamed."""
+"""Atomic commit of checkpoints: write to a temporary directory, sync, rename."""
 
 from __future__ import annotations
 
@@ -25,52 +25,53 @@ from booster.logger import get_dist_logger
 __all__ = ["DirectoryView", "Transaction", "listing", "remove_checkpoint", "resolve"]
 
 # Note [Commit]
-# What is to be saved is written into a temporary directory, each file forced to the disk by its writers. Then its
-# directories are, and then one operation makes it count, the commit point. Until there a kill or a power cut leaves a
-# temporary, which no reader takes, and all else as it was. There are three ways from there:
-# (a) Nothing has the target's name. Commit point: one rename of the temporary, a sibling, which fails if something has
-#     got the name meanwhile. Then the parent is synced: a power cut in between leaves all of the checkpoint or none.
-# (b) One file. The temporary is a sibling directory with that file in it. Commit point: the rename of the file over the
-#     old one. Then the parent is synced; until then a power cut may bring back the old file, whole.
-# (c) The target is a directory that exists: it may hold other components, logs and folders, and be a mount point, so
-#     the temporary lies inside of it (a rename can't leave a file system), and no rename exchanges all files at once.
-#     Commit point: the rename of the temporary to a commit folder in the target, synced. From then on every reader of
-#     ours sees the new files through it, see Note [Commit folder], and none of the old that they make stale. Only then
-#     do the files move to their places, for other libraries. Wherever that stops, readers see the same whole
-#     checkpoint, and the next save into the directory completes it before anything else.
-#     Other libraries read the plain files: between commit point and end they find the old checkpoint, none, or the new,
-#     but no index over shards of both.
-# Savers of one directory take turns from the commit point to the end, by a lock on it; what one of them committed
-# before it died is installed by the next, so no commit waits while a newer one is made. Temporaries are locked while
-# their writer lives, so the next save tells a dead one's, which it clears, from a living one's. A file system without
-# locks (NFS has none for directories) can't tell: there a save ends others that write to the same name.
-# An error after the commit point is raised, and the new checkpoint stays, in its commit folder or in its place: the old
-# one is partly gone.
-# A checkpoint that is removed first loses its name, by a rename; what a kill leaves of it has a name that nobody reads.
+# A save writes into a temporary directory; each file is synced by its writers, then the directories are. Then a single
+# operation, the commit point, makes the checkpoint visible. Before it, a kill or a power failure leaves a temporary
+# directory, which readers ignore, and everything else unchanged. There are three cases:
+# (a) The target does not exist. Commit point: the rename of the temporary, a sibling, which fails if the target was
+#     created meanwhile. Then the parent is synced; after a power failure before that, the checkpoint is complete or
+#     absent.
+# (b) The target is one file. The temporary is a sibling directory with that file. Commit point: the rename over the old
+#     file. Then the parent is synced; a power failure before that may restore the old file, complete.
+# (c) The target is an existing directory: it may hold other components, logs and directories, and be a mount point. So
+#     the temporary is inside it (renames cannot cross file systems), and no single rename can replace all files.
+#     Commit point: the rename of the temporary to a commit directory in the target, synced. From then on every reader
+#     of this library sees the new files through it, see Note [Commit folder], and no stale old ones. Only then are the
+#     files moved to their places, for other libraries. If that is interrupted, readers still see the complete
+#     checkpoint, and the next save into the directory finishes it first.
+#     Other libraries read the plain files: between commit point and end they find the old checkpoint, none, or the new
+#     one, but never an index over shards of both.
+# Saves into one directory are serialized from the commit point to the end by a lock on it. A commit that a killed save
+# did not install is installed by the next save, before its own. Temporaries are locked while their writer is alive, so
+# the next save removes only those of killed saves. Without directory locks (NFS) this cannot be distinguished: a save
+# then breaks concurrent saves to the same name.
+# An error after the commit point is raised, and the new checkpoint stays, in its commit directory or in its place,
+# because the old one is already partly removed.
+# To remove a checkpoint, it is first renamed; a kill leaves a directory with a name that readers ignore.
 
 _LOCK_TIMEOUT_SECONDS = 120.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
-_MAX_NAMES = 10  # temporaries that other savers may clear away between their making and their lock
+_MAX_NAMES = 10  # attempts, as other saves may remove a temporary before it is locked
 _REMOVED = re.compile(r"\..*\.removed-[0-9a-f]{32}", re.DOTALL)
 _TEMPORARY = re.compile(r"\.(?P<target>.*)\.tmp-[0-9a-f]{32}", re.DOTALL)
 _INNER = re.compile(r"\.booster-tmp-[0-9a-f]{32}")
 _ADVICE = {
     errno.EXDEV: "part of it is on another file system, and renames stay within one: save to a path below that",
     errno.EBUSY: "it is a mount point or in use: save into a directory below it",
-    errno.EEXIST: "another process made it while this save was running: save to another path, or again",
-    errno.ENOTEMPTY: "another process filled it while this save was running: save to another path, or again",
+    errno.EEXIST: "another process created it during this save: save to another path, or retry",
+    errno.ENOTEMPTY: "another process filled it during this save: save to another path, or retry",
 }
 
 
 class Transaction:
-    """One file or directory on its way to its place. Rank 0 alone makes it; the others write into its directory.
+    """Atomic write of one file or directory. Created on rank 0 only; other ranks write into its directory.
 
     Args:
-        storage: Where to write.
-        target: The final file or directory, there already or not.
+        storage: Storage of the target.
+        target: Final file or directory; may exist.
         is_directory: Whether the target is a directory of files.
-        is_related: Whether saves to another name beside the target are of the same run, as those of its other steps
-            are: what a dead one of them left is cleared as well. None: none is.
+        is_related: Predicate: a save to this sibling name belongs to the same run, such as another step, so its
+            leftovers are removed too. Optional, defaults to none.
     """
 
     def __init__(
@@ -86,21 +87,21 @@ class Transaction:
         self._is_related = is_related
         if is_directory:
             self._target = Path(os.path.realpath(target))
-        else:  # a link of that name is replaced, as a file is
+        else:  # a symbolic link is replaced like a file
             self._target = Path(os.path.realpath(target.parent)) / target.name
         self._temporary: Path | None = None
         self._lock: int | None = None
         self._is_inside = False
 
     def begin(self) -> Path:
-        """Complete and clears what dead saves left, and returns a new empty directory to write into.
+        """Finish commits and remove leftovers of killed saves; return a new empty directory to write into.
 
         Raises:
-            ConfigError: The target is something else than what is to be written.
+            ConfigError: The target is a file instead of a directory or vice versa.
         """
         storage, target = self._storage, self._target
         container = target if self._is_directory else target.parent
-        # Their files come before ours: the target may be among them, or lie in a folder of theirs.
+        # Pending commits first: they may contain the target or its directory.
         for directory in (container.parent, container):
             complete_commits(storage, directory)
         self._check_target()
@@ -112,15 +113,15 @@ class Transaction:
         return self._temporary
 
     def commit(self, *, is_stale: Callable[[str], bool]) -> None:
-        """Make what was written count; every file of it is on the disk. See Note [Commit].
+        """Make the written files, which must be synced, the checkpoint. See Note [Commit].
 
         Args:
-            is_stale: Whether a file that an older save may have left in the directory, by its relative name, loses its
-                meaning by this save; asked for the target itself and for the folders that this save has.
+            is_stale: Predicate: a file of an older save, by relative name, is obsolete after this save. Called for the
+                target and the subdirectories of this save.
 
         Raises:
-            CheckpointError: Something stands in the way.
-            OSError: As the system gives it.
+            CheckpointError: The commit is impossible.
+            OSError: A file system operation failed.
         """
         temporary = self._temporary
         assert temporary is not None, "commit() comes after begin()"
@@ -135,12 +136,12 @@ class Transaction:
         self.abort()
 
     def abort(self) -> None:
-        """Remove what was written, unless it was committed. A second call, or one after commit(), does nothing."""
+        """Remove what was written, unless it was committed. Idempotent; no effect after `commit`."""
         temporary, self._temporary = self._temporary, None
         try:
             if temporary is not None and self._storage.kind(temporary) == "directory":
                 self._storage.remove_tree(temporary)
-        except OSError as error:  # raised, it would hide why the save is given up
+        except OSError as error:  # not raised, because that would hide the cause of the abort
             get_dist_logger().warning(f"could not remove {temporary}: {error}; the next save to this path tries again")
         finally:
             lock, self._lock = self._lock, None
@@ -148,7 +149,7 @@ class Transaction:
                 self._storage.unlock(lock)
 
     def clear_leftovers(self) -> None:
-        """Remove what dead saves left, as `begin` does: for who needs the space before that."""
+        """Remove leftovers of killed saves, as `begin` does, to free space early."""
         _clear(self._storage, self._target.parent, self._is_leftover)
         if self._is_directory:
             _clear(self._storage, self._target, lambda name: _INNER.fullmatch(name) is not None)
@@ -164,7 +165,7 @@ class Transaction:
     def _rename_file(self, temporary: Path) -> None:
         storage = self._storage
         if names_in(storage, temporary) != ([self._target.name], []):
-            raise CheckpointError(f"{temporary} does not hold {self._target.name} alone: another process wrote into it")
+            raise CheckpointError(f"{temporary} has files besides {self._target.name}: another process wrote into it")
         storage.replace(temporary / self._target.name, self._target)  # the commit point
         storage.sync_path(self._target.parent)
 
@@ -172,12 +173,12 @@ class Transaction:
         kind = self._storage.kind(Path(os.path.realpath(self._target)))
         if self._is_directory and kind not in ("directory", None):
             raise ConfigError(
-                f"{self._target} is a file, and shard=True writes a directory: give another path, or shard=False"
+                f"{self._target} is a file, but shard=True writes a directory: give another path, or shard=False"
             )
         if not self._is_directory and kind not in ("file", None):
             raise ConfigError(
-                f"{self._target} is a directory or no plain file, and one file is to be written: give a file name, or"
-                " pass shard=True"
+                f"{self._target} is a directory or not a regular file, but shard=False writes one file: give a file"
+                " name, or pass shard=True"
             )
 
     def _make_temporary(self) -> None:
@@ -188,7 +189,9 @@ class Transaction:
             self._lock = self._locked_by_us(path)
             if self._lock is not None:
                 return
-        raise CheckpointError(f"{self._target}: other processes remove what this one makes beside it. End them")
+        raise CheckpointError(
+            f"{self._target}: other processes remove the temporary directories of this save: end them"
+        )
 
     def _new_name(self) -> Path:
         if self._is_inside:
@@ -196,7 +199,7 @@ class Transaction:
         return self._target.parent / f"{_prefix(self._target.name)}.tmp-{uuid4().hex}"
 
     def _locked_by_us(self, path: Path) -> int | None:
-        """Return a lock on a new directory; None if another save took it for a dead one's before that."""
+        """Lock a new directory; return None if another save removed it as a leftover before that."""
         try:
             lock = self._storage.lock(path)
         except FileNotFoundError:
@@ -215,42 +218,42 @@ class Transaction:
 
 
 def resolve(storage: Storage, directory: Path, name: str) -> Path:
-    """Return where a reader finds a file of a directory: in a commit folder that is not installed yet, or beside.
+    """Return the path of a directory's file as readers see it: in a pending commit, or in its place.
 
     Args:
-        storage: Where.
-        directory: The directory.
-        name: The file's name, or `<folder>/<name>`. For a file that is nowhere, a path at which nothing is.
+        storage: Storage of the directory.
+        directory: Directory.
+        name: File name, or `<folder>/<name>`. For a missing file, the result does not exist.
     """
     folder, _, base = name.rpartition("/")
     return DirectoryView(storage, directory / folder if folder else directory).path(base)
 
 
 def listing(storage: Storage, directory: Path) -> list[str]:
-    """Return the names in a directory as a reader sees them, sorted: with those in commit folders, without stale ones.
+    """List a directory as readers see it, sorted: with files of pending commits, without stale ones.
 
     Raises:
-        OSError: The directory can't be listed.
+        OSError: The directory cannot be listed.
     """
     return DirectoryView(storage, directory).names()
 
 
 def remove_checkpoint(storage: Storage, directory: Path) -> None:
-    """Remove a directory so that it is whole or gone for every reader; does nothing where there is none.
+    """Remove a directory atomically for readers; do nothing if it does not exist.
 
     Args:
-        storage: Where.
-        directory: The directory.
+        storage: Storage of the directory.
+        directory: Directory.
 
     Raises:
-        CheckpointError: It is a link or a file, or another process is saving into it.
-        OSError: As the system gives it.
+        CheckpointError: The path is a link or a file, or another process is saving into it.
+        OSError: A file system operation failed.
     """
     kind = storage.kind(directory)
     if kind is None:
         return
     if kind != "directory":
-        raise CheckpointError(f"{directory} is no directory, and only such are removed: check the path")
+        raise CheckpointError(f"{directory} is not a directory, and only directories are removed: check the path")
     aside = directory.parent / f"{_prefix(directory.name)}.removed-{uuid4().hex}"
     with _renames(directory), _locked(storage, directory):
         storage.rename_new(directory, aside)
@@ -260,13 +263,13 @@ def remove_checkpoint(storage: Storage, directory: Path) -> None:
 
 
 def _prefix(name: str) -> str:
-    # Cut: with what follows it has to be a name, and those end at 255 bytes.
+    # Truncated, because names are limited to 255 bytes including the suffix.
     return f".{name[:50]}"
 
 
 @contextmanager
 def _locked(storage: Storage, directory: Path) -> Iterator[None]:
-    """Hold a directory against other savers; they are at most as long there as some renames take."""
+    """Hold the lock of a directory. Other saves hold it only for a few renames."""
     deadline, pause = time.monotonic() + _LOCK_TIMEOUT_SECONDS, _FIRST_PAUSE
     while (lock := storage.lock(directory)) is None:
         if time.monotonic() >= deadline:
@@ -284,35 +287,35 @@ def _locked(storage: Storage, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _renames(target: Path) -> Iterator[None]:
-    """Report what to do about errors that renames alone give."""
+    """Add advice to errors that are specific to renames."""
     try:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0)
         if advice is None:
             raise
-        raise CheckpointError(f"{target} cannot take the new checkpoint's place ({error}): {advice}") from error
+        raise CheckpointError(f"{target} cannot be replaced by the new checkpoint ({error}): {advice}") from error
 
 
 def _clear(storage: Storage, directory: Path, is_leftover: Callable[[str], bool]) -> None:
     try:
         names = storage.names(directory) if storage.kind(directory) == "directory" else []
     except PermissionError:
-        return  # a directory that one may write into but not list
+        return  # writable, but not listable
     for name in filter(is_leftover, names):
         try:
             _clear_one(storage, directory / name)
         except (FileNotFoundError, PermissionError):
-            continue  # another save was quicker, or it is another user's: neither is a reason not to save
+            continue  # removed by another save, or owned by another user
 
 
 def _clear_one(storage: Storage, path: Path) -> None:
     if storage.kind(path) != "directory":
-        return  # no writer of ours makes links, files or pipes of that name
+        return  # links, files and pipes of that name are not from this library
     lock = storage.lock(path)
     if lock is None:
         return
     try:
-        storage.remove_tree(path)  # under the lock: its maker, if it lives, finds it gone once it has it
+        storage.remove_tree(path)  # under the lock: a writer that locks it later finds it removed
     finally:
         storage.unlock(lock)

@@ -1,4 +1,4 @@
-"""Copies a stretch of a tensor's elements into host memory, whatever its strides, device and number format."""
+"""Copies a flat range of a tensor into host memory, for any strides, device and dtype."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 
 __all__ = ["copy_elements", "is_plain", "wait_for_devices"]
 
-# Note [Stretches]
-# A stretch is a range of the row-major flattening. Flattening a transposed or strided tensor would copy all of it; so
-# the stretch is cut into boxes, each of which is a view: some of the first row, whole rows, some of the last row, and
-# so on in the dimensions below. A box is copied straight to its place, which converts its elements on the way, and
-# torch makes no temporary. Between a device and the host it makes one of a box's size: there, boxes are bounded.
-# On the CPU a box is copied in tiles that are about as long in every dimension, so that a transposed one reads whole
-# cache lines, and so small that torch doesn't call its own threads: they spin while they wait for each other, and where
-# other processes want the cores too, or several threads copy at once, that takes many times as long as the copy.
+# A flat range is a range of the row-major flattening. Flattening a transposed or strided tensor would copy all of it.
+# So the range is split into boxes, each of which is a view: part of the first row, full rows, part of the last row,
+# and recursively in the dimensions below. A box is copied and converted directly into the output, without a temporary
+# in torch. Device-to-host copies do use a temporary of the box's size, so these boxes are bounded.
+# CPU boxes are copied in tiles of about equal length in every dimension, so that a transposed one reads full cache
+# lines, and small enough to run without torch's intra-op threads. These spin while they wait, which takes many times
+# as long as the copy if other processes or copy threads use the cores.
 _MAX_DEVICE_ELEMENTS = 2**21
 _MAX_TILE_ELEMENTS = 2**15
 
@@ -26,19 +25,18 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
     """Copy elements `start` to `stop` of the tensor's row-major flattening.
 
     Args:
-        tensor: Any strided tensor, on any device; lazily conjugated and negated ones too.
+        tensor: Strided tensor on any device; lazily conjugated and negated ones are supported.
         start: First element.
-        stop: One past the last.
-        out: Bytes on the CPU, one-dimensional and contiguous: as many as the elements take, at a multiple of their
-            size from the beginning of its memory.
-        dtype: The number format to convert to.
+        stop: One past the last element.
+        out: Contiguous one-dimensional bytes on the CPU, of the elements' total size, aligned to the item size.
+        dtype: Dtype to convert to.
     """
     if start == stop:
         return
     tensor = tensor.detach()
     if is_plain(tensor, dtype):
         source = tensor.data_ptr() + start * dtype.itemsize
-        ctypes.memmove(out.data_ptr(), source, (stop - start) * dtype.itemsize)  # lets other threads run meanwhile
+        ctypes.memmove(out.data_ptr(), source, (stop - start) * dtype.itemsize)  # releases the GIL
         return
     if tensor.is_contiguous():
         tensor = tensor.view(-1)  # one box instead of several
@@ -50,12 +48,12 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
         done += box.numel()
         if box.device.type == "cpu":
             _copy_tiles(box, target)
-        else:  # converted before the transfer: it is faster there, and what travels may be half as much
+        else:  # converted on the device: faster, and the transfer may be half as large
             target.copy_(box.to(dtype).contiguous())
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the tensor's memory holds just the bytes that a file of this number format should hold."""
+    """Return whether the tensor's memory equals its bytes in a file of this dtype, so that no conversion is needed."""
     return (
         tensor.dtype == dtype
         and tensor.device.type == "cpu"
@@ -66,9 +64,9 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> bool:
-    """Wait until what was asked of the tensors' accelerators is done; return whether there is any.
+    """Synchronize the accelerators of the tensors; return whether there are any.
 
-    Copies in another thread run on another stream, where nothing else would keep them behind the training's kernels.
+    Copies in another thread run on another stream, which is not ordered after the training's kernels.
     """
     devices = {tensor.device for tensor in tensors} - {torch.device("cpu")}
     for device in devices:
@@ -77,13 +75,13 @@ def wait_for_devices(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _boxes(tensor: torch.Tensor, start: int, stop: int, limit: int) -> Iterator[torch.Tensor]:
-    """Yield views of at most `limit` elements that hold the stretch, in its order; see Note [Stretches]."""
+    """Yield views of at most `limit` elements that cover the flat range in order."""
     if tensor.dim() == 0:
         yield tensor
         return
     row = math.prod(tensor.shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside of one row
+    first, last = -(-start // row), stop // row  # full rows
+    if first > last:  # within one row
         yield from _boxes(tensor[last], start - last * row, stop - last * row, limit)
         return
     if start < first * row:

@@ -1,4 +1,4 @@
-"""Where a save goes and in which form: the arguments of a call, checked."""
+"""Save target: validated path and format arguments of a save."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MEGABYTE = 10**6
 
 
 class Destination:
-    """Where and how to save; see `CheckpointIO.save_model` for the arguments.
+    """Path and format of a save; see `CheckpointIO.save_model` for the arguments.
 
     Attributes:
-        path: The file or directory.
-        is_sharded: Into a directory.
-        max_shard_bytes: Largest file of a directory.
-        names: What the files are called.
+        path: File or directory.
+        is_sharded: Whether the path is a directory of shards.
+        max_shard_bytes: Maximum shard size.
+        names: File names.
 
     Raises:
-        ConfigError: Arguments that contradict each other or themselves.
+        ConfigError: Invalid or contradictory arguments.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Destination:
 
 
 def as_path(checkpoint: str | os.PathLike[str]) -> Path:
-    """Return the path that the user gave.
+    """Convert the user's path.
 
     Raises:
-        ConfigError: It is empty.
+        ConfigError: The path is empty.
     """
     text = os.fspath(checkpoint)
     if not text:
@@ -62,23 +62,23 @@ def as_path(checkpoint: str | os.PathLike[str]) -> Path:
 
 
 def check_size_per_shard(size_per_shard: Any) -> None:
-    """Raise `ConfigError` unless a file can be of so many MB at the most."""
+    """Raise `ConfigError` unless `size_per_shard` is a positive integer."""
     if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, int) or size_per_shard < 1:
-        raise ConfigError(f"size_per_shard={size_per_shard!r} is no size in MB: give a whole number from 1 on")
+        raise ConfigError(f"size_per_shard={size_per_shard!r} is not a size in MB: give an integer of at least 1")
 
 
 @contextmanager
 def parents_must_be_made(storage: Storage, target: Path, doing: str) -> Iterator[None]:
-    """Report of an error that the directories above the target are not there, where that is so.
+    """Replace an error by one that names the missing parent directory, if that is the cause.
 
     Args:
-        storage: Where.
-        target: What is to be written; the block makes what is missing above it.
-        doing: What this is, for messages.
+        storage: Storage of the target.
+        target: File or directory to write; the block creates its parents.
+        doing: Description of the operation for messages.
 
     Raises:
-        CheckpointError: They could not be made.
-        OSError: Another of the block's, as it is.
+        CheckpointError: The parents could not be created.
+        OSError: Any other error of the block.
     """
     try:
         yield
@@ -90,9 +90,9 @@ def parents_must_be_made(storage: Storage, target: Path, doing: str) -> Iterator
         if place == parent and storage.kind(place) == "directory":
             raise
         is_directory = storage.kind(place) == "directory"
-        reason = f"the directory {parent} can't be made" if is_directory else f"{place} is no directory"
+        reason = f"the directory {parent} cannot be created" if is_directory else f"{place} is not a directory"
         raise CheckpointError(
-            f"{doing} to {target} failed, as {reason} ({error}): give a path below a directory that you may write into"
+            f"{doing} to {target} failed, because {reason} ({error}): give a path below a writable directory"
         ) from error
 
 
@@ -101,13 +101,12 @@ def _check_prefix(prefix: str | None, shard: bool) -> None:
         return
     if not shard:
         raise ConfigError(
-            f"prefix={prefix!r} goes into the names of shards, and shard=False writes to the path as it is: pass"
+            f"prefix={prefix!r} goes into the names of shards, but shard=False writes to the path as it is: pass"
             " shard=True, or leave prefix out"
         )
     if not is_valid_prefix(prefix):
         raise ConfigError(
-            f"prefix={prefix!r} cannot be told apart within a file name: use letters, digits, '_' and '-',"
-            " such as 'fp16'"
+            f"prefix={prefix!r} is ambiguous within a file name: use letters, digits, '_' and '-', such as 'fp16'"
         )
 
 
@@ -117,16 +116,16 @@ def _check_suffix(path: Path, use_safetensors: bool) -> None:
         return
     if not path.suffix:
         raise ConfigError(
-            f"{path} has no ending, and shard=False, the default, writes one file, whose ending says its format: pass"
-            f" shard=True to write a directory, or give a name that ends in {' or '.join(allowed)}, such as"
+            f"{path} has no suffix, but shard=False, the default, writes one file whose suffix determines its format:"
+            f" pass shard=True to write a directory, or give a name that ends in {' or '.join(allowed)}, such as"
             f" {f'{path}{allowed[0]}'!r}"
         )
     if path.suffix not in other:
         raise ConfigError(
-            f"{path} ends in {path.suffix!r}, and shard=False, the default, writes one file: pass shard=True to write a"
+            f"{path} ends in {path.suffix!r}, but shard=False, the default, writes one file: pass shard=True to write a"
             f" directory, or give a name that ends in {' or '.join(allowed)}"
         )
     raise ConfigError(
-        f"{path} ends in {path.suffix!r}, and use_safetensors={use_safetensors} writes another format: pass"
+        f"{path} ends in {path.suffix!r}, but use_safetensors={use_safetensors} writes another format: pass"
         f" use_safetensors={not use_safetensors}, or give a name that ends in {' or '.join(allowed)}"
     )

@@ -1,4 +1,4 @@
-"""The CheckpointIO of every plugin: says what a call means in components and loads; the engine does the rest."""
+"""Checkpoint engine of all plugins: translates calls into checkpoint parts for saving and into loads."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ __all__ = ["GeneralCheckpointIO"]
 
 
 class GeneralCheckpointIO(CheckpointIO):
-    """Saves and loads whatever the wrappers describe as slices: whole on every rank, or cut in any way over ranks.
+    """Saves and loads the slices that the wrappers describe: replicated or sharded in any layout.
 
-    Every rank writes and reads only bytes of its own: nothing is gathered.
+    Every rank writes and reads only its own slices; nothing is gathered.
 
     Args:
-        group: The ranks that call together; None: the world, or this process alone where nothing was launched.
-        storage: Where files are; None: the local file system.
-        timeout_seconds: How long a rank waits for the others in each phase of a save, before an error names them;
-            None: `checkpoint_timeout_seconds` of the launch.
-        host: Name of the machine that this rank runs on; None: asked of the system. Files on a file system that
-            several hosts share are each written by one host.
+        group: Process group that saves and loads. Optional, defaults to the world, or to this process alone if
+            torch.distributed is not initialized.
+        storage: Storage of the files. Optional, defaults to the local file system.
+        timeout_seconds: Timeout for the other ranks in each phase of a save; the error names the missing ranks.
+            Optional, defaults to `checkpoint_timeout_seconds` of the launch.
+        host: Host name of this rank. Optional, defaults to the system's. Each file on a shared file system is written
+            by one host.
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class GeneralCheckpointIO(CheckpointIO):
     ) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
-                f"group={group!r} is a {type(group).__name__}: give a group of ranks, such as plugin.data_group, or"
+                f"group={group!r} is a {type(group).__name__}: give a process group, such as plugin.data_group, or"
                 " leave it out for all ranks"
             )
         if timeout_seconds is not None and not (isinstance(timeout_seconds, (int, float)) and timeout_seconds > 0):
             raise ConfigError(
-                f"timeout_seconds={timeout_seconds!r} leaves no time to wait for others: give a number of seconds above"
-                " 0, or None for that of the launch"
+                f"timeout_seconds={timeout_seconds!r} is not a positive number: give seconds above 0, or None for the"
+                " timeout of the launch"
             )
         self.ranks = Ranks(group, host)
         self.storage = Storage() if storage is None else storage
@@ -87,7 +88,7 @@ class GeneralCheckpointIO(CheckpointIO):
         """Write the model; see `CheckpointIO.save_model`. Collective over the group.
 
         With `shard=True`, a model that fits into one shard becomes `model.safetensors` without an index, and files of
-        an older save under the same prefix and format go. `shard=False` takes the path as it is, without configs.
+        an older save with the same prefix and format are removed. `shard=False` writes just that file, no configs.
         """
 
         def prepare() -> tuple[Destination, Component]:
@@ -107,7 +108,7 @@ class GeneralCheckpointIO(CheckpointIO):
         strict: bool = True,
         verify: str = "checksums",
     ) -> None:
-        """Fill the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
+        """Load the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
         wrapped = self.ranks.agree(
@@ -129,8 +130,8 @@ class GeneralCheckpointIO(CheckpointIO):
     ) -> None:
         """Write the optimizer; see `CheckpointIO.save_optimizer`. Collective over the group.
 
-        With `shard=True` there is always an index, and beside it `optimizer_groups.json` with everything that is no
-        tensor; `shard=False` puts both into one file.
+        With `shard=True` there is always an index, and `optimizer_groups.json` with all values that are not tensors;
+        `shard=False` puts both into one file.
         """
 
         def destined() -> tuple[Destination, OptimizerWrapper]:
@@ -149,7 +150,7 @@ class GeneralCheckpointIO(CheckpointIO):
         *,
         verify: str = "checksums",
     ) -> None:
-        """Fill the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
+        """Load the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
         wrapped = self.ranks.agree(
@@ -163,9 +164,9 @@ class GeneralCheckpointIO(CheckpointIO):
         """Write the scheduler's state; see `CheckpointIO.save_lr_scheduler`. Collective over the group.
 
         Raises:
-            CheckpointError: The state holds something that is no plain value; the message names its key.
+            CheckpointError: A value of the state is not plain; the message names its key.
         """
-        self.saver.wait()  # of a save that is about to make the directory, this file must not come first
+        self.saver.wait()  # an asynchronous save may be about to create the directory
         path = as_path(checkpoint)
 
         def write() -> None:
@@ -176,17 +177,17 @@ class GeneralCheckpointIO(CheckpointIO):
         self.ranks.agree(write, f"saving the LR scheduler to {path}")
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Take over the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
+        """Load the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
 
         Raises:
-            CheckpointError: The file is unreadable, or of another class of scheduler.
+            CheckpointError: The file is unreadable, or of another scheduler class.
         """
         self.saver.wait()
         path = as_path(checkpoint)
 
         def read() -> dict[str, Any]:
             if self.storage.kind(path) == "directory":
-                raise ConfigError(f"{path} is a directory, and an LR scheduler is one file: give the file")
+                raise ConfigError(f"{path} is a directory, but an LR scheduler is one file: give the file")
             raw = self.storage.read_file(path, max_bytes=MAX_JSON_BYTES)
             return scheduler_state(json_values.loads(raw, str(path)), lr_scheduler, path)
 
@@ -203,7 +204,7 @@ class GeneralCheckpointIO(CheckpointIO):
         options: SaveOptions,
         use_async: bool = False,
     ) -> None:
-        """Write a whole training state; see `TrainingStateIO.save`. Collective over the group."""
+        """Write a training checkpoint; see `TrainingStateIO.save`. Collective over the group."""
         self._training_state.save(checkpoint, parts, extra=extra, facts=facts, options=options, use_async=use_async)
 
     def load_training_state(
@@ -215,11 +216,11 @@ class GeneralCheckpointIO(CheckpointIO):
         verify: str = "checksums",
         missing_ok: bool = False,
     ) -> Any:
-        """Fill the parts of a training run and returns `extra`; see `TrainingStateIO.load`. Collective."""
+        """Load a training checkpoint and return `extra`; see `TrainingStateIO.load`. Collective."""
         return self._training_state.load(checkpoint, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     def wait(self) -> None:
-        """Return when no save is under way any more; see `CheckpointIO.wait`. Collective over the group."""
+        """Wait until no save is in flight; see `CheckpointIO.wait`. Collective over the group."""
         self.saver.wait()
 
     def _save(self, prepare: Callable[[], tuple[Destination, Component]], doing: str, use_async: bool) -> None:

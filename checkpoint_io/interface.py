@@ -1,4 +1,4 @@
-"""The contract between the facade and whatever writes and reads a plugin's checkpoints."""
+"""Interface between the facade and the checkpoint engine of a plugin."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["CheckpointIO"]
 class CheckpointIO(ABC):
     """Saves and loads boosted objects.
 
-    Every method is collective: every rank must call it, with the same arguments. A call returns on every rank only
-    when the files are complete, or raises on every rank and leaves what was on disk, and in memory, as it was.
+    Every method is collective: every rank must call it with the same arguments. A call either returns on every rank
+    when the files are complete, or raises on every rank and leaves files and memory unchanged.
     """
 
     @abstractmethod
@@ -37,22 +37,22 @@ class CheckpointIO(ABC):
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
-        """Write the model's parameters and buffers under the user's names, tied ones once.
+        """Write the model's parameters and buffers under the user's names; tied ones once.
 
         Args:
-            model: The boosted model, or a plain module, of which rank 0 writes its own.
-            checkpoint: A file (shard=False) or a directory (shard=True).
-            shard: Write Hugging Face's sharded layout, with `config.json` where the model has a config.
-            prefix: Put into the file names, as Hugging Face's `variant`: `model.<prefix>-00001-of-00002.safetensors`.
-            size_per_shard: Largest shard in MB (10**6 bytes); a single larger tensor makes a larger shard.
-            use_safetensors: False writes `.bin` files, which `torch.load(weights_only=True)` opens.
-            use_async: Return after a copy into host memory and write in the background. The model may be trained on
-                at once; what goes wrong is raised by the next call here, or by `wait`.
+            model: Boosted model, or a plain module, which is written by rank 0.
+            checkpoint: File (shard=False) or directory (shard=True).
+            shard: If True, write Hugging Face's sharded layout, with `config.json` if the model has a config.
+            prefix: Hugging Face's `variant` in the file names: `model.<prefix>-00001-of-00002.safetensors`. Optional.
+            size_per_shard: Maximum shard size in MB (10**6 bytes); a single larger tensor gets its own larger shard.
+            use_safetensors: If False, write `.bin` files, which `torch.load(weights_only=True)` opens.
+            use_async: If True, return after a copy into host memory and write in the background. Training may continue
+                at once; a failure is raised by the next call or by `wait`.
 
         Raises:
-            ConfigError: A directory where a file is expected or the reverse, or a size below 1.
-            CheckpointError: Writing failed on some rank, or the checkpoint before this one in the background.
-            RankFailedError: A rank did not come in time.
+            ConfigError: The path is a directory instead of a file or vice versa, or a size is below 1.
+            CheckpointError: Writing failed on some rank, or the previous asynchronous save failed.
+            RankFailedError: A rank did not respond within the timeout.
         """
 
     @abstractmethod
@@ -64,17 +64,16 @@ class CheckpointIO(ABC):
         strict: bool = True,
         verify: str = "checksums",
     ) -> None:
-        """Fill the model from a file or a directory that this library, `save_pretrained` or `torch.save` wrote.
+        """Load the model from a file or directory of this library, of `save_pretrained` or of `torch.save`.
 
         Args:
-            model: The boosted model, or a plain module.
-            checkpoint: A file, an index file, or a directory.
-            strict: False loads what matches in name and shape; a checkpoint that matches nothing is an error still.
-            verify: "checksums" reads everything that a checksum was recorded for before anything is loaded;
-                "structure" trusts the bytes.
+            model: Boosted model, or a plain module.
+            checkpoint: File, index file, or directory.
+            strict: If False, load tensors that match in name and shape; no match at all is still an error.
+            verify: "checksums" verifies all recorded checksums before anything is loaded; "structure" skips that.
 
         Raises:
-            CheckpointError: Missing, unexpected or differing names and shapes, all in one message; unreadable files.
+            CheckpointError: Missing, unexpected or differing names and shapes, all in one message, or unreadable files.
         """
 
     @abstractmethod
@@ -91,8 +90,8 @@ class CheckpointIO(ABC):
     ) -> None:
         """Write the optimizer's states by parameter name, its groups, and the loss scaler; see `save_model`.
 
-        A plain torch optimizer is taken too: its parameters have the names that it was built with, as in
-        `torch.optim.AdamW(model.named_parameters())`, or are numbered as in its own `state_dict`.
+        For a plain torch optimizer, parameter names are those that it was built with, as in
+        `torch.optim.AdamW(model.named_parameters())`, else the numbers of its `state_dict`.
         """
 
     @abstractmethod
@@ -103,7 +102,7 @@ class CheckpointIO(ABC):
         *,
         verify: str = "checksums",
     ) -> None:
-        """Fill the optimizer from what `save_optimizer` wrote; see `load_model`."""
+        """Load the optimizer from the output of `save_optimizer`; see `load_model`."""
 
     @abstractmethod
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
@@ -111,7 +110,7 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Take over what `save_lr_scheduler` wrote."""
+        """Load the scheduler from the output of `save_lr_scheduler`."""
 
     @abstractmethod
     def save_training_state(
@@ -124,14 +123,14 @@ class CheckpointIO(ABC):
         options: SaveOptions,
         use_async: bool = False,
     ) -> None:
-        """Write models, optimizers, schedulers, loaders and random states into one directory; see `Booster.save`.
+        """Write models, optimizers, schedulers, dataloaders and RNG states into one directory; see `Booster.save`.
 
         Args:
-            checkpoint: The directory, or with `options.step` the one that holds a directory for every step.
-            parts: What to save.
+            checkpoint: Directory, or with `options.step` the parent directory of all steps.
+            parts: Objects to save.
             extra: Further plain values.
-            facts: What to say of the save: the plugin, the layout of the ranks.
-            options: How to save.
+            facts: JSON metadata of the save, such as plugin and parallel layout.
+            options: Save options.
             use_async: See `save_model`.
         """
 
@@ -145,15 +144,15 @@ class CheckpointIO(ABC):
         verify: str = "checksums",
         missing_ok: bool = False,
     ) -> Any:
-        """Fill the parts from what `save_training_state` wrote and returns `extra`; see `load_model`.
+        """Load the parts from the output of `save_training_state` and return `extra`; see `load_model`.
 
-        With `missing_ok` it returns None, and changes nothing, where there is no whole training state at all.
+        With `missing_ok`, return None and change nothing if there is no training state.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when no save is under way in the background any more.
+        """Wait until no asynchronous save is in flight.
 
         Raises:
-            CheckpointError: One of them failed, on whichever rank.
+            CheckpointError: A save failed on some rank.
         """

@@ -1,4 +1,4 @@
-"""Which tensor goes into which file, and what the files are called: Hugging Face's layout, as pure functions."""
+"""File layout of Hugging Face: shards and file names, as pure functions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = [
     "plan_files",
 ]
 
-# Writing past the page cache wants memory, offset and length in multiples of this: so data starts at one, and ranks
-# that write into one file divide it at them.
+# O_DIRECT requires memory, offset and length in multiples of this. So data starts at a page, and ranks that write into
+# one file split it at pages.
 PAGE_BYTES = 4096
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
@@ -33,20 +33,20 @@ _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a directory holds, and how its files begin in each format."""
+    """Kind of checkpoint part, with the stems of its file names in each format."""
 
     name: str
     safetensors_stem: str
     bin_stem: str
 
     def names(self, *, is_safetensors: bool, prefix: str | None = None) -> FileNames:
-        """Return the file names of this kind in one format and under one prefix."""
+        """Return the file names in one format and with one prefix."""
         if is_safetensors:
             return FileNames(stem=self.safetensors_stem, suffix="safetensors", prefix=prefix)
         return FileNames(stem=self.bin_stem, suffix="bin", prefix=prefix)
 
     def names_of(self, file_name: str) -> FileNames | None:
-        """Return the names that an index, a manifest or an unsharded file of this kind belongs to; None for others."""
+        """Return the file names that an index, a manifest or a single file of this kind belongs to, else None."""
         for is_safetensors in (True, False):
             plain = self.names(is_safetensors=is_safetensors)
             variant = rf"(?:\.({_PREFIX.pattern}))?"
@@ -62,10 +62,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileNames:
-    """Names of the files of one checkpoint in a directory.
+    """Names of the files of one checkpoint part.
 
     Attributes:
-        stem: How every tensor file begins.
+        stem: Start of every tensor file's name.
         suffix: "safetensors" or "bin".
         prefix: Hugging Face's `variant`, between stem and number.
     """
@@ -76,17 +76,17 @@ class FileNames:
 
     @property
     def single(self) -> str:
-        """Name of the only tensor file."""
+        """Name of an unsharded tensor file."""
         return f"{self._begin}.{self.suffix}"
 
     @property
     def index(self) -> str:
-        """Name of the file that says which tensor is in which shard."""
+        """Name of the index, which maps tensors to shards."""
         return self._record("index")
 
     @property
     def manifest(self) -> str:
-        """Name of the file with the sizes and checksums of all others."""
+        """Name of the manifest, with sizes and checksums of all other files."""
         return self._record("manifest")
 
     @property
@@ -95,17 +95,17 @@ class FileNames:
         return f"optimizer_groups.{self.prefix}.json" if self.prefix else "optimizer_groups.json"
 
     def shard(self, number: int, num_shards: int) -> str:
-        """Return the name of a shard, counted from 1."""
+        """Return the name of a shard; numbers start at 1."""
         return f"{self._begin}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
 
     def owns(self, file_name: str) -> bool:
-        """Return whether a save under these names may have written the file."""
+        """Return whether a save with these names may have written the file."""
         shard = rf"{re.escape(self._begin)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
         return file_name in (self.single, self.index, self.manifest) or re.fullmatch(shard, file_name) is not None
 
     @staticmethod
     def is_shard_like(file_name: str) -> bool:
-        """Return whether the name is numbered as shards are."""
+        """Return whether the name is numbered like a shard's."""
         return re.search(r"-\d{5,}-of-\d{5,}\.", file_name) is not None
 
     def _record(self, what: str) -> str:
@@ -125,11 +125,11 @@ GRADIENTS = Kind(name="gradients", safetensors_stem="gradients", bin_stem="gradi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """Which tensors go into which file.
+    """Assignment of tensors to files.
 
     Attributes:
         files: Tensor names by file name, in the order of the model.
-        index: Name of the index file; None where there is a single file without one.
+        index: Name of the index file, or None for a single file without one.
     """
 
     files: dict[str, tuple[str, ...]]
@@ -137,20 +137,20 @@ class FilePlan:
 
 
 def is_valid_prefix(prefix: str) -> bool:
-    """Return whether file names can carry the prefix and be told apart again."""
+    """Return whether the prefix can be parsed from a file name unambiguously."""
     return _PREFIX.fullmatch(prefix) is not None and not FileNames.is_shard_like(f"{prefix}.")
 
 
 def plan_files(
     sizes: Mapping[str, int], names: FileNames, *, max_shard_bytes: int, always_index: bool = False
 ) -> FilePlan:
-    """Return the shards for tensors of these sizes: whole tensors, in order, none but a lone one above the maximum.
+    """Assign full tensors to shards in order; only a single tensor's shard may exceed the maximum.
 
     Args:
-        sizes: Bytes of every tensor by name.
-        names: How the files are called.
-        max_shard_bytes: Largest shard; a single larger tensor has a larger one for itself.
-        always_index: Number the files and write an index even where there is only one.
+        sizes: Size of every tensor in bytes, by name.
+        names: File names.
+        max_shard_bytes: Maximum shard size; a single larger tensor gets its own larger shard.
+        always_index: If True, number the files and write an index even for a single file.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -167,12 +167,12 @@ def plan_files(
 
 
 def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int | None = None) -> dict[str, Any]:
-    """Return the index as transformers writes it.
+    """Return the index in the format of transformers.
 
     Args:
-        plan: The files.
-        sizes: Bytes of every tensor by name.
-        num_parameters: Elements of the model's parameters; None: not said, as for optimizers.
+        plan: Files.
+        sizes: Size of every tensor in bytes, by name.
+        num_parameters: Number of elements of the model's parameters. Optional; omitted for optimizers.
     """
     counted = {} if num_parameters is None else {"total_parameters": num_parameters}
     file_of = {name: file_name for file_name, names in plan.files.items() for name in names}

@@ -1,4 +1,4 @@
-"""The folder by which a whole new checkpoint enters a directory that exists, and what readers make of it."""
+"""Commit directory: atomic replacement of a checkpoint in an existing directory, and its view by readers."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from booster.errors import CheckpointError
 
 __all__ = ["DirectoryView", "complete_commits", "names_in", "new_temporary_name", "publish"]
 
-# Note [Commit folder]: `.booster-commit-<uuid>` in a directory holds the files of a checkpoint that is committed, and
-# the names that it makes stale. What counts in that directory is an overlay: what lies beside, less the stale names,
-# with the folder's own files over it. Installing moves the files out of the folder one by one and removes the stale
-# ones; once all that is on the disk, the folder goes. No step changes the overlay, whichever of them a power cut takes
-# back, so it may stop anywhere, and anyone may do the rest.
-# A checkpoint may have folders of its own, one level deep; so what a directory holds can also lie in a commit folder of
-# its parent. In a directory such as /tmp, where users share the names but not the files, only one's own folders count.
+# Note [Commit folder]: `.booster-commit-<uuid>` in a directory holds the files of a committed checkpoint and the list
+# of names that it makes stale. The content of the directory is an overlay: its own files, minus the stale names, plus
+# the files of the commit directory. Installing moves the files one by one and removes the stale ones; after a sync, the
+# commit directory is removed. No step changes the overlay, nor does the loss of any step in a power failure, so
+# installing can stop anywhere and be finished by any process.
+# A checkpoint may have subdirectories, one level deep. So the content of a directory can also be in a commit directory
+# of its parent. In shared directories such as /tmp, only the user's own commit directories count.
 
 _COMMIT = re.compile(r"\.booster-commit-[0-9a-f]{32}")
 _OURS = re.compile(r"\.booster-(?:commit|tmp)-[0-9a-f]{32}")
 _STALE = ".booster-stale.json"
-_MAX_ATTEMPTS = 20  # to see an overlay while others commit and install
+_MAX_ATTEMPTS = 20  # to read a consistent overlay during concurrent commits
 
 
 def new_temporary_name() -> str:
-    """Return a name for files that are being written into a directory that exists; no reader takes it for one."""
+    """Return a name for a temporary directory inside an existing one; readers ignore such names."""
     return f".booster-tmp-{uuid4().hex}"
 
 
 def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callable[[str], bool]) -> None:
-    """Commit a folder of new files into the directory that it lies in, and installs them; see Note [Commit].
+    """Commit a directory of new files into its parent, and install them; see Note [Commit].
 
     Args:
-        storage: Where.
-        temporary: A folder in `target` whose files are on the disk.
-        target: The directory, which this process has locked.
-        is_stale: Whether a file of an older save, by its name relative to the directory, loses its meaning.
+        storage: Storage of the target.
+        temporary: Directory in `target` whose files are synced.
+        target: Target directory, locked by this process.
+        is_stale: Predicate: a file of an older save, by relative name, is obsolete.
 
     Raises:
-        CheckpointError: Something stands in the way, and nothing was changed.
-        OSError: As the system gives it. Where installing failed, the new checkpoint is there all the same.
+        CheckpointError: The commit is impossible; nothing was changed.
+        OSError: A file system operation failed. If installing failed, the new checkpoint is committed nevertheless.
     """
     _install_all(storage, target)
     files, folders = names_in(storage, temporary)
@@ -57,7 +57,7 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
     storage.write_file(temporary / _STALE, json.dumps(stale).encode("ascii"))
     for folder in [*folders, "."]:
         storage.sync_path(temporary / folder)
-    # Names sort by time: where there are several, the last is the newest.
+    # Names sort by time; the last one is the newest.
     commit = target / f".booster-commit-{time.time_ns():016x}{uuid4().hex[:16]}"
     storage.rename_new(temporary, commit)
     try:
@@ -69,11 +69,11 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
 
 
 def complete_commits(storage: Storage, directory: Path) -> None:
-    """Install what savers committed into a directory before they died; leaves it to them where one of them lives.
+    """Install commits of killed saves in a directory, unless another save holds its lock.
 
     Args:
-        storage: Where.
-        directory: The directory; it need not be there.
+        storage: Storage of the directory.
+        directory: Directory; need not exist.
     """
     names = _names_or_none(storage, directory) if storage.kind(directory) == "directory" else []
     if not _commit_folders(storage, directory, names):
@@ -88,7 +88,7 @@ def complete_commits(storage: Storage, directory: Path) -> None:
 
 
 def names_in(storage: Storage, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the files and the folders in a folder that this library wrote, by their names relative to it.
+    """Return relative names of files and directories below a directory of this library.
 
     Raises:
         CheckpointError: It holds something else, such as a link.
@@ -106,22 +106,22 @@ def names_in(storage: Storage, folder: Path) -> tuple[list[str], list[str]]:
             files.append(name)
         elif kind is not None:
             raise CheckpointError(
-                f"{folder / name} is a link or no plain file, and nothing that writes checkpoints makes such: another"
-                " program did. Remove it"
+                f"{folder / name} is a link or not a regular file, which no checkpoint contains: another program"
+                " created it. Remove it"
             )
     return [name for name in files if name != _STALE], folders
 
 
 class DirectoryView:
-    """What a reader finds in a directory at one moment: what lies there, under what was committed since.
+    """Consistent snapshot of a directory as readers see it: its files, overlaid by pending commits.
 
     Args:
-        storage: Where.
-        directory: The directory.
+        storage: Storage of the directory.
+        directory: Directory.
 
     Raises:
-        OSError: It can't be listed.
-        CheckpointError: A commit folder in it is damaged.
+        OSError: The directory cannot be listed.
+        CheckpointError: A commit directory in it is damaged.
     """
 
     def __init__(self, storage: Storage, directory: Path) -> None:
@@ -132,17 +132,17 @@ class DirectoryView:
         self._places = self._look()
 
     def path(self, name: str) -> Path:
-        """Return where a file of the directory is; for a name that is nowhere, where it would be."""
+        """Return the path of a file; for a missing file, its path in the directory."""
         return self._places.get(name, self._directory / name)
 
     def names(self) -> list[str]:
-        """Return the names that are there, sorted."""
+        """Return the names, sorted."""
         return sorted(self._places)
 
     def _look(self) -> dict[str, Path]:
         names, commits = self._now()
         for _ in range(_MAX_ATTEMPTS if commits else 0):
-            # The folders are listed before the directory, as files move from there to here.
+            # Commit directories are listed before the directory, because files move from the former to the latter.
             layers = [self._layer(*commit) for commit in commits]
             seen = commits
             names, commits = self._now()
@@ -150,13 +150,13 @@ class DirectoryView:
                 return self._overlay(names, layers)
         if commits:
             raise CheckpointError(
-                f"{self._directory} did not come to rest: other processes go on saving into it. Load when they have"
-                " finished, or give every save a directory of its own"
+                f"{self._directory} changed too often while it was listed: other processes are saving into it. Load"
+                " after they have finished, or give every save its own directory"
             )
         return self._overlay(names, [])
 
     def _now(self) -> tuple[list[str], list[tuple[Path, str]]]:
-        """Return the names that lie in the directory, and its commit folders with the part of them it stands for."""
+        """Return the names in the directory, and its commit directories, each with the subdirectory to overlay."""
         names = self._storage.names(self._directory)
         own = [(path, "") for path in _commit_folders(self._storage, self._directory, names)]
         above = _names_or_none(self._storage, self._parent)
@@ -164,11 +164,11 @@ class DirectoryView:
         return names, sorted(own + theirs, key=lambda found: found[0].name)
 
     def _layer(self, commit: Path, part: str) -> tuple[set[str], dict[str, Path]]:
-        """Return the names that a commit makes stale in this directory, and where its own are."""
+        """Return the names that a commit makes stale in this directory, and the paths of its files."""
         try:
             stale = _read_stale(self._storage, commit)
             files, _ = names_in(self._storage, commit)
-        except FileNotFoundError:  # installed in this moment: the folder is gone, which the next look will see
+        except FileNotFoundError:  # just installed and removed; the next listing shows that
             return set(), {}
         ours = {name.rpartition("/")[2]: commit / name for name in files if name.rpartition("/")[0] == part}
         return {name.rpartition("/")[2] for name in stale if name.rpartition("/")[0] == part}, ours
@@ -186,11 +186,11 @@ def _names_or_none(storage: Storage, directory: Path) -> list[str]:
     try:
         return storage.names(directory)
     except PermissionError:
-        return []  # a directory that one may enter but not list: nobody of ours can have committed into it
+        return []  # not listable: no process of this user can have committed into it
 
 
 def _commit_folders(storage: Storage, directory: Path, names: Sequence[str]) -> list[Path]:
-    """Return the commit folders among the names of a directory, the oldest first."""
+    """Return the commit directories among the names, oldest first."""
     found = [directory / name for name in sorted(names) if _COMMIT.fullmatch(name)]
     return [path for path in found if storage.kind(path) == "directory" and not storage.is_foreign(path)]
 
@@ -201,12 +201,12 @@ def _check_places(storage: Storage, target: Path, files: Sequence[str], folders:
             if storage.kind(target / name) not in kinds:
                 raise CheckpointError(
                     f"{target / name} is in the way: the checkpoint has a {'file' if names is files else 'folder'} of"
-                    " that name, and it is something else. Remove it, or save to another path"
+                    " that name, but it is something else. Remove it, or save to another path"
                 )
 
 
 def _make_folders(storage: Storage, target: Path, folders: Sequence[str]) -> None:
-    # Before any file of them moves: an entry that is not yet on the disk takes what lies below with it.
+    # Before any file is moved: files below an unsynced directory entry could be lost.
     missing = [folder for folder in folders if storage.kind(target / folder) is None]
     for folder in missing:
         storage.make_directory(target / folder)
@@ -223,10 +223,10 @@ def _stale_names(
 
 
 def _take_back(storage: Storage, commit: Path, temporary: Path) -> None:
-    """Undo a commit of which nobody knows whether it is on the disk; if that fails too, it stays, whole."""
+    """Try to undo a commit that may not be on disk; if that fails too, it stays, complete."""
     with suppress(OSError):
         storage.rename_new(commit, temporary)
-        # Else a power cut could bring the commit back after its files are removed.
+        # Otherwise a power failure could restore the commit after its files are removed.
         storage.sync_path(commit.parent)
 
 
@@ -236,7 +236,7 @@ def _install_all(storage: Storage, directory: Path) -> None:
 
 
 def _install(storage: Storage, commit: Path, target: Path) -> None:
-    """Move a committed folder's files to their places; see Note [Commit folder]."""
+    """Move the files of a commit to their places; see Note [Commit folder]."""
     stale = _read_stale(storage, commit)
     files, folders = names_in(storage, commit)
     _check_places(storage, target, files, folders)
@@ -253,7 +253,7 @@ def _install(storage: Storage, commit: Path, target: Path) -> None:
 
 
 def _hide_indexes(storage: Storage, target: Path, files: Sequence[str]) -> None:
-    """Remove the old index of shards that are replaced: other libraries would read old and new shards as one model."""
+    """Remove the old index of replaced shards: other libraries would read a mix of old and new shards."""
     if len(files) > 1:
         for name in filter(_is_index, files):
             if storage.kind(target / name) is not None:
@@ -270,13 +270,13 @@ def _move(storage: Storage, source: Path, target: Path) -> None:
     except FileNotFoundError:
         if storage.kind(source) is not None:
             raise
-        # Gone: where a file system has no locks, another process may install the same commit.
+        # Moved by another process: without file locks, several may install the same commit.
 
 
 def _read_stale(storage: Storage, commit: Path) -> list[str]:
     path = commit / _STALE
     if storage.kind(path) is None:
-        return []  # the folder is being removed, all else is done
+        return []  # the directory is being removed; everything else is done
     try:
         names = parse_json(storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=commit), str(path))
     except CheckpointError:
@@ -285,14 +285,14 @@ def _read_stale(storage: Storage, commit: Path) -> list[str]:
         raise
     if not isinstance(names, list) or not all(_is_plain(name) for name in names):
         raise CheckpointError(
-            f"{path} is damaged, or no save wrote it: it has to be a list of names within {commit.parent}. Remove"
-            f" {commit}, and the checkpoint is what it was before that save"
+            f"{path} is damaged or not from this library: it must be a list of names within {commit.parent}. Remove"
+            f" {commit} to restore the checkpoint from before that save"
         )
     return names
 
 
 def _is_plain(name: object) -> bool:
-    """Return whether it is a name that a save may have given, in the directory or one folder below."""
+    """Return whether the name is valid in a save: in the directory, or one level below."""
     if not isinstance(name, str):
         return False
     parts = name.split("/")

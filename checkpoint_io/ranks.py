@@ -1,4 +1,4 @@
-"""The ranks that save or load together: what one of them alone can see fails all of them, before anything changes."""
+"""Process group of a checkpoint call: errors on one rank are raised on all ranks, before anything changes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of one checkpoint call.
+    """Process group of one checkpoint call.
 
     Args:
-        group: The ranks that call together; None: the world, or this process alone where nothing was launched.
-        host: Name of the machine that this rank runs on; None: asked of the system.
+        group: Process group. Optional, defaults to the world, or to this process alone if torch.distributed is not
+            initialized.
+        host: Host name of this rank. Optional, defaults to the system's.
 
     Attributes:
-        host: The same on ranks of the same machine alone.
+        host: Identifier that is equal only for ranks on the same machine.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, host: str | None = None) -> None:
@@ -35,48 +36,48 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
+        """Rank of this process in the group."""
         return group_rank(self.group)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the group."""
         return group_size(self.group)
 
     def agree(self, action: Callable[[], T], doing: str) -> T:
-        """Return what the action gives, once it succeeded on every rank; else raises on every rank. Collective.
+        """Run `action` and return its result if it succeeds on every rank; else raise on every rank. Collective.
 
         Args:
-            action: What this rank does. It must not call collectives, but for one that comes first and in which what
-                fails on one rank fails on all.
-            doing: What it is part of, for messages.
+            action: Function to run. It must not call collectives, except as its first step and if any failure of that
+                step occurs on all ranks.
+            doing: Description of the operation for messages.
         """
         results: list[T] = []
         failure: Exception | None = None
         try:
             results.append(action())
-        except Exception as error:  # raised below, by every rank
+        except Exception as error:  # raised below on every rank
             failure = as_checkpoint_error(error, doing)
         raise_on_all_ranks(failure, self.group)
         return results[0]
 
     def agree_rank_zero_first(self, action: Callable[[], T], doing: str) -> T:
-        """As `agree`; the others begin when rank 0 is through: what it found on the disk is there for certain."""
+        """Like `agree`, but rank 0 runs first, so that the other ranks find on disk what rank 0 found."""
         first = self.agree(lambda: [action()] if self.rank == 0 else [], doing)
         return self.agree(lambda: first[0] if self.rank == 0 else action(), doing)
 
     def gather(self, payload: bytes) -> tuple[list[bytes], list[int]]:
-        """Return the different payloads of all ranks, and for every rank which of them is its own. Collective."""
+        """Return the distinct payloads of all ranks, and for every rank the index of its payload. Collective."""
         return gather_distinct(payload, self.group)
 
     def gather_equal(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, which have the same length, by rank. Collective."""
+        """Return the payloads of all ranks, of equal length, in rank order. Collective."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return [bytes(row.numpy()) for row in all_gather_equal(mine, self.group).view(self.size, -1)]
 
 
 def as_checkpoint_error(error: Exception, doing: str) -> Exception:
-    """Return the error for the user: the file system's, with what was going on; any other as it is."""
+    """Wrap an OSError with a description of the operation; return other errors unchanged."""
     if isinstance(error, BoosterError) or not isinstance(error, OSError):
         return error
     failure = CheckpointError(f"{doing} failed: {error}. Check the path, its permissions and the free space")

@@ -1,4 +1,4 @@
-"""The storage seam: the one place that touches the file system, one overridable method for each thing done to it."""
+"""Storage interface: all access to the file system, one overridable method per operation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenFile", "Storage"]
 
-# Note [Operations]: every method under "Writing" that changes something is one operation: it is done or it raises, and
-# what it does not call through `self` no subclass sees. The tests record, fail and replay exactly these; so whoever
-# adds one adds it to their storages as well. Nothing outside this file opens, makes, renames or removes anything.
+# Every modifying method under "Writing" is one operation: it completes or raises. Effects that do not go through a
+# method of `self` are invisible to subclasses. The tests' storages record, fail and replay exactly these methods, so a
+# new method must be added to them as well. No other module opens, creates, renames or removes files.
 
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_CALL_BYTES = 2**30  # Linux moves 2 GiB less a page in one call, macOS 2 GiB less a byte
@@ -37,18 +37,18 @@ _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open file; a context manager that closes it.
+    """Open file; a context manager that closes it.
 
     Attributes:
-        path: The name it was opened by, for messages.
-        descriptor: What the system knows it by; -1 once it is closed.
+        path: Path it was opened by, for messages.
+        descriptor: File descriptor; -1 after `close`.
     """
 
     path: Path
     descriptor: int
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -61,44 +61,43 @@ class OpenFile:
 
 
 class Storage:
-    """The local file system. A subclass may record what is done, or fail on purpose; see Note [Operations].
+    """Local file system. Subclasses may record operations or inject failures.
 
-    Methods that write raise `OSError` as the system gives it: the caller knows on which rank, and tells all of them.
-    Methods that read raise `CheckpointError`, except for `names`, `kind` and `free_bytes`.
+    Methods that write raise the system's `OSError`; callers add the rank and raise on all ranks. Methods that read
+    raise `CheckpointError`, except for `names`, `kind` and `free_bytes`.
     """
 
     # Writing.
 
     def make_directory(self, path: Path) -> None:
-        """Make one new directory, with the modes of the process's umask."""
+        """Create a directory, with permissions according to the umask."""
         path.mkdir()
 
     def make_parents(self, path: Path) -> None:
-        """Make the directories above the path that are not there yet, on the disk as well."""
+        """Create and sync the missing parent directories of the path."""
         missing = [parent for parent in path.parents if not parent.is_dir()]
         for parent in reversed(missing):
             try:
                 self.make_directory(parent)
-            except FileExistsError:  # another process was quicker
+            except FileExistsError:  # created by another process meanwhile
                 if not parent.is_dir():
                     raise
             self.sync_path(parent.parent)
 
     def create(self, path: Path) -> OpenFile:
-        """Open a new file for writing and reading, with the modes of the process's umask; never through a link."""
+        """Create a file for writing and reading, with permissions according to the umask; do not follow links."""
         return OpenFile(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o666))
 
     def open_for_writing(self, path: Path, *, direct: bool = False) -> OpenFile:
-        """Open a regular file that is there, as it is; never through a link.
+        """Open an existing regular file without truncating it; do not follow links.
 
         Args:
-            path: The file.
-            direct: Whether to go past the page cache; memory, offset and length of every write are then multiples of
-                4096.
+            path: File.
+            direct: If True, use O_DIRECT; memory, offset and length of every write must be multiples of 4096.
 
         Raises:
-            OSError: It can't be opened; with `EINVAL` where the file system can't go past the page cache.
-            CheckpointError: It is no regular file.
+            OSError: The file cannot be opened; `EINVAL` if the file system does not support O_DIRECT.
+            CheckpointError: The path is not a regular file.
         """
         flags = os.O_RDWR | os.O_NONBLOCK | _NOFOLLOW
         if direct:
@@ -108,14 +107,14 @@ class Storage:
         return self._checked(OpenFile(path, os.open(path, flags)))
 
     def resize(self, file: OpenFile, num_bytes: int) -> None:
-        """Give a file its size, and the disk space for it where the file system can: so a full disk shows up here."""
+        """Set the size of a file and, if supported, allocate its disk space, so that a full disk is detected here."""
         if num_bytes > 0:
             _reserve(file, num_bytes)
         with _named(file.path):
             os.ftruncate(file.descriptor, num_bytes)
 
     def write_at(self, file: OpenFile, data: Buffer, offset: int) -> None:
-        """Write all of the data at an offset of the file. Any number of threads may do so at once."""
+        """Write all data at an offset of the file. Thread-safe."""
         rest = _bytes_of(data)
         while len(rest) > 0:
             try:
@@ -131,17 +130,17 @@ class Storage:
         return os.pwrite(descriptor, data, offset)
 
     def sync(self, file: OpenFile) -> None:
-        """Wait until everything written to the file is on the disk."""
-        # Not once more after an error: the second call says that all is well, and the pages are lost.
+        """Flush the file to disk."""
+        # Never retried: after a failed fsync the next one reports success although the pages are lost.
         with _named(file.path):
             os.fsync(file.descriptor)
 
     def close(self, file: OpenFile) -> None:
-        """Close a file; a second call does nothing."""
+        """Close a file. Idempotent."""
         file.close()
 
     def sync_path(self, path: Path) -> None:
-        """Wait until a file's content, or a directory's entries, are on the disk."""
+        """Flush a file's content, or a directory's entries, to disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with _named(path):
@@ -150,7 +149,7 @@ class Storage:
             os.close(descriptor)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """Make a new file of some bytes, and waits until they are on the disk."""
+        """Create a file with this content and flush it to disk."""
         file = self.create(path)
         try:
             self.write_at(file, content, 0)
@@ -159,13 +158,13 @@ class Storage:
             self.close(file)
 
     def rename_new(self, source: Path, target: Path) -> None:
-        """Give a file or a directory another name, in one step, if nothing has that name.
+        """Rename a file or directory atomically; never replace an existing one.
 
         Raises:
-            FileExistsError: Something has it, even an empty directory.
+            FileExistsError: The target exists, even as an empty directory.
         """
-        # A file system without such a rename (NFS, some FUSE ones) gets a check first, and another process may be
-        # quicker between the two: then a file that it made is lost, and a directory that isn't empty makes this fail.
+        # File systems without such a rename (NFS, some FUSE ones) get a check first, with a race: a file created by
+        # another process between check and rename is replaced; a directory that is not empty makes the rename fail.
         if _rename_noreplace(source, target):
             return
         if os.path.lexists(target):
@@ -173,19 +172,19 @@ class Storage:
         os.rename(source, target)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Give a file or a directory another name, in one step; a file that had it is gone."""
+        """Rename a file or directory atomically; an existing file is replaced."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a link."""
+        """Remove a file or a symbolic link."""
         path.unlink()
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and what is in it, in no certain order, and not in one step."""
+        """Remove a directory recursively; neither atomic nor in a defined order."""
         shutil.rmtree(path)
 
     def lock(self, path: Path) -> int | None:
-        """Mark a file or directory as in use until the descriptor is closed; None where another process did so."""
+        """Lock a file or directory until the descriptor is closed; return None if another process holds the lock."""
         descriptor = os.open(path, os.O_RDONLY | _NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,22 +192,22 @@ class Storage:
             os.close(descriptor)
             return None
         except OSError:
-            # A file system without locks: nobody can mark anything there, so nothing is marked.
+            # A file system without locks: treated as acquired.
             return descriptor
         return descriptor
 
     def unlock(self, descriptor: int) -> None:
-        """End a mark."""
+        """Release a lock."""
         os.close(descriptor)
 
     # Reading.
 
     def names(self, directory: Path) -> list[str]:
-        """Return the names in a directory, sorted."""
+        """List a directory, sorted."""
         return sorted(os.listdir(directory))
 
     def kind(self, path: Path) -> str | None:
-        """Return "file", "directory", "link" or "other" for what has this name, and None where nothing has it."""
+        """Return "file", "directory", "link" or "other", or None if the path does not exist."""
         try:
             mode = os.lstat(path).st_mode
         except ValueError:  # a NUL in the name
@@ -224,7 +223,7 @@ class Storage:
         return "file" if stat.S_ISREG(mode) else "other"
 
     def is_foreign(self, path: Path) -> bool:
-        """Return whether another user made this name in a directory that keeps its users apart, such as /tmp."""
+        """Return whether the path is owned by another user, in a directory with the sticky bit such as /tmp."""
         try:
             is_shared = os.stat(path.parent).st_mode & stat.S_ISVTX
             return bool(is_shared) and os.lstat(path).st_uid not in (os.geteuid(), 0)
@@ -232,10 +231,9 @@ class Storage:
             return False
 
     def free_bytes(self, path: Path) -> int:
-        """Return how much this user may still write to the file system that the path is on, or will be on.
+        """Return the free space for this user on the file system of the path, which need not exist.
 
-        A file system that says that it has no blocks at all (/proc, some of FUSE) does not count them: then more than
-        any file has.
+        File systems that report no blocks (/proc, some FUSE ones) do not count space; for these return sys.maxsize.
         """
         place = Path(os.path.abspath(path))
         while not place.exists():
@@ -246,38 +244,39 @@ class Storage:
         return status.f_bavail * status.f_frsize
 
     def open_regular(self, path: Path, *, inside: Path | None = None) -> OpenFile:
-        """Open a regular file for reading, and nothing else: opening a pipe would wait for ever.
+        """Open a regular file for reading. Other kinds are rejected: opening a pipe would block.
 
         Args:
-            path: The file.
-            inside: The directory that links may not leave; None: links are followed anywhere. In a cache of the
-                Hugging Face Hub, `<repo>/snapshots/<revision>/`, they may lead to `<repo>/blobs/` as well.
+            path: File.
+            inside: Directory that links must not leave; in a cache of the Hugging Face Hub,
+                `<repo>/snapshots/<revision>/`, links to `<repo>/blobs/` are allowed too. Optional, defaults to no
+                restriction.
 
         Raises:
-            CheckpointError: The file is missing, no regular file, or leads out of the directory.
+            CheckpointError: The file is missing, not a regular file, or outside of `inside`.
         """
         try:
             real = Path(os.path.realpath(path, strict=True))
             if inside is not None and not any(real.is_relative_to(place) for place in _allowed_places(inside)):
                 raise CheckpointError(
-                    f"{path} is a link that leaves its directory: a checkpoint may not name files elsewhere. Copy the"
-                    " file into the directory"
+                    f"{path} is a link that leaves its directory, which a checkpoint must not contain: copy the file"
+                    " into the directory"
                 )
             _check_regular(path, real.stat())
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise CheckpointError(f"cannot open {str(path)!r}: {error}. Check the path and its permissions") from error
-        return self._checked(OpenFile(path, descriptor))  # it may have been exchanged since
+        return self._checked(OpenFile(path, descriptor))  # the path may have been replaced since the check
 
     def size(self, file: OpenFile) -> int:
-        """Return the number of bytes of a file."""
+        """Return the size of a file in bytes."""
         return os.fstat(file.descriptor).st_size
 
     def read_at(self, file: OpenFile, buffer: Buffer, offset: int) -> None:
-        """Fill the whole buffer from an offset of the file. Any number of threads may do so at once.
+        """Fill the buffer from an offset of the file. Thread-safe.
 
         Raises:
-            CheckpointError: The file ends before, or the disk gives an error.
+            CheckpointError: The file is truncated, or reading failed.
         """
         rest = _bytes_of(buffer)
         while len(rest) > 0:
@@ -287,28 +286,28 @@ class Storage:
                 raise CheckpointError(f"cannot read {file.path}: {error}. Take another copy of it") from error
             if count == 0:
                 raise CheckpointError(
-                    f"{file.path} ends at byte {offset}, and {len(rest)} more were to be read: it is cut, or another"
+                    f"{file.path} ends at byte {offset}, {len(rest)} bytes too early: it is truncated, or another"
                     " process writes it. Take another copy of it"
                 )
             rest, offset = rest[count:], offset + count
 
     def read_file(self, path: Path, *, max_bytes: int, inside: Path | None = None) -> bytes:
-        """Return the bytes of a regular file.
+        """Return the content of a regular file.
 
         Args:
-            path: The file.
-            max_bytes: How many it may have at most; a larger one is not read.
-            inside: As for `open_regular`.
+            path: File.
+            max_bytes: Maximum size; a larger file is not read.
+            inside: See `open_regular`.
 
         Raises:
-            CheckpointError: It is larger, missing, no regular file, or leads out of the directory.
+            CheckpointError: The file is larger, missing, not a regular file, or outside of `inside`.
         """
         with self.open_regular(path, inside=inside) as file:
             num_bytes = self.size(file)
             if num_bytes > max_bytes:
                 raise CheckpointError(
-                    f"{path} has {num_bytes} bytes, and {max_bytes} are allowed: it is not what its name says, or"
-                    " damaged. Take another copy of it"
+                    f"{path} has {num_bytes} bytes, but at most {max_bytes} are allowed: it is damaged or not the kind"
+                    " of file that its name implies. Take another copy of it"
                 )
             content = bytearray(num_bytes)
             self.read_at(file, content, 0)
@@ -326,7 +325,7 @@ class Storage:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Put the file into errors of calls that know a descriptor only."""
+    """Add the path to errors of calls that take a descriptor."""
     try:
         yield
     except OSError as error:
@@ -337,12 +336,12 @@ def _named(path: Path) -> Iterator[None]:
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is no regular file: a checkpoint is made of plain files. Check the path")
+        raise CheckpointError(f"{path} is not a regular file: a checkpoint consists of regular files. Check the path")
 
 
 def _bytes_of(data: Buffer) -> memoryview:
     view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # a shape with a zero in it can't be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")  # cast() rejects shapes with a zero
 
 
 def _allowed_places(directory: Path) -> list[Path]:

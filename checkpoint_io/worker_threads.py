@@ -1,4 +1,4 @@
-"""Runs jobs in a few threads; the first failure stops all of them and is raised where they were asked for."""
+"""Runs jobs in threads; the first failure stops all threads and is raised in the caller."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Job = TypeVar("Job")
 
 
 def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads: int) -> None:
-    """Return when every job is done, in any order, and no thread is left.
+    """Run all jobs, in any order, and return when all threads have ended.
 
     Args:
-        work: Does one job.
-        jobs: What there is to do; iterated under a lock.
-        num_threads: How many jobs at once, the calling thread's included.
+        work: Function that runs one job.
+        jobs: Jobs; iterated under a lock.
+        num_threads: Number of threads, including the calling one.
 
     Raises:
-        BaseException: What the first job that failed raised. No other was begun after that.
+        BaseException: Exception of the first job that failed. No job starts after that.
     """
     queue = _Queue(jobs)
 
@@ -28,7 +28,7 @@ def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads
         try:
             for job in queue:
                 work(job)
-        except BaseException as error:  # raised below, whichever thread this is
+        except BaseException as error:  # raised below, in the calling thread
             queue.stop(error)
 
     threads: list[threading.Thread] = []
@@ -37,11 +37,11 @@ def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads
             thread = threading.Thread(target=loop, name=f"booster-checkpoint-{number}")
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter is ending and starts none: the calling thread does it all
+            except RuntimeError:  # no new threads at interpreter exit: the calling thread runs all jobs
                 break
             threads.append(thread)
         loop()
-    except BaseException as error:  # an interrupt between two threads' starts
+    except BaseException as error:  # KeyboardInterrupt while threads are started
         queue.stop(error)
     for thread in threads:
         _join(thread, queue)
@@ -50,16 +50,16 @@ def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads
 
 
 def _join(thread: threading.Thread, queue: _Queue[Job]) -> None:
-    # An interrupt must not leave a thread behind: it would go on writing into files that the caller closes.
+    # An interrupt must not leave a thread behind, which would continue to write into files that the caller closes.
     while thread.is_alive():
         try:
             thread.join()
-        except BaseException as error:  # raised when all threads have ended
+        except BaseException as error:  # raised after all threads have ended
             queue.stop(error)
 
 
 class _Queue(Generic[Job]):
-    """Jobs that several threads take one by one, until there are none or one of them failed."""
+    """Thread-safe iterator over jobs that stops at the first failure."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)

@@ -137,7 +137,7 @@ def test_missing_and_unknown_paths(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     _refused(tmp_path / "other.json", "no model index")
     (tmp_path / "model.safetensors").mkdir()
-    _refused(tmp_path, "no regular file")
+    _refused(tmp_path, "is not a regular file")
 
 
 HOSTILE_NAMES = [
@@ -230,7 +230,7 @@ def test_loops_and_dangling_links_are_refused(tmp_path, target):
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
 def test_a_pipe_does_not_block(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    _refused(tmp_path, "no regular file")
+    _refused(tmp_path, "is not a regular file")
 
 
 def _safetensors(document, data=b""):
@@ -248,7 +248,7 @@ MALFORMED = {
     "header beyond the file": (2**40).to_bytes(8, "little") + b"{}",
     "header beyond 64 bits": b"\xff" * 8 + b"{}",
     "a list": _safetensors([]),
-    "is not JSON": _safetensors(b"{'a'"),
+    "no JSON": _safetensors(b"{'a'"),
     "deep": _safetensors(b'{"a":' * 100_000),
     "duplicate": _safetensors(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'),
     "metadata": _safetensors({"__metadata__": {"a": 1}}),

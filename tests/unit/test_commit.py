@@ -120,7 +120,7 @@ def test_a_temporary_is_refused_to_hold_what_nobody_wrote(tmp_path):
     for target in (tmp_path / "m", tmp_path / "n"):
         transaction = Transaction(STORAGE, target, is_directory=True)
         (transaction.begin() / "link").symlink_to("/etc/passwd")
-        with pytest.raises(CheckpointError, match="is a link or no plain file"):
+        with pytest.raises(CheckpointError, match="is a link or not a regular file"):
             transaction.commit(is_stale=is_ours)
         transaction.abort()
     transaction = Transaction(STORAGE, tmp_path / "f", is_directory=False)
@@ -221,10 +221,10 @@ def test_killed_during_every_operation_of_saving_a_file(tmp_path, old):
 @pytest.mark.parametrize(
     ("is_directory", "make", "match"),
     [
-        (True, lambda path: path.write_text(""), "is a file, and shard=True"),
-        (True, os.mkfifo, "is a file, and shard=True"),
-        (False, lambda path: path.mkdir(), "is a directory or no plain file"),
-        (False, os.mkfifo, "is a directory or no plain file"),
+        (True, lambda path: path.write_text(""), "is a file, but shard=True"),
+        (True, os.mkfifo, "is a file, but shard=True"),
+        (False, lambda path: path.mkdir(), "is a directory or not a regular file"),
+        (False, os.mkfifo, "is a directory or not a regular file"),
     ],
 )
 def test_a_target_of_another_kind_is_an_error(tmp_path, is_directory, make, match):
@@ -364,7 +364,7 @@ def test_only_directories_are_removed(tmp_path):
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "file").write_text("")
     for name in ("link", "file"):
-        with pytest.raises(CheckpointError, match="is no directory"):
+        with pytest.raises(CheckpointError, match="is not a directory"):
             remove_checkpoint(STORAGE, tmp_path / name)
     assert len(os.listdir(tmp_path)) == 3
 

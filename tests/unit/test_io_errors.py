@@ -176,7 +176,7 @@ def test_a_directory_that_can_not_be_made_is_its_own_error(tmp_path):
     for storage, folder, reason in (
         (UnsyncedStorage(), "file", "as .*/file is no directory"),
         (UnsyncedStorage(), "file/a/b", "as .*/file is no directory"),
-        (_NoNewDirectories(), "a/b", "as the directory .*/a/b can't be made .*Read-only"),
+        (_NoNewDirectories(), "a/b", "because the directory .*/a/b cannot be created .*Read-only"),
         (_NoNewDirectories(), ".", "failed: .*Read-only.*free space"),
     ):
         io = GeneralCheckpointIO(storage=storage)

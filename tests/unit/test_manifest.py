@@ -95,7 +95,7 @@ def test_a_manifest_that_could_not_be_read_is_not_written():
     deep = {"a": {"b": {"c": {"d": {"e": []}}}}}
     assert Manifest.parse(replace(MANIFEST, facts=deep).encode(), "m").facts == deep
     bad = FileRecord(num_bytes=1, head_bytes=1, head_crc32=0, ranges=(replace(RANGES[0], name="\ud800"),))
-    with pytest.raises(CheckpointError, match="unicode"):
+    with pytest.raises(CheckpointError, match="Unicode"):
         replace(MANIFEST, files={"a.safetensors": bad}).encode()
     large = tuple(replace(RANGES[0], name=f"{number}" * 2**20) for number in range(10, 50))
     with pytest.raises(CheckpointError, match="fewer, larger files"):

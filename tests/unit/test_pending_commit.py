@@ -231,7 +231,7 @@ def test_who_comes_second_to_a_new_name_is_told(tmp_path):
     write(STORAGE, first.begin(), {"a": "first"})
     write(STORAGE, second.begin(), {"a": "second"})
     first.commit(is_stale=is_ours)
-    with pytest.raises(CheckpointError, match="another process made it while this save was running"):
+    with pytest.raises(CheckpointError, match="another process created it during this save"):
         second.commit(is_stale=is_ours)
     second.abort()
     assert plain(tmp_path) == {"m/a": "first"}

@@ -398,7 +398,7 @@ def test_read_at_fills_the_buffer_or_fails(storage, tmp_path):
 def test_read_file_reads_no_more_than_is_allowed(storage, tmp_path):
     storage.write_file(tmp_path / "file", b"abc")
     assert storage.read_file(tmp_path / "file", max_bytes=3) == b"abc"
-    with pytest.raises(CheckpointError, match="3 bytes, and 2 are allowed"):
+    with pytest.raises(CheckpointError, match="3 bytes, but at most 2 are allowed"):
         storage.read_file(tmp_path / "file", max_bytes=2)
     storage.write_file(tmp_path / "empty", b"")
     assert storage.read_file(tmp_path / "empty", max_bytes=0) == b""
@@ -433,7 +433,7 @@ def test_what_is_exchanged_after_the_check_is_not_read(storage, tmp_path, monkey
 
     monkeypatch.setattr(os, "open", exchanged)
     num_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         storage.open_regular(path)
     assert len(os.listdir("/proc/self/fd")) == num_open
 
