@@ -217,8 +217,8 @@ def _check_tiles(
         )
     holders = _listed(of_tensor.at(np.flatnonzero(holds)), ranks_of)
     raise CheckpointError(
-        f"{element} is in no primary slice, only in slices of {holders} that are not primary, so nothing was written:"
-        " mark each shard primary on exactly one rank"
+        f"{element} is in no primary slice (other copies: {holders}), so nothing was written: mark each shard primary"
+        " on exactly one rank"
     )
 
 

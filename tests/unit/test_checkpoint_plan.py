@@ -591,9 +591,9 @@ def test_primaries_that_overlap():
 
 def test_elements_that_nobody_writes():
     text = error_of([[part("a", (2, 4), span=(0, 3))], [part("a", (2, 4), span=(4, 8))]])
-    assert "element (0, 3) of 'a', which is float32 of shape (2, 4), would be missing" in text
-    assert "of the others that of no rank" in text
-    assert "that of ranks 0, 1" in error_of(replicas([("a", (4,))], 2, primary_rank=None))
+    assert "element (0, 3) of 'a', which is float32 of shape (2, 4), is in no primary slice" in text
+    assert "other copies: no rank" in text
+    assert "other copies: ranks 0, 1" in error_of(replicas([("a", (4,))], 2, primary_rank=None))
     assert "element (1, 0, 3) of 'b'" in error_of(
         [[part("b", (2, 2, 4), box=((0, 2), (0, 2), (0, 3)))], [part("b", (2, 2, 4), box=((0, 1), (0, 2), (3, 1)))]]
     )

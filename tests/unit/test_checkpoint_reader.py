@@ -135,7 +135,7 @@ def test_missing_and_unknown_paths(tmp_path):
     (tmp_path / "file.ckpt").write_bytes(b"")
     _refused(tmp_path / "file.ckpt", "is not a known format")
     (tmp_path / "other.json").write_text("{}")
-    _refused(tmp_path / "other.json", "no model index")
+    _refused(tmp_path / "other.json", "is not a model index")
     (tmp_path / "model.safetensors").mkdir()
     _refused(tmp_path, "is not a regular file")
 

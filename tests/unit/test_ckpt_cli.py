@@ -453,7 +453,7 @@ def test_several_models_have_folders(ckpt, tmp_path):
         (["inspect", "empty"], "holds no checkpoint"),
         (["verify", "empty"], "holds no checkpoint"),
         (["inspect", "text.txt"], "is not a known format"),
-        (["inspect", "config.json"], "no index"),
+        (["inspect", "config.json"], "is not an index"),
         (["convert", "m.safetensors", "b", "--size-per-shard", "0"], "size_per_shard=0"),
         (["consolidate", "m.safetensors", "m.safetensors"], "are nested or the same"),
         (["export-optimizer", "m.safetensors", "o.pt"], "holds no optimizer"),

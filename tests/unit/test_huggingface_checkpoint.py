@@ -192,7 +192,7 @@ def test_any_librarys_config_that_gives_its_text_is_written():
     assert vars(model.config) == {"text": "\u00e4"}
 
 
-@pytest.mark.parametrize(("text", "reason"), [({1}, "not JSON serializable"), (7, "gave a int")])
+@pytest.mark.parametrize(("text", "reason"), [({1}, "not JSON serializable"), (7, "returned a int")])
 def test_a_config_that_is_no_json_is_an_error(text, reason):
     model = torch.nn.Linear(1, 1)
     model.config = _Config(text)

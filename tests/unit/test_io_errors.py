@@ -174,8 +174,8 @@ def test_a_directory_that_can_not_be_made_is_its_own_error(tmp_path):
         (tmp_path / "file").touch()
     dist.barrier()
     for storage, folder, reason in (
-        (UnsyncedStorage(), "file", "as .*/file is no directory"),
-        (UnsyncedStorage(), "file/a/b", "as .*/file is no directory"),
+        (UnsyncedStorage(), "file", "because .*/file is not a directory"),
+        (UnsyncedStorage(), "file/a/b", "because .*/file is not a directory"),
         (_NoNewDirectories(), "a/b", "because the directory .*/a/b cannot be created .*Read-only"),
         (_NoNewDirectories(), ".", "failed: .*Read-only.*free space"),
     ):

@@ -206,7 +206,7 @@ class TestDamage:
     def test_latest_is_a_directory(self, tmp_path):
         (tmp_path / "latest").mkdir()
         booster, model = make()
-        with pytest.raises(ConfigError, match="latest is no file"):
+        with pytest.raises(ConfigError, match="latest is not a file"):
             booster.save(tmp_path, model, step=1)
         assert os.listdir(tmp_path) == ["latest"]
 

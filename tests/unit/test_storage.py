@@ -389,7 +389,7 @@ def test_read_at_fills_the_buffer_or_fails(storage, tmp_path):
         storage.read_at(file, numbers, 1)
         assert numbers.tobytes() == bytes(range(1, 9))
         storage.read_at(file, bytearray(), 100)
-        with pytest.raises(CheckpointError, match="ends at byte 10, and 1 more"):
+        with pytest.raises(CheckpointError, match="ends at byte 10, 1 bytes too early"):
             storage.read_at(file, bytearray(2), 9)
     with pytest.raises(CheckpointError, match="cannot read"):
         storage.read_at(file, bytearray(2), 0)
