@@ -352,7 +352,7 @@ def _allowed_places(directory: Path) -> list[Path]:
     return [real, Path(*real.parts[:last]) / "blobs"]
 
 
-# Two calls that Python has no name for. `os.posix_fallocate` is none of them: where the file system can't reserve, the
+# System calls that Python does not wrap. `os.posix_fallocate` is no substitute: if the file system cannot allocate, the
 # C library writes into every block instead, over the network if need be.
 
 
@@ -377,7 +377,7 @@ def _reserve(file: OpenFile, num_bytes: int) -> None:
 
 
 def _rename_noreplace(source: Path, target: Path) -> bool:
-    """Rename, or returns False where this can't be done in one step."""
+    """Rename atomically, or return False if that is not supported."""
     if _renameat2 is None:
         return False
     if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:

@@ -32,8 +32,8 @@ def parse_index(raw: bytes, what: str, owner: FileNames) -> dict[str, list[str]]
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or len(weight_map) > MAX_TENSORS:
         raise CheckpointError(
-            f"{what} has no weight_map, or one of more than a million tensors: it is no index, or damaged. Take another"
-            " copy of it"
+            f"{what} has no weight_map, or one of more than a million tensors: it is damaged or not an index. Take"
+            " another copy of it"
         )
     if not weight_map:
         # The index of an optimizer without states has no entries, but there is one shard, without tensors.

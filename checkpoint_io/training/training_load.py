@@ -106,7 +106,7 @@ def _find(
                 " booster.save() wrote, or pass missing_ok=True to start without one"
             )
         raise CheckpointError(
-            f"{root} holds no complete training state, neither directly nor as a step-... directory: give a directory"
+            f"{root} holds no training state, neither directly nor as a step-... directory: give a directory"
             " that booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to start"
             " without one"
         )

@@ -161,7 +161,7 @@ class TestLatest:
     def test_where_there_is_none_it_says_so_or_returns_none(self, tmp_path, place):
         booster, model = one_device()
         fill(model, 3)
-        with pytest.raises(CheckpointError, match=r"holds no complete training state.*missing_ok=True") as caught:
+        with pytest.raises(CheckpointError, match=r"holds no training state.*missing_ok=True") as caught:
             booster.load(tmp_path / place, model)
         assert (f"{tmp_path / 'never'}/made does not exist" in str(caught.value)) == place.startswith("never")
         assert booster.load(tmp_path / place, model, missing_ok=True) is None
