@@ -33,7 +33,7 @@ __all__ = ["DirectoryView", "Transaction", "listing", "remove_checkpoint", "reso
 #     absent.
 # (b) The target is one file. The temporary is a sibling directory with that file. Commit point: the rename over the old
 #     file. Then the parent is synced; a power failure before that may restore the old file, complete.
-# (c) The target is an existing directory: it may hold other components, logs and directories, and be a mount point. So
+# (c) The target is an existing directory: it may hold other parts, logs and directories, and be a mount point. So
 #     the temporary is inside it (renames cannot cross file systems), and no single rename can replace all files.
 #     Commit point: the rename of the temporary to a commit directory in the target, synced. From then on every reader
 #     of this library sees the new files through it, see Note [Commit folder], and no stale old ones. Only then are the

@@ -137,7 +137,6 @@ def _check_shapes(specs: Mapping[str, TensorSpec]) -> None:
 
 
 def _check_inside(names: Sequence[str], shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> None:
-    """Check that boxes lie within their tensors, and spans within their boxes."""
     for pair in np.unique(tiles.tensor * len(boxes) + tiles.box).tolist():
         shape, box = shapes[pair // len(boxes)], boxes[pair % len(boxes)]
         if not _is_inside(box, shape):

@@ -115,7 +115,6 @@ def _flat_parts(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[t
 
 
 def _groups(block: RunBlock) -> Iterator[RunBlock]:
-    """Group runs that are read together."""
     ends = block.logical + block.length
     breaks = np.flatnonzero(block.logical[1:] - ends[:-1] > MAX_GAP_BYTES) + 1
     first = 0

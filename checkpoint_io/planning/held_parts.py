@@ -242,7 +242,6 @@ def _described(spec: TensorSpec) -> str:
 
 
 def _listed(rows: _Rows, ranks_of: list[np.ndarray]) -> str:
-    """Format the ranks that hold these rows."""
     ranks = sorted({int(rank) for table in rows.table.tolist() for rank in ranks_of[table]})
     if not ranks:
         return "no rank"

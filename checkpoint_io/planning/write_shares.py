@@ -62,8 +62,6 @@ class _Cuts:
 
 
 class _HolderSets:
-    """Concatenated sets of ranks."""
-
     def __init__(self, sets: Sequence[np.ndarray], num_ranks: int) -> None:
         self.sizes = np.array([len(ranks) for ranks in sets], dtype=np.int64)
         self._firsts = np.cumsum(self.sizes) - self.sizes

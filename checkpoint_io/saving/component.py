@@ -56,12 +56,12 @@ Images = dict[int, FileImage]
 
 
 class PlannedComponent:
-    """A component with its save plan.
+    """Checkpoint part with its save plan.
 
     Args:
         component: Part to save.
         plan: Save plan.
-        single_name: File name if the component is not sharded.
+        single_name: File name if the part is not sharded.
         images: Cache of file images (everything but the data) for this plan; extended here.
     """
 

@@ -37,7 +37,7 @@ class Agenda:
 
     Attributes:
         name: Unique name of the save, equal on all ranks.
-        components: Planned components.
+        components: Planned parts of the checkpoint.
         host_of_rank: Host index of each rank; equal for ranks on the same machine.
     """
 

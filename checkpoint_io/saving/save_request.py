@@ -23,7 +23,7 @@ class SaveRequest:
         is_directory: Whether the target is a directory.
         components: Parts of the checkpoint.
         documents: Further small files, written by rank 0, by name.
-        manifest_name: Name of a manifest over the documents and the components' manifests. Optional, defaults to no
+        manifest_name: Name of a manifest over the documents and the parts' manifests. Optional, defaults to no
             such manifest.
         facts: JSON metadata of the save for the manifest.
         is_stale: Predicate: a file of this name, relative to the target, is a leftover of the replaced save.

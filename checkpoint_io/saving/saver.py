@@ -215,7 +215,7 @@ class _Writing:
         return b""
 
     def _collected(self, reports: Sequence[bytes]) -> list[dict[WriteRange, int]]:
-        """Return the checksum of every planned range, by component; an incomplete report is an error."""
+        """Return the checksum of every planned range, by checkpoint part; an incomplete report is an error."""
         found: list[dict[WriteRange, int]] = [{} for _ in self._planned]
         for rank, raw in enumerate(reports):
             crcs = array("I")

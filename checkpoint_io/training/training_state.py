@@ -44,7 +44,7 @@ __all__ = ["TrainingStateIO"]
 # Files of a directory: those of the first model and optimizer; each further model or optimizer in a subdirectory of its
 # name; `random_state.safetensors` and, during an accumulation, `gradients.safetensors`, with every rank's own tensors
 # and the reduced gradients; `training_state.json` with all values that are not tensors; and
-# `training_state.manifest.json` with the checksums of the latter and of every component's manifest, so that a component
+# `training_state.manifest.json` with the checksums of the latter and of every part's manifest, so that a part
 # replaced by another save is detected.
 
 _DOING = "saving the training state"
@@ -260,7 +260,7 @@ class TrainingStateIO:
         return announce
 
     def _stale(self, target: Path, parts: TrainingParts) -> Callable[[str], bool]:
-        """Return a predicate for leftovers of the replaced save: RNG states, gradients and its components."""
+        """Return a predicate for leftovers of the replaced save: RNG states, gradients and its other parts."""
         folders = set(parts.folders()) | {""}
         before = self._folders_of_what_is_there(target) if self._ranks.rank == 0 else {}
 
