@@ -1,4 +1,4 @@
-"""The end of a rank's program: it says so to the others, and does not end well where others could not go on."""
+"""Shutdown of a rank: report the exit to the others, and fail if they fail because of it."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from booster.errors import RankFailedError
 __all__ = ["EXIT_CODE", "say_farewell"]
 
 # Note [Farewell]
-# A program that ends while other ranks still wait for this one looks well from here: its batches were used up, say, and
-# theirs were not. So at its end a rank writes that it has come there, and stays until all others have written the same.
-# They learn from it at once what is wrong (see Note [Signs]), fail, and write that; and this rank ends with an error,
-# too. Nobody stays for a rank that is gone, or that gives no more signs. Where rank 0 serves the store it stays until
-# nobody needs it: until all that wait have read how the others ended.
-# A program that ends by an error of its own says why, and hangs up: who waits for it fails at once, with the reason.
+# A program that finishes while other ranks wait for this one looks successful from here: its batches were used up, say,
+# and theirs were not. So at its end a rank reports its exit and waits until all others have reported theirs. Ranks that
+# wait for it learn the cause at once (see Note [Signs]), fail, and report that; then this rank exits with an error, too.
+# A rank that is gone, or whose heartbeats have stopped, is not waited for. If rank 0 serves the store it stays until all
+# waiting ranks have read the exit states.
+# A program that ends by an error reports it and aborts its groups: peers that wait for it fail at once, with the reason.
 
-EXIT_CODE = 1  # of a rank whose program came to its end while others could not
+EXIT_CODE = 1  # of a rank whose program finished while others failed
 _PAUSE_SECONDS = 0.02
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SILENCE_SECONDS = 30.0
 _READING_SECONDS = 5.0
-_REPORT_SECONDS = 15.0  # beyond the longest wait: until who has waited in vain has found out for whom, and has ended
+_REPORT_SECONDS = 15.0  # beyond the longest timeout: for the diagnosis and the exit of a rank that waited
 
 
 def say_farewell(error: BaseException | None, limit_seconds: float) -> None:
-    """Ends this rank's part in the world; the last that a program does. Does not return where others failed for it.
+    """Report this rank's exit and wait for the other ranks; the last call of a program.
+
+    Does not return if other ranks failed because of this one: the process exits with `EXIT_CODE`.
 
     Args:
-        error: What ended the program; None: it came to its end.
-        limit_seconds: The longest wait for another rank. So long, and somewhat longer, this one stays for ranks that go
-            on.
+        error: Error that ended the program, None if it finished.
+        limit_seconds: Longest timeout of a wait for another rank. Ranks that continue are waited for slightly longer.
     """
     if error is not None:
         _leave_after(error)
@@ -64,17 +65,17 @@ def _leave_after(error: BaseException) -> None:
     if not isinstance(error, RankFailedError):
         note_failure(text)
     end_signs(FAILED, text)
-    with suppress(RuntimeError):  # torch has taken a group apart already
+    with suppress(RuntimeError):  # torch has destroyed a group already
         hang_up(list(_world.pg_map), text)
 
 
 def _failures_of_others(limit_seconds: float) -> dict[int, str]:
-    """Returns why other ranks failed, once all have ended."""
+    """Return the errors of failed ranks, once all have ended."""
     others = set(range(dist.get_world_size())) - {dist.get_rank()}
     deadline = time.monotonic() + limit_seconds + _REPORT_SECONDS
     silence = _Silence()
     next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-    with suppress(RuntimeError):  # the process that serves the store has ended: it is an end, too
+    with suppress(RuntimeError):  # the process that serves the store has ended, which is an exit, too
         while time.monotonic() < deadline:
             ends = ends_of_ranks()
             going_on = others.difference(ends)
@@ -91,7 +92,7 @@ def _failures_of_others(limit_seconds: float) -> dict[int, str]:
 
 
 def _stay_until_known(ranks: set[int]) -> None:
-    """Says that this rank knows how all ended; on rank 0 returns once all of these ranks have said so."""
+    """Record that this rank has read all exit states; rank 0 waits until all of these ranks have."""
     deadline = time.monotonic() + _READING_SECONDS
     with suppress(RuntimeError):  # the process that serves the store has ended, as this one is about to
         known = say_that_ends_are_known()
@@ -101,13 +102,13 @@ def _stay_until_known(ranks: set[int]) -> None:
 
 
 class _Silence:
-    """Which ranks have given no new sign for long."""
+    """Tracks which ranks have written no new heartbeat for _SILENCE_SECONDS."""
 
     def __init__(self) -> None:
-        self._beats: dict[int, tuple[int, float]] = {}  # the last one, and when it was new
+        self._beats: dict[int, tuple[int, float]] = {}  # last sequence number, and when it was first read
 
     def of(self, ranks: set[int]) -> set[int]:
-        """Returns those among the ranks whose processes are gone, or that say nothing any more."""
+        """Return those of the ranks whose processes are gone or whose heartbeats have stopped."""
         signs, now = read_signs(ranks), time.monotonic()
         for rank in ranks:
             beat = signs[rank].beat if rank in signs else 0
@@ -121,11 +122,11 @@ def _end_with_them(failed: dict[int, str]) -> None:
     rank, text = min(failed.items())
     others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     sys.stderr.write(
-        f"rank {dist.get_rank()}'s program came to its end, but rank {rank}{others} failed, so this rank ends with exit"
-        f" code {EXIT_CODE}, too. rank {rank} said: {text}\n"
+        f"rank {dist.get_rank()}'s program finished, but rank {rank}{others} failed, so this rank exits with code"
+        f" {EXIT_CODE}, too. rank {rank} reported: {text}\n"
     )
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed by the script, or its reader is gone
+        with suppress(OSError, ValueError):  # closed by the script, or by its reader
             stream.flush()
-    os._exit(EXIT_CODE)  # what atexit functions raise does not change the exit code
+    os._exit(EXIT_CODE)  # an exception in an atexit function would not change the exit code

@@ -1,4 +1,4 @@
-"""Where this rank is: the phase of its training loop, its step, and the communication that it is in."""
+"""Progress of this rank: its step, the phase of its training loop, and its current collective."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ __all__ = [
 ]
 
 # Note [Phases]
-# What a training loop calls enters a phase: "boost", "data", "forward", "evaluate" (a forward in evaluation mode
-# without gradients), "backward", "clip", "step", "pipeline", "save", "load"; a save has the parts "save plan", "save
-# write" and "commit", in the thread that does them; and inside of any of them is "communication", with the operation
-# that this rank is in. Phases nest. Each thread has its own, on a track that other threads may read:
-# the one that notices that a rank hangs is not the one that does. Entering and leaving is always noted, as an error
-# about a lost rank wants to say where this one was, and costs half a microsecond; more is done only on a track with
-# observers. Every moment belongs to the innermost phase, so the times of all phases, with those outside of any, add up
-# to the clock's.
+# The functions of a training loop enter phases: "boost", "data", "forward", "evaluate" (a forward in evaluation mode
+# without gradients), "backward", "clip", "step", "pipeline", "save", "load". A save has the sub-phases "save plan", "save
+# write" and "commit", in the thread that runs them. The innermost phase may be "communication", with its operation.
+# Phases nest. Each thread has its own stack of phases, which other threads may read: the thread that detects a hang is
+# not the one that hangs. Entering and leaving is always recorded, for errors about lost ranks, and costs half a
+# microsecond; more is done only for threads with observers. Time is attributed to the innermost phase, so the times of
+# all phases and the time outside of them add up to the wall-clock time.
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 PARTS_OF_SAVE = ("save plan", "save write", "commit")
 
-# All phases but "communication", whose operations have names of their own.
+# All phases but "communication", whose operations have their own names.
 _OF_TRAINING = ("boost", "data", "forward", "evaluate", "backward", "clip", "step", "pipeline")
 PHASES = (*_OF_TRAINING, "save", *PARTS_OF_SAVE, "load")
 
 
 class Communication(Protocol):
-    """What a phase has to know of an operation between ranks; see `booster.comm.operation.Operation`."""
+    """Attributes of an operation that a phase records; see `booster.comm.operation.Operation`."""
 
     @property
     def name(self) -> str: ...
@@ -69,29 +68,29 @@ class Communication(Protocol):
 
 
 class PhaseObserver:
-    """Is told what the thread does that watches with it. Here nothing happens; a subclass overrides what it wants."""
+    """Callbacks of a thread's training loop. The defaults do nothing."""
 
     def spent(self, name: str | None, seconds: float) -> None:
-        """This much more time was spent with a phase as the innermost one; None: outside of all phases."""
+        """Time was spent in a phase as the innermost one, or outside of all phases (`name` is None)."""
 
     def forward_called(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """A boosted model begins with a batch that it trains on."""
+        """A boosted model starts a training forward."""
 
     def loss_given(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
-        """An optimizer begins with the backward of a loss: a mean, or a sum over so many items."""
+        """An optimizer starts the backward of a loss: a mean, or a sum over `num_items`."""
 
     def loss_is_elsewhere(self, optimizer: Any) -> None:
-        """An optimizer ends the backward of a loss that another pipeline stage is told of."""
+        """An optimizer finished the backward of a loss that another pipeline stage holds."""
 
     def gradients_known(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, Any]]]) -> None:
-        """An optimizer has the gradients that it will step with; `named` gives this rank's, by the user's names."""
+        """An optimizer has the gradients of its next step; `named` yields this rank's, by the user's names."""
 
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped, or skipped its step."""
 
 
 class _PastOperation:
-    """An operation that has ended. Its group, which holds memory and connections, is not kept for it."""
+    """Finished operation. Holds no reference to its group, which owns memory and connections."""
 
     __slots__ = ("_group", "name", "number", "peer")
 
@@ -100,13 +99,13 @@ class _PastOperation:
         self._group = None if operation.group is None else weakref.ref(operation.group)
 
     def place(self) -> OperationPlace | None:
-        """Returns it in plain words; None: its group is gone."""
+        """Return its description, or None if its group is gone."""
         group = None if self._group is None else self._group()
         return None if group is None and self._group is not None else _place_of(self, group)
 
 
 class _Track:
-    """The phases of one thread."""
+    """Phases, steps and observers of one thread."""
 
     __slots__ = ("__weakref__", "accounted", "last_operation", "num_steps", "observers", "phase")
 
@@ -118,7 +117,7 @@ class _Track:
         self.accounted = 0.0
 
     def account(self, now: float) -> None:
-        """Tells what the time since the last call was spent with."""
+        """Attribute the time since the last call to the innermost phase."""
         name = None if self.phase is None else self.phase.name
         seconds, self.accounted = now - self.accounted, now
         for observer in self.observers:
@@ -133,16 +132,16 @@ class _OfThisThread(threading.local):
 
 
 _lock = threading.Lock()
-_tracks: WeakValueDictionary[int, _Track] = WeakValueDictionary()  # a thread's track ends with it
+_tracks: WeakValueDictionary[int, _Track] = WeakValueDictionary()  # freed with the thread
 _here = _OfThisThread()
 
 
 class Phase:
-    """The context of a phase; see Note [Phases].
+    """Context of a phase; see Note [Phases].
 
     Args:
-        name: Which phase.
-        operation: The communication that this rank is in meanwhile.
+        name: Name of the phase.
+        operation: Operation of a "communication" phase.
     """
 
     __slots__ = ("_track", "name", "operation", "outer", "since")
@@ -173,11 +172,11 @@ class Phase:
             track.last_operation = _PastOperation(self.operation)
 
     def _tell_entry(self, callback: Callable[[str], None]) -> None:
-        if self.outer is not None and self.outer.name == self.name:  # a method of a phase that calls another of it
+        if self.outer is not None and self.outer.name == self.name:  # one method of a phase calls another
             return
         try:
             callback(self.name)
-        except BaseException:  # a context that does not come about is not left either
+        except BaseException:  # __exit__ is not called for a context whose __enter__ raised
             self._track.phase = self.outer
             raise
 
@@ -186,17 +185,16 @@ _on_entry: Callable[[str], None] | None = None
 
 
 def call_on_entry(callback: Callable[[str], None] | None) -> None:
-    """Has whatever thread enters a phase call this with the phase's name, once it is in it; None: nothing any more.
+    """Set the function that every thread calls with the name of a phase that it enters, or None.
 
-    What it raises comes out of the call that entered the phase. It is for faults that strike on purpose; there is one
-    callback in a process.
+    Its errors propagate from the call that entered the phase. For fault injection; a process has one callback.
     """
     global _on_entry
     _on_entry = callback
 
 
 def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator: the function runs in that phase."""
+    """Decorator: run the function in a phase."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -210,7 +208,7 @@ def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def end_step(optimizer: Any, num_steps: int) -> None:
-    """Notes that an optimizer has ended its step of that number, from 1, and tells the observers."""
+    """Record that an optimizer finished step `num_steps` (from 1), and notify the observers."""
     track = _here.track
     track.num_steps = num_steps
     if track.observers:
@@ -220,13 +218,13 @@ def end_step(optimizer: Any, num_steps: int) -> None:
 
 
 def observers() -> tuple[PhaseObserver, ...]:
-    """Returns who watches this thread; mostly nobody."""
+    """Return the observers of this thread."""
     return _here.track.observers
 
 
 @contextmanager
 def watch_phases(observer: PhaseObserver) -> Iterator[None]:
-    """Tells the observer what this thread does in the block. Blocks may be nested. No communication."""
+    """Notify the observer of this thread's phases in the block. Blocks may be nested. No communication."""
     track = _here.track
     _account_if_watched(track)
     track.observers = (*track.observers, observer)
@@ -238,25 +236,23 @@ def watch_phases(observer: PhaseObserver) -> Iterator[None]:
 
 
 def _account_if_watched(track: _Track) -> None:
-    """Gives the time so far to those who watch now, so that who comes or goes has its own part alone."""
+    """Attribute the time so far to the current observers, before one is added or removed."""
     if track.observers:
         track.account(time.perf_counter())
     else:
         track.accounted = time.perf_counter()
 
 
-# Where a thread is.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationPlace:
-    """A communication between ranks.
+    """Description of a collective or message.
 
     Attributes:
-        name: Such as "all_reduce".
-        number: How many of that name this rank has started among these ranks (and with that peer), from 1.
-        ranks: World ranks that take part; none where their group has been destroyed since.
-        peer: World rank of the other end of a message; None: all take part alike.
+        name: Name of the operation, such as "all_reduce".
+        number: Sequence number among this rank's operations of that name in the group (and with that peer), from 1.
+        ranks: Global ranks of the group; empty if the group has been destroyed since.
+        peer: Global rank of the other end of a message, None for collectives.
     """
 
     name: str
@@ -273,14 +269,14 @@ class OperationPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurrentPlace:
-    """Where a thread is.
+    """Progress of a thread.
 
     Attributes:
-        num_steps: Steps that ended, of the optimizer that stepped last.
-        phases: The phases that it is in, outermost first.
-        seconds: How long it has been in the innermost one; 0 outside of all.
-        operation: The communication that it is in.
-        last_operation: The last one that it came out of.
+        num_steps: Finished steps of the optimizer that stepped last.
+        phases: Current phases, outermost first.
+        seconds: Time in the innermost phase; 0 outside of all.
+        operation: Current operation.
+        last_operation: Last finished operation.
     """
 
     num_steps: int = 0
@@ -293,7 +289,7 @@ class CurrentPlace:
         return f"after {self.num_steps} steps, {self.where()}"
 
     def where(self) -> str:
-        """Returns the place in words, without the step."""
+        """Return the progress as text, without the step."""
         text = "outside of all phases"
         if self.phases:
             text = " ".join(f"in {name}" for name in reversed(self.phases)) + f" for {self.seconds:.1f} s"
@@ -303,7 +299,7 @@ class CurrentPlace:
 
 
 def current_place(thread_id: int | None = None) -> CurrentPlace:
-    """Returns where a thread of this process is (None: the calling one). No communication."""
+    """Return the progress of a thread of this process, by default the calling one. No communication."""
     with _lock:
         track = _tracks.get(threading.get_ident() if thread_id is None else thread_id)
     if track is None:
@@ -328,7 +324,7 @@ def _place_of(operation: Communication | _PastOperation, group: dist.ProcessGrou
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Returns world ranks; none where the group has been destroyed, which the watched thread may do at any moment."""
+    """Return global ranks, or () if the group is destroyed, which the observed thread may do at any moment."""
     try:
         return tuple(dist.get_process_group_ranks(group)) if dist.is_available() else ()
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Threads that have to end before the interpreter does."""
+"""Joining of threads that call torch before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from weakref import WeakKeyDictionary
 __all__ = ["join_at_exit"]
 
 # Note [Threads at exit]
-# A daemon thread that wants the interpreter's lock while the interpreter ends is ended there, by pthread_exit, which
-# unwinds its stack. Where C++ of torch has released the lock, as its stores and groups do, that happens inside of a
-# destructor, through which nothing may be unwound: "terminate called without an active exception", and SIGABRT after a
-# program that has done all it should. So a thread that calls torch is told to stop, and waited for, while the
-# interpreter still works. One that waits in a store which does not answer can't be told; it is left after a time, as
-# the process ends long before an answer comes.
-# Functions at exit run in reverse order: this one after the end of the launch, which asks the store itself.
+# A daemon thread that requests the GIL while the interpreter exits is ended by pthread_exit, which unwinds its stack.
+# Where C++ code of torch has released the GIL, as in its stores and groups, this happens inside of a destructor, which
+# must not be unwound: "terminate called without an active exception", and SIGABRT after a program that succeeded. So
+# threads that call torch are stopped and joined while the interpreter still runs. A thread that waits in a store which
+# does not answer cannot be stopped; it is left after a timeout, since the process exits long before an answer.
+# atexit functions run in reverse order: this one after the shutdown of the launch, which uses the store itself.
 
 _JOIN_SECONDS = 5.0
 
@@ -26,11 +25,11 @@ _threads: WeakKeyDictionary[threading.Thread, Callable[[], object] | None] = Wea
 
 
 def join_at_exit(thread: threading.Thread, stop: Callable[[], object] | None = None) -> None:
-    """Has a thread joined before the interpreter ends; see Note [Threads at exit].
+    """Join a thread before the interpreter exits; see Note [Threads at exit].
 
     Args:
-        thread: One that may call torch when the program ends.
-        stop: Tells it to end, and does not refer to it; None: it ends by itself.
+        thread: Thread that may call torch when the program ends.
+        stop: Function that makes the thread end; must not refer to it. Optional if it ends by itself.
     """
     with _lock:
         _threads[thread] = stop

@@ -1,4 +1,4 @@
-"""A store of torch.distributed that is waited for with a limit: the process that serves it may be stopped, too."""
+"""Client of a torch.distributed store with a timeout for every call: the process that serves it may be stopped."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from booster.threads_at_exit import join_at_exit
 __all__ = ["BoundedStore", "answer_within", "new_client"]
 
 # Note [Answers]
-# TCPStore has limits for keys that don't come, and none for a server that takes a question and never answers: a rank
-# that is stopped, as by a debugger or a frozen machine, and serves the store. Who asks it waits for ever, and its lock
-# keeps all other threads of the process waiting. So each question is asked by a thread of its own, and given up after a
-# time. A client that has got no answer is asked nothing more until that comes: the lost thread holds its lock.
-# A server may also be late: torch's looks up the name of who connects, in the one thread that answers all, which takes
-# 5 s and more where the name service does not answer. So a new client is waited for as long as set-up may take.
+# TCPStore has timeouts for missing keys, and none for a server that accepts a request and never answers: a rank that is
+# stopped, as by a debugger or a frozen host, and serves the store. A caller would wait without end, and its lock would
+# block all other threads of the process. So each request runs in a separate thread, which is abandoned after a timeout. A
+# client with an unanswered request gets no further one until the answer arrives: the abandoned thread holds its lock.
+# A server may also be slow: torch's resolves the name of a connecting host in the one thread that serves all requests,
+# which takes 5 s and more if the name service does not answer. So a new client has the set-up timeout.
 
-_lost: WeakKeyDictionary[Store, _Question] = WeakKeyDictionary()  # what a client was asked and has not answered
+_lost: WeakKeyDictionary[Store, _Question] = WeakKeyDictionary()  # unanswered request of a client
 
 
 def new_client(store: Any, seconds: float) -> Any:
-    """Returns a further client of a store, for those who would wait in one that others use.
+    """Return a separate client of a store, so that waits do not block other users of the first one.
 
     Raises:
-        DistNetworkError: The process that serves it is gone, or does not answer in so many seconds.
+        DistNetworkError: The process that serves it has ended, or did not answer in time.
     """
     return answer_within(store.clone, seconds)
 
 
 class BoundedStore:
-    """What this package asks of a store; each call raises `DistNetworkError` where no answer comes.
+    """Store whose calls raise `DistNetworkError` if no answer arrives in time.
 
     Args:
-        client: A client of the store; not shared with others that wait in it.
-        prefix: Of all keys.
-        seconds: How long an answer is waited for.
+        client: Client of the store that no other thread waits in.
+        prefix: Prefix of all keys.
+        seconds: Timeout of a call.
     """
 
     def __init__(self, client: Any, prefix: str, seconds: float) -> None:
@@ -50,43 +50,43 @@ class BoundedStore:
         self._store: Any = PrefixStore(prefix, client)  # torch's stubs give its values as str; they are bytes
 
     def under(self, prefix: str) -> BoundedStore:
-        """Returns the part of the store under a further prefix."""
+        """Return the store with a further prefix."""
         return BoundedStore(self._client, f"{self._prefix}/{prefix}", self._seconds)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all keys are there."""
+        """Return whether all keys exist."""
         return bool(self._ask(lambda: self._store.check(list(keys))))
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key that is there; one that is not would be waited for."""
+        """Return the value of an existing key; a missing one would be waited for."""
         return bytes(self._ask(lambda: self._store.get(key)))
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Gives a key a value."""
+        """Set the value of a key."""
         self._ask(lambda: self._store.set(key, value))
 
     def append(self, key: str, value: str) -> None:
-        """Puts a value behind that of a key."""
+        """Append to the value of a key."""
         self._ask(lambda: self._store.append(key, value))
 
     def compare_set(self, key: str, expected: str, value: str | bytes) -> None:
-        """Gives a key a value if it has the expected one, or with "" if it is not there."""
+        """Set the value of a key if it has the expected one; "" expects a missing key."""
         self._ask(lambda: self._store.compare_set(key, expected, value))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter and returns it."""
+        """Add to a counter and return it."""
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def delete_key(self, key: str) -> None:
-        """Removes a key."""
+        """Delete a key."""
         self._ask(lambda: self._store.delete_key(key))
 
     def has_extended_api(self) -> bool:
-        """Returns whether `multi_get` works. No communication."""
+        """Return whether `multi_get` works. No communication."""
         return bool(self._store.has_extended_api())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values of keys that are there."""
+        """Return the values of existing keys."""
         return [bytes(value) for value in self._ask(lambda: self._store.multi_get(list(keys)))]
 
     def _ask(self, question: Callable[[], Any]) -> Any:
@@ -107,11 +107,11 @@ class _NoAnswerError(dist.DistNetworkError):
 
 
 def answer_within(question: Callable[[], Any], seconds: float) -> Any:
-    """Returns what a function does that may wait in a store; it is run by a thread that is given up after a time.
+    """Return the result of a function that may wait in a store, run by a thread that is abandoned at the timeout.
 
     Raises:
-        DistNetworkError: It did not come back in so many seconds.
-        Exception: What it raised.
+        DistNetworkError: It did not return within `seconds`.
+        Exception: The function's own error.
     """
     return _Question(question).answer_within(seconds)
 
@@ -126,12 +126,11 @@ class _Question(threading.Thread):
     def run(self) -> None:
         try:
             self._answer = self._question()
-        except Exception as error:  # raised where it was asked
+        except Exception as error:  # raised in the calling thread
             self._error = error
 
     def answer_within(self, seconds: float) -> Any:
-        """Asks, and returns the answer. Raises as the function of the same name."""
-        join_at_exit(self)  # it may be given up, or its asker interrupted
+        join_at_exit(self)  # it may be abandoned, or its caller interrupted
         self.start()
         self.join(seconds)
         if self.is_alive():

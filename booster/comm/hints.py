@@ -1,4 +1,4 @@
-"""What is usually wrong where ranks wait for each other at different places: chosen from where they are. Pure."""
+"""Likely cause of a wait that failed, chosen from the progress of the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from booster.phases import PARTS_OF_SAVE, CurrentPlace
 
 __all__ = ["CALLS", "JOIN", "SAVES", "SAVES_OR_BATCHES", "TRAINING", "Other", "hint"]
 
-_BATCHES = "`for batch in booster.join_uneven(batches)` ends all ranks together"
+_BATCHES = "`for batch in booster.join_uneven(batches)` ends the loop of all ranks together"
 
-SAVES = "Saving and loading are done by all ranks together: call it on every rank, without `if rank == 0`"
-SAVES_OR_BATCHES = f"{SAVES}. Where a rank has come there because its batches ended first, {_BATCHES}"
+SAVES = "Saving and loading are collective: call them on every rank, without `if rank == 0`"
+SAVES_OR_BATCHES = f"{SAVES}. If a rank reached it because its batches ended first, {_BATCHES}"
 TRAINING = (
-    f"The usual cause is another number of batches or steps on some rank: {_BATCHES}. A call on one rank alone does the"
-    " same: a forward, a `clip_grad_norm_` or a `state_dict()` that others don't make, or a `step` that one skips"
+    f"The usual cause is another number of batches or steps on some rank: {_BATCHES}. A call on one rank alone has the"
+    " same effect: a forward, a `clip_grad_norm_` or a `state_dict()` that others don't make, or a `step` that one skips"
 )
 JOIN = (
     "`for batch in booster.join_uneven(batches)` must be around the loop on every rank, and no rank may leave the loop"
@@ -33,12 +33,11 @@ _OF_TRAINING = frozenset(("backward", "clip", "forward", "pipeline", "step"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Other:
-    """Another rank, which this one waits for or which waits itself.
+    """State of another rank.
 
     Attributes:
-        place: Where it is.
-        state: "waits" (for others, too), "busy" (it lives, and has not said that it waits), or "ended" (its program has
-            come to its end).
+        place: Progress of the rank.
+        state: "waits" (for others, too), "busy" (alive, and has not reported a wait), or "ended" (the program finished).
     """
 
     place: CurrentPlace
@@ -46,11 +45,11 @@ class Other:
 
 
 def hint(waiting: CurrentPlace, others: Sequence[Other]) -> str:
-    """Returns what is usually wrong, in sentences without the last period; empty: the places don't tell.
+    """Return the likely cause, in sentences without the last period, or "".
 
     Args:
-        waiting: Where this rank waits.
-        others: Those whose places may explain it; not those that were killed, stopped or failed.
+        waiting: Progress of this rank, which waits.
+        others: States of the ranks that may explain it, without those that were killed, stopped or failed.
     """
     own = _kind(waiting)
     is_complete = all(other.state == "waits" for other in others)
@@ -70,12 +69,12 @@ def hint(waiting: CurrentPlace, others: Sequence[Other]) -> str:
 
 
 def _tells(other: Other, own: str) -> bool:
-    """Returns whether a rank explains that one waits in vain, where some ranks don't come."""
+    """Return whether a rank's state explains the wait, where some ranks are missing."""
     kind = _kind_of(other)
     if other.state == "ended":
         return True
-    # One that is busy at the same, with its data or with the user's own code comes yet, for all that is known. But in a
-    # save all take part at the same time.
+    # A rank that is busy in the same phase, with its data or with the user's own code may still arrive. In a save all
+    # ranks take part at the same time.
     is_elsewhere = kind != own and kind != "data"
     return is_elsewhere and (other.state == "waits" or kind != "outside" or own == "save")
 

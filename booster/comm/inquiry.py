@@ -1,4 +1,4 @@
-"""Who is missing where a communication failed, and where all ranks are: found out through the store, told in words."""
+"""Failure diagnosis: which ranks are missing from a failed collective, and the progress of the others, via the store."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ __all__ = [
 ]
 
 _PAUSE_SECONDS = 0.02
-_SECONDS_BETWEEN_SIGNS = 2.5  # in this time a process that lives has given another one
+_SECONDS_BETWEEN_SIGNS = 2.5  # a live process writes another heartbeat in this time
 _MAX_LISTED = 10  # ranks in a message
 _MAX_NOTES = 3  # in a message
 _NOTES_KEY = "notes"
 _LEFT_KEY = "left"
-_VERDICT_SECONDS = 0.25  # between two looks at which processes live
+_VERDICT_SECONDS = 0.25  # between two checks of which processes are alive
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands: in which operation, the how manieth of its kind, and with which world rank (None: all)."""
+    """Identifier of a collective: operation name, per-group sequence number, and global rank of a message's peer."""
 
     operation: str
     number: int
@@ -62,11 +62,11 @@ class Place:
 
 
 class Inquiry:
-    """Finds out who is missing; see Note [Missing ranks].
+    """Diagnosis of one failed collective; see Note [Missing ranks].
 
     Args:
-        place: Which operation failed.
-        group: Its ranks.
+        place: Failed operation.
+        group: Process group of the operation.
     """
 
     def __init__(self, place: Place, group: dist.ProcessGroup) -> None:
@@ -80,20 +80,20 @@ class Inquiry:
         self._first_signs: dict[int, Sign] = {}
 
     def where(self) -> str:
-        """Returns in words where this rank stands. No communication."""
+        """Return the operation and this rank's progress as text. No communication."""
         return f"{self._place}{surroundings(self._where)}"
 
     def report(self) -> None:
-        """Tells the others where this rank stands."""
+        """Write this rank's operation and progress into the store."""
         note = {**asdict(self._place), "where": place_as_json(self._where)}
         self._store.set(_report_key(self._rank), json.dumps(note))
 
     def finding(self, seconds: float, ended: Sequence[int] = ()) -> str:
-        """Returns a sentence about the missing ranks, who are the same for all that are there.
+        """Return a sentence about the missing ranks. All reporting ranks agree on which ones are missing.
 
         Args:
-            seconds: How long to wait for those that are not.
-            ended: World ranks of which it is known; none: time has to show.
+            seconds: Time to wait for reports of other ranks.
+            ended: Global ranks that are known to have ended; if there are any, nothing is waited for.
         """
         if not ended:
             self._first_signs = read_signs(self._silent())
@@ -108,7 +108,7 @@ class Inquiry:
         self._store.compare_set(self._verdict_key, "", json.dumps(list(ended) or self._silent()))
         missing: list[int] = json.loads(self._store.get(self._verdict_key))
         if self._rank in missing:
-            return f"the others had given this rank up before it came; {self._whereabouts()}"
+            return f"the other ranks had counted this rank as missing before it reported; {self._whereabouts()}"
         if missing:
             are = "is" if len(missing) == 1 else "are"
             known = self._known_of(missing)
@@ -134,7 +134,7 @@ class Inquiry:
             time.sleep(_PAUSE_SECONDS)
 
     def _all_over(self, silent: Sequence[int]) -> bool:
-        """Returns whether none of these ranks can come any more."""
+        """Return whether the processes or programs of all of these ranks have ended."""
         over = {*ends_of_ranks(), *ended_processes(read_signs(silent))}
         return bool(silent) and over.issuperset(silent)
 
@@ -146,7 +146,7 @@ class Inquiry:
         return _known_of(missing, self._first_signs if has_had_time else {})
 
     def _whereabouts(self) -> str:
-        """Returns where each rank stands that has written it."""
+        """Return the operation and progress of each rank that reported, as text."""
         reports = self._reports()
         known = [f"rank {rank} is at {place}{surroundings(where)}" for rank, (place, where) in reports.items()]
         return ", ".join(known[:_MAX_LISTED]) + _and_more(known)
@@ -164,7 +164,7 @@ class Inquiry:
 
 
 def last_signs_of(ranks: Sequence[int]) -> str:
-    """Returns what is known of world ranks that are missing from what this thread waits in, in words.
+    """Return the last known state of missing global ranks as text, with a likely cause.
 
     Raises:
         RuntimeError: The process that serves the store has ended.
@@ -175,25 +175,25 @@ def last_signs_of(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What is known of a missing rank: in words, and as what explains it; None: its place explains nothing."""
+    """State of a missing rank as text, and as input of `hint` where its progress may explain the failure."""
 
     text: str
     other: Other | None = None
 
 
 def _known_of(ranks: Sequence[int], before: Mapping[int, Sign]) -> list[_Known]:
-    """Returns what is known of world ranks.
+    """Return the states of global ranks.
 
     Args:
-        ranks: Which.
-        before: Their signs of some seconds ago; who has given none since has stopped. Empty: that can't be told.
+        ranks: Global ranks.
+        before: Their heartbeats of some seconds ago. A rank without a new one since has stopped.
     """
     chosen = ranks[:_MAX_LISTED]
     signs, ends = read_signs(chosen), ends_of_ranks()
     gone = set(ended_processes(signs))
     known = [_known_of_one(rank, signs[rank], ends, gone, before) for rank in chosen if rank in signs]
     if len(known) < len(chosen):
-        known.append(_Known(text="see the log there, whether it ended, hangs or is busy elsewhere"))
+        known.append(_Known(text="see the log there, whether it ended, hangs or runs something else"))
     return known
 
 
@@ -202,7 +202,7 @@ def _text_of(known: Sequence[_Known]) -> str:
 
 
 def _hint_in(known: Sequence[_Known], waiting: Sequence[Other]) -> str:
-    """Returns what is usually wrong, with what joins it to the text before; nothing where the cause is another one."""
+    """Return the likely cause as a further sentence, or "" where the cause is known to be another one."""
     explaining = [one.other for one in known if one.other is not None]
     if len(explaining) < len(known) or noted_failures():
         return ""
@@ -211,7 +211,7 @@ def _hint_in(known: Sequence[_Known], waiting: Sequence[Other]) -> str:
 
 
 def _first_reason(left: Sequence[tuple[int, str]]) -> str:
-    """Returns why a rank has left that followed others; what failed by itself is in the notes."""
+    """Return the reason of a rank that left because of another one's failure; first failures are reported elsewhere."""
     reasons = [reason for _, reason in left if reason]
     return reasons[0] if reasons and not noted_failures() else "see the log there"
 
@@ -219,30 +219,30 @@ def _first_reason(left: Sequence[tuple[int, str]]) -> str:
 def _known_of_one(
     rank: int, sign: Sign, ends: Mapping[int, tuple[str, str]], gone: Iterable[int], before: Mapping[int, Sign]
 ) -> _Known:
-    age = max(0.0, time.time() - sign.at)  # by two machines' clocks, which agree in such clusters to much less
-    often = f"signs come {how_often(dist.get_world_size())}"
-    last = f"last sign, {age:.1f} s ago ({often}, so it may have gone on since), said: {sign.place}"
+    age = max(0.0, time.time() - sign.at)  # by two hosts' clocks, whose difference in a cluster is much smaller
+    often = f"heartbeats come {how_often(dist.get_world_size())}"
+    last = f"last heartbeat, {age:.1f} s ago ({often}, so it may have continued since), reported: {sign.place}"
     if rank in ends:
         state, text = ends[rank]
         after = f"after {sign.place.num_steps} steps"
         if state == ENDED:
             other = Other(place=sign.place, state="ended")
-            return _Known(text=f"rank {rank}'s program ended {after}, while others go on", other=other)
+            return _Known(text=f"rank {rank}'s program ended {after}, while others continue", other=other)
         return _Known(text=f"rank {rank}'s program failed {after}: {text}")
     if rank in gone:
         process = f"rank {rank}'s process {sign.process_id} on host {sign.host}"
-        return _Known(text=f"{process} has ended without a word (was it killed?); its {last}")
+        return _Known(text=f"{process} has ended without a report (was it killed?); its {last}")
     if rank not in before:
         return _Known(text=f"on host {sign.host}, rank {rank}'s {last}")
     if sign.beat > before[rank].beat:
-        alive = f"rank {rank}'s process lives and is {sign.place}: it is busy, hangs, or makes other calls"
+        alive = f"rank {rank}'s process is alive, {sign.place}: it is busy, hangs, or makes other calls"
         return _Known(text=alive, other=Other(place=sign.place, state="busy"))
-    since = f"and none has come since: it is stopped, or host {sign.host} is lost"
-    return _Known(text=f"rank {rank}'s last sign, {age:.1f} s ago ({often}), said: {sign.place}; {since}")
+    since = f"none has come since: it is stopped, or host {sign.host} is lost"
+    return _Known(text=f"rank {rank}'s last heartbeat, {age:.1f} s ago ({often}), reported: {sign.place}; {since}")
 
 
 def surroundings(where: CurrentPlace) -> str:
-    """Returns phases and step in parentheses; nothing where a program has not begun with any."""
+    """Return phases and step in parentheses, or "" before the first phase and step."""
     phases = [name for name in where.phases if name != "communication"]
     if not phases and not where.num_steps:
         return ""
@@ -251,23 +251,23 @@ def surroundings(where: CurrentPlace) -> str:
 
 
 def noted_failures() -> list[str]:
-    """Returns what ranks of the world have noted, the first failure first, as others may follow from it."""
+    """Return the failures that ranks reported, the first one first: others may follow from it."""
     notes = _entries(_notes_store(), _NOTES_KEY)[:_MAX_NOTES]
     return [f"rank {rank} had failed: {text}" for rank, text in notes]
 
 
 def write_note(text: str) -> None:
-    """Writes why this rank failed, for all to read."""
+    """Report the reason of this rank's failure to all ranks."""
     _append(_notes_store(), _NOTES_KEY, [dist.get_rank(), text])
 
 
 def write_that_left(group: dist.ProcessGroup, reason: str) -> None:
-    """Writes that this rank has left the group, and why, for who waits for it there."""
+    """Report to the group that this rank has aborted it, and the reason."""
     _append(_group_store(group), _LEFT_KEY, [dist.get_rank(), reason])
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Returns the ranks in words."""
+    """Return the ranks as text."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MAX_LISTED])) + _and_more(ranks)
 
 
@@ -284,7 +284,6 @@ def _append(store: BoundedStore, key: str, entry: object) -> None:
 
 
 def _entries(store: BoundedStore, key: str) -> list[Any]:
-    """Returns what was appended, in this order."""
     return [json.loads(line) for line in store.get(key).splitlines()] if store.check([key]) else []
 
 

@@ -1,4 +1,4 @@
-"""Signs: what each rank says of itself once a second, for those who miss it later."""
+"""Heartbeats: each rank's state in the store, once a second, for error messages about missing ranks."""
 
 from __future__ import annotations
 
@@ -43,44 +43,44 @@ __all__ = [
 ]
 
 # Note [Signs]
-# A rank that is killed, stopped or hangs in C code can't say where it is. So each says it all the time: a thread writes
-# the place of the thread that launched into the store of torch.distributed, every second. Who misses a rank reads what
-# it said last, and whether it goes on saying something. Nobody waits for a sign, and nothing is decided by one, but
-# for two facts that can't be mistaken: a process of this machine that is gone, and a rank that wrote that its program
-# has ended, for which others might wait until their timeout.
-# A backend that waits on an accelerator, as nccl does, raises nothing here: it ends the process when a collective is
-# too late, and names nobody. Shortly before that the thread writes where all ranks are.
-# The thread has a client of the store of its own: the main thread's may be in use. A world of many ranks speaks less
-# often, so that the store takes so many signs a second at most.
+# A rank that is killed, stopped or hangs in C code cannot report its state. So a thread of every rank writes the progress
+# of the thread that launched into the store of torch.distributed, every second. A rank that misses another one reads its
+# last heartbeat, and whether heartbeats still arrive. No rank waits for a heartbeat. Only two facts, which are certain,
+# decide anything: a process of this host has ended, and a rank reported that its program has ended, for which others
+# might otherwise wait until their timeout.
+# A backend that waits on an accelerator, as nccl does, raises nothing here: it aborts the process at the timeout of a
+# collective and names no rank. Shortly before that the thread prints the progress of all ranks.
+# The thread has a separate client of the store: the main thread's may be in use. In a large world heartbeats are less
+# frequent, so that the store serves a bounded number of them per second.
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
-ANSWER_SECONDS = 3.0  # an error about a lost rank waits for the store no longer than for the ranks
+ANSWER_SECONDS = 3.0  # an error about a lost rank waits for the store as long as for the ranks
 
 _SECONDS = 1.0
 _SIGNS_A_SECOND = 256
 _ENDS_KEY = "ends"
 _KNOWN_KEY = "known"
-# So long a wait for a rank that has ended its program must have lasted before it is broken off: what that rank has
-# given before its end arrives sooner.
+# A wait for a rank whose program has ended is aborted after this time: data which that rank sent before its end arrives
+# sooner.
 _PATIENCE_WITH_ENDED_SECONDS = 5.0
-_PART_OF_LIMIT = 0.9  # of training's time limit: so long nothing has moved when the thread speaks up for the backend
-_MAX_LISTED = 16  # ranks in what it writes
+_PART_OF_LIMIT = 0.9  # fraction of the training timeout without progress after which the thread prints a report
+_MAX_LISTED = 16  # ranks in the report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """What a rank said of itself last.
+    """Last heartbeat of a rank.
 
     Attributes:
-        beat: The how manieth sign it is, from 1: one that grows comes from a process that lives.
-        at: When it was given, in seconds since 1970 by the clock of its machine.
-        place: Where its main thread was.
-        state: "running", "ended" (its program came to its end) or "failed" (by an error of its own).
-        host: Name of its machine.
-        process_id: Of its process there.
-        machine: What only processes of one machine, which see each other, have in common.
-        born: When that process began, as its machine counts.
+        beat: Sequence number, from 1. If it increases, the process is alive.
+        at: Time of the heartbeat in seconds since 1970, by the clock of its host.
+        place: Progress of the rank's main thread.
+        state: "running", "ended" (the program finished) or "failed" (it raised an error).
+        host: Host name.
+        process_id: Process id on that host.
+        machine: Identifier that processes share only if they see each other's process ids.
+        born: Start time of the process, by the clock of its host.
     """
 
     beat: int
@@ -94,12 +94,12 @@ class Sign:
 
 
 def start_signs() -> None:
-    """Begins to give signs of the calling thread, until the world of now ends; does nothing where that is done already.
+    """Start the heartbeat thread for the current process group. Idempotent.
 
-    Every rank calls it; no communication with other ranks.
+    Reports the progress of the calling thread. Every rank calls it; no communication with other ranks.
 
     Raises:
-        RankFailedError: The process that serves the store is gone, or did not answer in the time of set-up.
+        RankFailedError: The process that serves the store has ended, or did not answer within the set-up timeout.
     """
     global _speaker
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -110,13 +110,13 @@ def start_signs() -> None:
 
 
 def end_signs(state: str, text: str = "") -> None:
-    """Gives the last sign of this rank's program.
+    """Write the last heartbeat of this rank's program.
 
     Args:
         state: "ended" or "failed".
-        text: Why it failed.
+        text: Reason of a failure.
 
-    No communication with other ranks; nothing raises where the store is gone already.
+    No communication with other ranks. Nothing is raised if the store is gone.
     """
     global _speaker
     speaker, _speaker = _speaker, None
@@ -125,7 +125,7 @@ def end_signs(state: str, text: str = "") -> None:
 
 
 def read_signs(ranks: Iterable[int]) -> dict[int, Sign]:
-    """Returns the last signs of these world ranks; who never gave one is not among them.
+    """Return the last heartbeats of these global ranks, without those that never wrote one.
 
     Raises:
         RuntimeError: The process that serves the store has ended.
@@ -135,12 +135,12 @@ def read_signs(ranks: Iterable[int]) -> dict[int, Sign]:
 
 
 def ends_of_ranks() -> dict[int, tuple[str, str]]:
-    """Returns of the world ranks whose program is over how ("ended" or "failed"), and why. Raises as `read_signs`."""
+    """Return state ("ended" or "failed") and reason of the global ranks whose program is over. Raises as `read_signs`."""
     return _ends(_signs_store(_get_default_store()))
 
 
 def how_often(world_size: int) -> str:
-    """Returns in words how often each rank of a world gives a sign."""
+    """Return the heartbeat interval of a world as text."""
     seconds = _seconds_between(world_size)
     return "once a second" if seconds == 1 else f"every {seconds:.1f} s"
 
@@ -150,29 +150,29 @@ def _seconds_between(world_size: int) -> float:
 
 
 def say_that_ends_are_known() -> set[int]:
-    """Says that this rank has read how all others ended; returns which ranks have said so. Raises as `read_signs`."""
+    """Record that this rank has read all exit states; return the ranks that have. Raises as `read_signs`."""
     store = _signs_store(_get_default_store())
     store.append(_KNOWN_KEY, f"{dist.get_rank()}\n")
     return ranks_that_know_ends()
 
 
 def ranks_that_know_ends() -> set[int]:
-    """Returns which ranks have said that they read how all others ended. Raises as `read_signs`."""
+    """Return the ranks that have read all exit states. Raises as `read_signs`."""
     return {int(line) for line in _signs_store(_get_default_store()).get(_KNOWN_KEY).split()}
 
 
 def ended_processes(signs: Mapping[int, Sign]) -> list[int]:
-    """Returns the ranks whose processes are known to have ended, as they ran on this machine and are gone."""
+    """Return the ranks of this host whose processes have ended."""
     return [rank for rank, sign in signs.items() if sign.machine == _machine() and _is_gone(sign)]
 
 
 def place_as_json(place: CurrentPlace) -> dict[str, Any]:
-    """Returns a place as JSON can hold it."""
+    """Return progress as JSON values."""
     return asdict(place)
 
 
 def place_from_json(fields: Mapping[str, Any]) -> CurrentPlace:
-    """Returns what `place_as_json` was given."""
+    """Inverse of `place_as_json`."""
     place = {**fields, "phases": tuple(fields["phases"])}
     for name in ("operation", "last_operation"):
         if place[name] is not None:
@@ -181,10 +181,10 @@ def place_from_json(fields: Mapping[str, Any]) -> CurrentPlace:
 
 
 class _Speaker:
-    """Gives signs of the thread that makes it, from a thread of its own; see Note [Signs]."""
+    """Heartbeat thread of the thread that creates it; see Note [Signs]."""
 
     def __init__(self, default: Any) -> None:
-        self._default = default  # torch's stubs leave out what a store can
+        self._default = default  # Any: torch's stubs leave out methods of stores
         self._store = _signs_store(_client_of(default))
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._watched = threading.get_ident()
@@ -198,22 +198,21 @@ class _Speaker:
         self._beat = 0
         self._stands = _Standing(CurrentPlace())
         self._backend = str(dist.get_backend())
-        self._lock = threading.Lock()  # a sign is written by one thread at a time, the last one last
+        self._lock = threading.Lock()  # one thread writes at a time, and the last heartbeat is written last
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="booster-signs", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
         join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
     def is_speaking_of(self, default: Store) -> bool:
-        """Returns whether it gives signs in this process, for the world of this store."""
+        """Return whether it runs in this process, for the process group of this store."""
         return self._default is default and self._process_id == os.getpid() and self._thread.is_alive()
 
     def end(self, state: str, text: str) -> None:
-        """Gives the last sign."""
-        if self._process_id != os.getpid():  # a forked child is no rank
+        """Write the last heartbeat."""
+        if self._process_id != os.getpid():  # a forked child is not a rank
             return
         self._stopping.set()
         with self._lock, suppress(RuntimeError):  # the process that serves the store has ended before this one
@@ -227,19 +226,19 @@ class _Speaker:
             is_first = False
             if not self._is_of_now():
                 return
-            with self._lock, suppress(RuntimeError):  # the store is gone, or answers again later
+            with self._lock, suppress(RuntimeError):  # the store is gone, or will answer again later
                 if not self._stopping.is_set():
                     self._say(RUNNING)
                     self._look(seconds)
 
     def _look(self, seconds: float) -> None:
-        """Does what is due where the thread stands still."""
+        """Abort waits for ended ranks, and report a stall before the backend aborts the process."""
         place, ended = self._place(), set(_ends(self._store))
         before = self._stands.seconds
         self._stands.look(place, seconds, have_ended=bool(ended) and bool(place.phases))
         if self._stands.seconds_with_ended >= _PATIENCE_WITH_ENDED_SECONDS:
             self._stands.seconds_with_ended = 0.0
-            from booster.comm.waiting import break_off  # it reads signs
+            from booster.comm.waiting import break_off
 
             break_off(ended)
         limit = time_limits().training * _PART_OF_LIMIT
@@ -247,20 +246,20 @@ class _Speaker:
             sys.stderr.write(f"{self._standstill()}\n")
 
     def _standstill(self) -> str:
-        """Returns what is known of all ranks before the backend ends this process."""
+        """Return the stall report: the last heartbeats of all ranks."""
         signs = {rank: self._store.get(str(rank)) for rank in range(min(self._size, _MAX_LISTED))}
         lines = [f"  rank {rank}: {_sign_from(note).place}" for rank, note in signs.items()]
         more = [f"  and {self._size - _MAX_LISTED} more ranks"] if self._size > _MAX_LISTED else []
         head = (
-            f"rank {self._rank}: nothing has moved for {self._stands.seconds:.0f} s, and {self._backend} ends a process"
-            f" that waits for {time_limits().training:g} s in a collective. Where the ranks are by their last signs:"
+            f"rank {self._rank}: no progress for {self._stands.seconds:.0f} s, and {self._backend} aborts a process that"
+            f" waits for {time_limits().training:g} s in a collective. Progress of the ranks by their last heartbeats:"
         )
         return "\n".join((head, *lines, *more))
 
     def _is_of_now(self) -> bool:
         try:
             return dist.is_initialized() and _get_default_store() is self._default
-        except (RuntimeError, ValueError):  # the world ended between the two questions
+        except (RuntimeError, ValueError):  # the process group was destroyed between the two calls
             return False
 
     def _place(self) -> CurrentPlace:
@@ -274,7 +273,7 @@ class _Speaker:
 
 
 class _Standing:
-    """How long a thread has been at one place, and with ranks that have ended."""
+    """Seconds that a thread has made no progress, in all and since some rank's program ended."""
 
     def __init__(self, place: CurrentPlace) -> None:
         self._mark = self._mark_of(place)
@@ -282,12 +281,12 @@ class _Standing:
         self.seconds_with_ended = 0.0
 
     def look(self, place: CurrentPlace, seconds: float, *, have_ended: bool) -> None:
-        """Takes note of where the thread is.
+        """Update the seconds.
 
         Args:
-            place: Where the thread is.
-            seconds: Since the last look.
-            have_ended: Whether some rank's program has ended.
+            place: Progress of the thread.
+            seconds: Time since the last update.
+            have_ended: If True, some rank's program has ended.
         """
         mark = self._mark_of(place)
         stands, self._mark = mark == self._mark, mark
@@ -328,7 +327,7 @@ def _ends(store: BoundedStore) -> dict[int, tuple[str, str]]:
 
 @cache
 def _machine() -> str:
-    """Returns what is the same for processes that can see each other's numbers, and different elsewhere."""
+    """Return an identifier that processes share only if they see each other's process ids."""
     try:
         namespace = os.stat("/proc/self/ns/pid")
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{namespace.st_ino}"

@@ -1,4 +1,4 @@
-"""An error about a lost connection becomes one that names the ranks that are missing, and where the others are."""
+"""Errors of collectives: a lost connection becomes an error that names the missing ranks and the others' progress."""
 
 from __future__ import annotations
 
@@ -20,49 +20,47 @@ from booster.kernels.shared_memory import SharedMemoryError
 __all__ = ["REPORT_SECONDS", "Place", "break_off", "failures_named", "hang_up", "note_failure"]
 
 # Note [Missing ranks]
-# A connection that breaks doesn't tell whose fault it was: one rank waits in vain for another, gives up, and thereby
-# breaks its connections to all others. And in a ring only the neighbours of a dead rank see it at all. So each rank
-# that fails writes into the store, which isn't part of the group, where it stands; closes its own connections of the
-# group and ends its shared memory, which wakes those who wait for it; and waits until the others have written, too. Who
-# writes nothing in REPORT_SECONDS is missing: it has ended, it hangs, or it is busy elsewhere. The first that has
-# counted writes the verdict (by compare_set, so once) and all obey it, also a rank that was late and finds its
-# connections closed: it reads that it was given up. Of a message between two ranks the verdict is about those two.
-# Where shared memory has shown that a rank's process has ended there is nothing to wait for: that one is missing. The
-# same holds of processes of this machine that are gone, and of a rank that wrote that its program has ended.
-# What is known of the missing ones, see Note [Signs].
-# The keys belong to the group and stay: gloo never mends a group, and what is called on it later fails the same way.
-# Nobody waits inside of the store: see Note [Error barrier].
-# A rank that fails for a reason of its own can spare the others the wait: `note_failure` writes the reason, `hang_up`
-# writes that it has left the groups, and closes its connections. Notes belong to the world and outlive a failure that
-# the program survives, so a note alone does not end an inquiry; that a rank has left the group does.
-# With TORCH_DISTRIBUTED_DEBUG=DETAIL a barrier of torch's own goes ahead of each collective, over connections that stay
-# open: there a rank that waits in it may count as missing.
+# A broken connection does not identify the rank that caused it: one rank's wait for another times out, which breaks its
+# connections to all others, and in a ring only the neighbours of a dead rank notice anything. So each rank that fails
+# 1. writes its operation and progress into the store, which is not part of the group; 2. closes its connections of the
+# group and aborts its shared memory, which wakes its peers; 3. waits for the reports of the others. A rank without a
+# report after REPORT_SECONDS is missing: it has ended, hangs, or runs something else. The first rank to count writes the
+# list of missing ranks (by compare_set, so once) and all use it. A late rank finds its connections closed, and reads that
+# it was counted as missing. For a message between two ranks the list is about those two.
+# Nothing is waited for where shared memory reported an ended process, a process of this host is gone, or a rank reported
+# that its program has ended. For the state of missing ranks see Note [Signs].
+# The keys belong to the group and stay: a gloo group cannot be repaired, and later calls on it fail the same way. No rank
+# waits inside of the store: see Note [Error barrier].
+# A rank that fails for a local reason spares the others the wait: `note_failure` reports the reason, `hang_up` reports
+# that it has left the groups and closes its connections. Reported failures belong to the world and outlive a failure that
+# the program survives, so a report alone does not end a diagnosis; leaving the group does.
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a barrier before each collective, over connections that stay open: a rank
+# that waits in it may count as missing.
 
 REPORT_SECONDS = 3.0
 _NEVER_SENT = 2**24 - 1  # a tag
 _AT_ONCE = timedelta(milliseconds=1)
-_MAX_NOTE = 400  # characters of what a rank says about its failure
+_MAX_NOTE = 400  # characters of a rank's report of its failure
 _MAX_TEXT = 300
 
-# What gloo, nccl, torch's debug mode and our shared memory write when a rank is lost or late. Other errors are about
-# the call itself.
+# Errors of gloo, nccl, torch's debug mode and our shared memory when a rank is lost or late. Others are about the call.
 _LOST = re.compile(
     r"timed? ?out|connection|closed|reset by peer|broken pipe|socket|monitoredBarrier|remote (process|error)|abort",
     re.IGNORECASE,
 )
 
-# What torch's gloo writes around its errors.
+# Text that torch's gloo puts around its errors.
 _SOURCE_FILE = re.compile(r"^\[\S+:\d+\] ")
 _ADVICE = re.compile(r"This is typically caused by|GLHF!")
 
 
 @contextmanager
 def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turns an error about a lost or late rank into `RankFailedError`; every blocking wait goes through it.
+    """Translate an error about a lost or late rank to `RankFailedError`. Every blocking wait uses it.
 
     Raises:
-        RankFailedError: With the operation, the ranks that are missing, what is known of them, where the others are,
-            and the error of torch or of shared memory.
+        RankFailedError: The operation, the missing ranks and their last state, the progress of the others, and the
+            error of torch or of shared memory.
     """
     try:
         yield
@@ -89,11 +87,11 @@ def _explanation(place: Place, group: dist.ProcessGroup, error: RuntimeError) ->
 
 
 def _witness(error: RuntimeError, group: dist.ProcessGroup) -> str:
-    """Returns what the transport says, in parentheses; nothing where this rank ended it itself: see `break_off`."""
+    """Return the transport's error in parentheses, or "" where this rank aborted the wait itself; see `break_off`."""
     if isinstance(error, SharedMemoryError):
-        return "" if error.is_own_abort else f" (shared memory says: {_first_line(error)})"
+        return "" if error.is_own_abort else f" (shared memory reports: {_first_line(error)})"
     is_of_gloo = "gloo" in str(dist.get_backend(group)) and "nccl" not in str(error).lower()
-    return f" ({'gloo' if is_of_gloo else 'torch'} says: {_first_line(error)})"
+    return f" ({'gloo' if is_of_gloo else 'torch'} reports: {_first_line(error)})"
 
 
 def _known_to_have_ended(error: RuntimeError, group: dist.ProcessGroup) -> list[int]:
@@ -103,10 +101,10 @@ def _known_to_have_ended(error: RuntimeError, group: dist.ProcessGroup) -> list[
 
 
 def note_failure(text: str) -> None:
-    """Tells the other ranks why this one failed: their errors about lost ranks will say so.
+    """Report this rank's failure: the other ranks' errors about lost ranks will include it.
 
-    To be called before `hang_up`, for a failure of this rank's own, not for a `RankFailedError`. No communication: it
-    writes into the store of the world. Where that is gone, or there is no world, nothing happens.
+    Called before `hang_up`, for a local failure, not for a `RankFailedError`. No communication: it writes into the
+    store. If that is gone, or there is no process group, nothing happens.
     """
     if dist.is_initialized():
         with suppress(RuntimeError):  # the process that serves the store has ended
@@ -114,14 +112,14 @@ def note_failure(text: str) -> None:
 
 
 def hang_up(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -> None:
-    """Ends what this rank shares in these groups, for good: who waits for it there, or will, fails at once.
+    """Abort this rank's connections in `groups`. Peers waiting on it fail immediately.
 
-    With gloo and through shared memory; ranks that wait by NCCL find it by its own timeout. Returns at once; nothing
-    raises where the connections or the store are gone already. No other thread may start an operation there meanwhile.
+    Works with gloo and shared memory; peers that wait by NCCL fail at its timeout. Returns at once. Nothing is raised if
+    the connections or the store are gone. No other thread may start an operation on the groups meanwhile.
 
     Args:
-        groups: None: the world. Those that this rank is not in are left out.
-        reason: What the others are told where no rank has noted a failure of its own: whom this one misses, say.
+        groups: Process groups, None for the world. Groups without this rank are skipped.
+        reason: Text for the peers' errors, used where no rank has reported a failure.
     """
     chosen = [group or _get_default_group() for group in groups]
     mine = [group for group in chosen if dist.get_rank(group) >= 0]
@@ -133,34 +131,34 @@ def hang_up(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -> Non
 
 
 def break_off(ranks: Collection[int]) -> None:
-    """Ends what this rank shares in the groups of these world ranks, who won't come any more: its waits there fail.
+    """Abort this rank's waits in all groups of these global ranks, whose programs have ended.
 
-    Any thread may call it. The ranks must have given their part of everything that can still be finished.
+    Any thread may call it. The ranks must have contributed to everything that can still complete.
     """
     for group in list(_world.pg_map):
-        with suppress(ValueError, KeyError):  # the main thread has destroyed it meanwhile
+        with suppress(ValueError, KeyError):  # the main thread has destroyed the group meanwhile
             if dist.get_rank(group) >= 0 and not set(ranks).isdisjoint(dist.get_process_group_ranks(group)):
                 _close_connections(group)
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Ends this rank's shared memory, and closes its connections of a gloo group.
+    """Abort this rank's shared memory, and close its connections of a gloo group.
 
-    Gloo closes them itself where a message does not come in time.
+    Gloo closes a connection when a message times out.
     """
     abort_shared_memory(group)
     if "gloo" not in str(dist.get_backend(group)):
         return
     for other in dist.get_process_group_ranks(group):
         if other != dist.get_rank():
-            with suppress(RuntimeError):  # the timeout that is wanted, or a connection that is closed already
+            with suppress(RuntimeError):  # the intended timeout, or a closed connection
                 work = dist.irecv(torch.empty(1), src=other, group=group, tag=_NEVER_SENT)
                 if work is not None:
                     work.wait(_AT_ONCE)
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, without the source file before it and the advice for all cases."""
+    """Return the first line of an error's text, without gloo's source position and general advice."""
     lines = str(error).strip().splitlines()
     text = _ADVICE.split(_SOURCE_FILE.sub("", lines[0]), maxsplit=1)[0].rstrip(" .") if lines else ""
     return text[:_MAX_TEXT] or type(error).__name__
