@@ -34,12 +34,12 @@ __all__ = [
 
 # Note [Phases]
 # The functions of a training loop enter phases: "boost", "data", "forward", "evaluate" (a forward in evaluation mode
-# without gradients), "backward", "clip", "step", "pipeline", "save", "load". A save has the sub-phases "save plan", "save
-# write" and "commit", in the thread that runs them. The innermost phase may be "communication", with its operation.
-# Phases nest. Each thread has its own stack of phases, which other threads may read: the thread that detects a hang is
-# not the one that hangs. Entering and leaving is always recorded, for errors about lost ranks, and costs half a
-# microsecond; more is done only for threads with observers. Time is attributed to the innermost phase, so the times of
-# all phases and the time outside of them add up to the wall-clock time.
+# without gradients), "backward", "clip", "step", "pipeline", "save", "load". A save has the sub-phases "save plan",
+# "save write" and "commit", in the thread that runs them. The innermost phase may be "communication", with its
+# operation. Phases nest. Each thread has its own stack of phases, which other threads may read: the thread that detects
+# a hang is not the one that hangs. Entering and leaving is always recorded, for errors about lost ranks, and costs half
+# a microsecond; more is done only for threads with observers. Time is attributed to the innermost phase, so the times
+# of all phases and the time outside of them add up to the wall-clock time.
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -241,7 +241,6 @@ def _account_if_watched(track: _Track) -> None:
         track.account(time.perf_counter())
     else:
         track.accounted = time.perf_counter()
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

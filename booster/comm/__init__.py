@@ -1,4 +1,4 @@
-"""The one room that calls collectives."""
+"""Communication between ranks: the only package that calls collectives."""
 
 from booster.comm.agreement import agree, raise_on_all_ranks, share_facts
 from booster.comm.collectives import (

@@ -1,4 +1,4 @@
-"""Ranks agree before they go on, and an error that one rank alone can see becomes the same error on every rank."""
+"""Consistency checks between ranks: equal values everywhere, and an error of one rank raised on all of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from booster.errors import BoosterError, DesyncError, RankFailedError
 __all__ = ["agree", "raise_on_all_ranks", "share_facts"]
 
 # Note [One record]
-# Ranks that do different things don't stand at the same place: one makes a plugin while another is in boost() already,
-# and a third has found an argument that can't be. A backend can't tell. Messages of different lengths make gloo end the
-# process, and those of one length for two purposes are taken for each other. So whatever ranks compare while they are
-# set up begins with the same record, of one length: a digest of what they are at and of all that must be alike, and
-# whether this rank has an error. Equal records are all that travels where all is well. Else every rank sees in the same
-# records what travels next: the errors, or the texts that the digests were made of.
+# Ranks with different programs are at different calls: one makes a plugin while another is in boost(), and a third has
+# found a wrong argument. A backend cannot detect this: messages of different lengths make gloo abort the process, and
+# messages of equal length for two purposes are confused. So every comparison during set-up starts with one record of
+# fixed length: a digest of the call and of all values that must be equal, and whether this rank has an error. If the
+# records are equal nothing else is sent. Otherwise all ranks derive the next message from the same records: the errors,
+# or the texts behind the digests.
 _NO_ERROR, _ERROR = b"\0", b"\1"
 
 _MAX_LISTED = 10  # ranks in a message
@@ -33,20 +33,19 @@ _MAX_SIDES = 6  # different values in a message
 def agree(
     what: str, facts: Sequence[str], group: dist.ProcessGroup | None = None, error: Exception | None = None
 ) -> None:
-    """Returns if all ranks are at the same, with the same facts, and none has an error; else raises on all of them.
+    """Raise on all ranks if they are at different calls, have different fingerprints, or one of them has an error.
 
     Args:
-        what: What this rank is at, for the message, such as "boost()".
-        facts: Lines of text that must be the same everywhere, in the same order; those of a rank with an error don't
-            count.
-        group: The ranks that must agree; None: the world.
-        error: What is wrong on this rank; None: nothing.
+        what: Current call of this rank, for the message, such as "boost()".
+        facts: Lines of text that must be equal on all ranks, in the same order; ignored on a rank with an error.
+        group: Process group, optional; defaults to the world.
+        error: Error of this rank, optional.
 
     Raises:
         DesyncError: The ranks differ; the message names all ranks that do, and the first difference.
-        Exception: A rank's error, there the error itself; elsewhere as `raise_on_all_ranks` says.
+        Exception: Error of a rank: the error itself there, elsewhere as in `raise_on_all_ranks`.
 
-    Collective: every rank of the group must call it. One all-gather of 33 bytes where all is well.
+    Collective: every rank of the group must call it. One all-gather of 33 bytes if all is equal.
     """
     everyone = share_facts(what, facts, group, error)
     if any(other != everyone[0] for other in everyone):
@@ -56,9 +55,9 @@ def agree(
 def share_facts(
     what: str, facts: Sequence[str], group: dist.ProcessGroup | None = None, error: Exception | None = None
 ) -> list[list[str]]:
-    """Returns the facts of all ranks, by rank, which may differ here; else as `agree`.
+    """Return the lines of all ranks, by rank, which may differ; otherwise as `agree`.
 
-    Collective: every rank of the group must call it. Where facts differ, they are gathered: a few more messages.
+    Collective: every rank of the group must call it. Lines that differ are gathered by a few more messages.
     """
     if group_size(group) == 1 or are_others_imagined():
         if error is not None:
@@ -79,13 +78,13 @@ def share_facts(
 
 
 def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raises on every rank of the group if any rank brought an error; returns if none did.
+    """Raise on every rank of the group if any rank passes an error.
 
-    A rank that brought an error raises that error; the others raise an error of the same class (of this library's, else
-    `RankFailedError`) with the failing rank's number and text, which begins with a class that is not this library's.
+    A rank that passes an error raises that error. The others raise an error of the same class of this library, or else
+    `RankFailedError`, with the failing rank and its text, which then starts with the name of the foreign class.
 
-    Collective: every rank of the group must call it, with None where all is well. One small all-reduce when nobody
-    failed, which takes fewer messages than the all-gather of `agree`: for what happens in every step.
+    Collective: every rank of the group must call it, with None if it has no error. One small all-reduce without errors,
+    which takes fewer messages than the all-gather of `agree`: for use in every step.
     """
     if group_size(group) == 1 or are_others_imagined():
         if error is not None:
@@ -107,7 +106,7 @@ def _raise_failure(error: Exception | None, group: dist.ProcessGroup | None) -> 
 
 
 def _described(error: Exception) -> tuple[str, str]:
-    """Returns the name of this library's class that the error is, or its own one, which then begins the text, too."""
+    """Return class name (this library's base class, or else the error's own) and text of an error."""
     known = next((cls for cls in type(error).__mro__ if cls in BoosterError.__subclasses__()), None)
     if known is None:
         return type(error).__name__, f"{type(error).__name__}: {error}"
@@ -120,16 +119,13 @@ def _error_class(name: str) -> type[BoosterError]:
 
 
 def _from_all_ranks(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns what every rank gave, by rank; it must survive JSON."""
+    """Return the JSON-compatible values of all ranks, by rank."""
     payloads, owners = gather_distinct(json.dumps(mine).encode(), group)
     return [json.loads(payloads[owner]) for owner in owners]
 
 
-# Words for a difference.
-
-
 def _disagreement(everyone: Sequence[Sequence[str]], group: dist.ProcessGroup | None) -> str:
-    """Returns a message about lists of text, of which each begins with what the rank was at, and not all are equal."""
+    """Return the message about lists of text that differ; each starts with the rank's current call."""
     majority, differing = _sides(everyone)
     whats = _values(everyone, 0, majority)
     unlike = (
@@ -148,7 +144,7 @@ def _disagreement(everyone: Sequence[Sequence[str]], group: dist.ProcessGroup | 
 
 
 def _sides(everyone: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
-    """Returns the ranks that most ranks are like, at a tie the side with the lowest rank, and all others."""
+    """Return the largest group of ranks with equal texts (at a tie the one with the lowest rank), and all others."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, texts in enumerate(everyone):
         alike.setdefault(tuple(texts), []).append(rank)
@@ -162,7 +158,7 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> int:
 
 
 def _values(everyone: Sequence[Sequence[str]], index: int, majority: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Returns the different texts at an index, each with its ranks, that of the majority first."""
+    """Return the different texts at an index with their ranks, the majority's first."""
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(range(len(everyone)), key=lambda rank: (rank not in majority, rank)):
         texts = everyone[rank]

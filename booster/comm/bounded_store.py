@@ -17,8 +17,8 @@ __all__ = ["BoundedStore", "answer_within", "new_client"]
 # Note [Answers]
 # TCPStore has timeouts for missing keys, and none for a server that accepts a request and never answers: a rank that is
 # stopped, as by a debugger or a frozen host, and serves the store. A caller would wait without end, and its lock would
-# block all other threads of the process. So each request runs in a separate thread, which is abandoned after a timeout. A
-# client with an unanswered request gets no further one until the answer arrives: the abandoned thread holds its lock.
+# block all other threads of the process. So each request runs in a separate thread, which is abandoned after a timeout.
+# A client with an unanswered request gets no further one until the answer arrives: the abandoned thread holds its lock.
 # A server may also be slow: torch's resolves the name of a connecting host in the one thread that serves all requests,
 # which takes 5 s and more if the name service does not answer. So a new client has the set-up timeout.
 

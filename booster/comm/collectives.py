@@ -1,6 +1,6 @@
-"""Collectives under one name for every torch version and backend; a world that was never launched has one rank.
+"""Blocking collectives for every torch version and backend; without a launch the world has one rank.
 
-Those of CPU tensors go through shared memory where the group's ranks share a host, see `booster.comm.shared_memory`.
+Collectives of CPU tensors use shared memory if the group's ranks share a host, see `booster.comm.shared_memory`.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ __all__ = [
 # torch 2.13 renamed all_gather_into_tensor and warns at each call of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# As many as nothing else sums: ranks that are at another call don't take it for theirs.
+# A length that no other sum has: a rank at another call does not match it.
 _OF_A_BARRIER = (0.0,) * 5
 
 
 def is_initialized() -> bool:
-    """Returns whether the default process group exists. No communication."""
+    """Return whether the default process group exists. No communication."""
     return dist.is_available() and dist.is_initialized()
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:
-    """Returns the number of ranks in the group (None: the world); 1 where nothing was launched. No communication."""
+    """Return the number of ranks of the group, by default the world; 1 without a launch. No communication."""
     return dist.get_world_size(group) if is_initialized() else 1
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Returns this process's rank in the group (None: the world); 0 where nothing was launched. No communication."""
+    """Return this process's rank in the group, by default the world; 0 without a launch. No communication."""
     return dist.get_rank(group) if is_initialized() else 0
 
 
 def global_rank_of(rank_in_group: int, group: dist.ProcessGroup | None = None) -> int:
-    """Returns the world rank of a rank of the group. No communication."""
+    """Return the global rank of a rank of the group. No communication."""
     if group is None or not is_initialized():
         return rank_in_group
     return dist.get_global_rank(group, rank_in_group)
 
 
 def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Returns the device whose tensors the group's backend takes: the accelerator for nccl, else the CPU."""
+    """Return the device of the tensors that the group's backend sends: the accelerator for nccl, else the CPU."""
     if not is_initialized():
         return torch.device("cpu")
     return torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else current_device()
 
 
 def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Returns the sums of a few numbers over the group, in fp64, equal on every rank.
+    """Return the sums of a few numbers over the group, in fp64, equal on every rank.
 
-    Collective: every rank of the group must call it with as many numbers.
+    Collective: every rank of the group must call it, with equally many numbers.
     """
     if group_size(group) == 1:
         return [float(number) for number in numbers]
@@ -89,7 +89,7 @@ def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None
 
 
 def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the ranks' tensors joined along dimension 0 in rank order; a scalar counts as one element.
+    """Return the ranks' tensors concatenated along dim 0 in rank order; a scalar counts as one element.
 
     Collective: every rank of the group must call it with a tensor of the same shape and dtype.
     """
@@ -113,21 +113,21 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sums a tensor over the group in place and returns it; it lies where the group's backend takes it. Collective."""
+    """Sum a tensor over the group in place and return it; it is on the backend's device. Collective."""
     if group_size(group) > 1:
         _all_reduce(tensor, "sum", group)
     return tensor
 
 
 def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sets each element to the largest over the group in place and returns the tensor; else as `all_reduce_sum`."""
+    """Set each element to the maximum over the group in place and return the tensor; see `all_reduce_sum`."""
     if group_size(group) > 1:
         _all_reduce(tensor, "max", group)
     return tensor
 
 
 def all_reduce_sparse(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the sum over the group of sparse COO tensors, each with entries of its own.
+    """Return the sum over the group of sparse COO tensors, whose indices may differ.
 
     Collective: every rank of the group must call it with a tensor of the same shape and dtype.
     """
@@ -156,16 +156,15 @@ def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: di
 
     if is_plain:
         operation.run(tensor, lambda memory: memory.all_reduce(tensor, operator, operation.number), by_backend)
-    elif not are_others_imagined():  # the backend's affair, and its error where that can't reduce it either
+    elif not are_others_imagined():  # left to the backend, which raises if it cannot reduce it either
         with operation.waiting():
             by_backend()
 
 
-# Note [Uneven pieces]
-# Shared memory moves pieces of one length. Uneven ones go in rounds: each takes the next elements of every piece, in a
-# small room of equal pieces, in which shorter ones leave a gap. The ranks perform as many rounds if all know how long
-# the largest of all pieces is. A rank sees its own ones only, so it has to be told.
-_ROOM_BYTES = 2**21  # each of the two, together with shared memory's slots within a processor's caches
+# Shared memory exchanges blocks of equal length. Uneven ones are exchanged in rounds: each moves the next elements of
+# every block through a small buffer of equal blocks, where shorter ones leave a gap. The number of rounds must be equal
+# on all ranks, so each has to be given the size of the largest block between any two ranks.
+_ROOM_BYTES = 2**21  # of each of the two buffers: both and shared memory's buffers fit a processor's caches
 
 
 def all_to_all_single(
@@ -177,25 +176,24 @@ def all_to_all_single(
     payload_sizes: Sequence[int] | None = None,
     largest_size: int | None = None,
 ) -> None:
-    """Sends the r-th of P pieces of the payload to rank r, and sets the r-th of the output to what came from it.
+    """Send block r of the payload to rank r, and receive block r of the output from it.
 
-    The pieces are equal, or of the sizes that the last three arguments say; these are given together or left out, the
-    same on all ranks.
+    The P blocks are equal, or have the sizes of the last three arguments, which are given together or omitted, alike on
+    all ranks.
 
     Args:
-        output: Of the payload's dtype; the two don't overlap. Equal pieces are cut along dimension 0 and are as many as
-            the payload's; uneven ones are of one dimension. Both are contiguous and lie where the group's backend takes
-            them.
-        payload: The length of equal pieces together is divisible by the number of ranks.
-        group: None: the world.
-        output_sizes: How many elements come from each rank.
-        payload_sizes: How many elements go to each rank.
-        largest_size: The largest of the pieces between any two ranks; the same number on all ranks.
+        output: Contiguous tensor of the payload's dtype on the backend's device, not overlapping with it: of the
+            payload's shape for equal blocks, 1-D for uneven ones.
+        payload: Contiguous tensor. For equal blocks dim 0 is divisible by the number of ranks; 1-D for uneven ones.
+        group: Process group, optional; defaults to the world.
+        output_sizes: Number of elements from each rank.
+        payload_sizes: Number of elements to each rank.
+        largest_size: Size of the largest block between any two ranks; equal on all ranks.
 
     Raises:
         RankFailedError: A rank is lost or too late; the message names it.
 
-    Collective: every rank of the group must call it, with as many elements for a rank as that expects, of one dtype.
+    Collective: every rank of the group must call it, with matching sizes and one dtype.
     """
     size = group_size(group)
     if output_sizes is not None and payload_sizes is not None and largest_size is not None:
@@ -252,7 +250,6 @@ def _all_to_all_in_rounds(
     largest_size: int,
     number: int,
 ) -> None:
-    """See Note [Uneven pieces]."""
     size, like = len(outgoing), outgoing[0]
     stride = min(largest_size, max(_ROOM_BYTES // (size * like.itemsize), 1))
     given, taken = like.new_zeros(size * stride), like.new_empty(size * stride)
@@ -290,7 +287,7 @@ def _require_uneven_pieces(
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
-    """Overwrites tensors with those of rank `source` of the group, in place.
+    """Overwrite tensors with those of rank `source` of the group, in place.
 
     Collective: every rank of the group must call it with tensors of the same shapes and dtypes in the same order.
     """
@@ -319,6 +316,6 @@ def _broadcast(operation: Operation, buffer: torch.Tensor, source: int) -> None:
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Waits until every rank of the group is here, at most for the group's timeout. Collective."""
+    """Wait for every rank of the group, at most for the group's timeout. Collective."""
     if group_size(group) > 1:
         all_reduce_numbers(_OF_A_BARRIER, group)

@@ -1,4 +1,4 @@
-"""How often this rank communicated and how many bytes it moved, for tests and reports that ask."""
+"""Counts of this rank's collectives and bytes, for tests and reports."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["CommunicationCount", "count_communication", "record"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationCount:
-    """What this rank did while it was counted, by the operation's name.
+    """Calls and bytes of this rank, by operation name.
 
-    Point-to-point messages, and what is made of them (on the CPU reduce_scatter and all_gather), count the bytes of
-    their payloads. The others count what theory asks of a rank: an all_reduce 2(P-1)/P of the tensor each way; a
+    Point-to-point messages, and collectives made of them (on the CPU reduce_scatter and all_gather), count the bytes of
+    their payloads. Others count the theoretical volume of a rank: an all_reduce 2(P-1)/P of the tensor each way; a
     broadcast the tensor, once from its source and once to every other rank.
 
     Attributes:
-        calls: Operations started; none where a group has one rank, as nothing is communicated.
-        sent: Bytes from this rank.
-        received: Bytes to this rank.
+        calls: Number of operations; 0 in groups of one rank, which communicate nothing.
+        sent: Bytes sent by this rank.
+        received: Bytes received by this rank.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -30,16 +30,16 @@ class CommunicationCount:
     received: Counter[str] = field(default_factory=Counter)
 
 
-# A tuple that is replaced, so that threads that communicate meanwhile read the old one or the new one.
+# An immutable tuple, replaced as a whole: other threads read the old one or the new one.
 _attached: tuple[CommunicationCount, ...] = ()
 _lock = threading.Lock()
 
 
 @contextmanager
 def count_communication() -> Iterator[CommunicationCount]:
-    """Counts what all threads of this process communicate through this package within the block.
+    """Count the communication of all threads of this process through this package in the block.
 
-    Blocks may be nested: each counts all that happens in it. No communication of its own.
+    Blocks may be nested; each counts everything inside of it. No communication.
     """
     global _attached
     count = CommunicationCount()
@@ -53,7 +53,7 @@ def count_communication() -> Iterator[CommunicationCount]:
 
 
 def record(name: str, *, calls: int = 1, sent: int = 0, received: int = 0) -> None:
-    """Adds to every count that is attached."""
+    """Add to all active counts."""
     if not _attached:
         return
     with _lock:

@@ -1,4 +1,4 @@
-"""Bytes of any length from every rank to every rank, what is alike sent once."""
+"""All-gather of byte strings of any length; equal ones are sent once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ _MAX_BROADCASTS = 8  # beyond it, one padded all-gather costs less than that man
 
 
 def gather_distinct(payload: bytes, group: dist.ProcessGroup | None = None) -> tuple[list[bytes], list[int]]:
-    """Returns the different payloads of all ranks, and for every rank which of them is its own.
+    """Return the different payloads of all ranks, and for every rank the index of its payload.
 
-    Ranks that hold the same layout send the same bytes: of a replicated model's description one copy travels, however
-    many ranks there are.
+    Equal payloads are sent once: a replicated model's description travels once for any number of ranks.
 
     Args:
         payload: This rank's bytes, of any length.
-        group: The ranks that call together; None: the world.
+        group: Process group, optional; defaults to the world.
 
     Collective: every rank of the group must call it.
     """

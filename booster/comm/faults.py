@@ -1,9 +1,9 @@
-"""Faults on purpose, for tests: a rank that raises, is late, stops or dies at a certain communication or phase.
+"""Fault injection for tests: a rank raises, is late, stops or dies at a given collective or phase.
 
     with inject_faults(Fault.kill(rank=1, at="commit"), Fault.delay(rank=0, at="reduce_scatter", call=2, seconds=1.0)):
         train()
 
-Every rank enters the block with the same faults; each acts on its own rank alone.
+Every rank enters the block with the same faults; each fault acts on its rank alone.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from booster.phases import PHASES, call_on_entry
 
 __all__ = ["ACTIONS", "EXIT_CODE", "OPERATIONS", "Fault", "InjectedFault", "inject_faults", "strike"]
 
-EXIT_CODE = 86  # of a process that a fault ended, for tests to tell from other ends
+EXIT_CODE = 86  # of a process that a fault ended, distinct from other exits
 OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "receive", "reduce_scatter", "send")
 ACTIONS = ("kill", "stop", "throw", "leave", "exit", "delay")
 _HAPPENS_ON = ("throw", "leave", "exit")  # a rank is killed, stopped and delayed, but these happen on it
 
 
 class InjectedFault(RuntimeError):
-    """What a fault with the action "throw" raises."""
+    """Error raised by a fault with the action "throw"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens, where and when; checked when it is made. It is plain data: `Fault(**asdict(fault))` is the same.
+    """Action of a rank at a collective or phase. Plain data: `Fault(**asdict(fault))` is equal to it.
 
     Attributes:
-        rank: World rank on which it happens.
-        at: A communication of `OPERATIONS`, or a phase of `booster.phases.PHASES`.
-        call: At the start of which such operation, or entry of that phase, within the block, counted from 1 over all
-            threads. A phase within itself is not entered again.
-        action: "kill" ends the process by SIGKILL; "stop" stops it by SIGSTOP, as a machine that hangs; "throw" raises
-            `InjectedFault`; "leave" ends the program as if it were done (`sys.exit(0)`: in the main thread alone);
-            "exit" ends the process at once with `EXIT_CODE`; "delay" sleeps and goes on.
-        seconds: How long a delay is.
+        rank: Global rank.
+        at: Operation of `OPERATIONS`, or phase of `booster.phases.PHASES`.
+        call: Number of the operation's start or the phase's entry within the block, from 1, over all threads. A phase
+            nested in itself is not entered again.
+        action: "kill" ends the process by SIGKILL; "stop" stops it by SIGSTOP, as a host that hangs; "throw" raises
+            `InjectedFault`; "leave" ends the program without an error (`sys.exit(0)`, in the main thread only); "exit"
+            ends the process at once with `EXIT_CODE`; "delay" sleeps and continues.
+        seconds: Seconds of a delay.
     """
 
     rank: int
@@ -59,44 +59,44 @@ class Fault:
 
     @classmethod
     def kill(cls, *, rank: int, at: str, call: int = 1) -> Fault:
-        """Returns the fault that ends the process by SIGKILL, as the system does where memory runs out."""
+        """Return a fault that ends the process by SIGKILL, as the system does when memory runs out."""
         return cls(rank=rank, at=at, call=call, action="kill")
 
     @classmethod
     def stop(cls, *, rank: int, at: str, call: int = 1) -> Fault:
-        """Returns the fault that stops the process by SIGSTOP: it lives, and does nothing until SIGCONT or SIGKILL."""
+        """Return a fault that stops the process by SIGSTOP, until SIGCONT or SIGKILL."""
         return cls(rank=rank, at=at, call=call, action="stop")
 
     @classmethod
     def throw(cls, *, rank: int, at: str, call: int = 1) -> Fault:
-        """Returns the fault that raises `InjectedFault`."""
+        """Return a fault that raises `InjectedFault`."""
         return cls(rank=rank, at=at, call=call, action="throw")
 
     @classmethod
     def leave(cls, *, rank: int, at: str, call: int = 1) -> Fault:
-        """Returns the fault that ends the program early and without an error, by `sys.exit(0)`."""
+        """Return a fault that ends the program early and without an error, by `sys.exit(0)`."""
         return cls(rank=rank, at=at, call=call, action="leave")
 
     @classmethod
     def exit(cls, *, rank: int, at: str, call: int = 1) -> Fault:
-        """Returns the fault that ends the process at once with `EXIT_CODE`; nothing is cleaned up."""
+        """Return a fault that ends the process at once with `EXIT_CODE`, without cleanup."""
         return cls(rank=rank, at=at, call=call, action="exit")
 
     @classmethod
     def delay(cls, *, rank: int, at: str, call: int = 1, seconds: float) -> Fault:
-        """Returns the fault that sleeps so long, and goes on."""
+        """Return a fault that sleeps for `seconds`."""
         return cls(rank=rank, at=at, call=call, action="delay", seconds=seconds)
 
     def __post_init__(self) -> None:
         if self.at not in (*OPERATIONS, *PHASES):
             raise ConfigError(
-                f"at={self.at!r} never happens: choose an operation ({', '.join(OPERATIONS)})"
-                f" or a phase ({', '.join(PHASES)})"
+                f"at={self.at!r} is unknown: choose an operation ({', '.join(OPERATIONS)}) or a phase"
+                f" ({', '.join(PHASES)})"
             )
         if self.action not in ACTIONS:
             raise ConfigError(f"action={self.action!r} is unknown: choose one of {', '.join(ACTIONS)}")
         if self.rank < 0 or self.call < 1:
-            raise ConfigError(f"rank={self.rank}, call={self.call} never comes: ranks count from 0 and calls from 1")
+            raise ConfigError(f"rank={self.rank}, call={self.call} never occurs: ranks count from 0 and calls from 1")
         if (self.action == "delay") != (self.seconds > 0):
             raise ConfigError(
                 f"action={self.action!r} with seconds={self.seconds:g}: a delay needs seconds above 0, and only a delay"
@@ -114,7 +114,7 @@ class Fault:
 
 
 class _Injection:
-    """The faults of one block, and how many calls of each operation and phase it has seen on this rank."""
+    """Faults of one block, and the number of calls of each operation and phase on this rank."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = faults
@@ -135,7 +135,7 @@ _active: tuple[_Injection, ...] = ()
 
 @contextmanager
 def inject_faults(*faults: Fault) -> Iterator[None]:
-    """Lets the faults happen in what this process does within the block, in any thread; blocks may be nested."""
+    """Inject the faults into all threads of this process in the block; blocks may be nested."""
     injection = _Injection(faults)
     _activate((*_active, injection))
     try:
@@ -151,7 +151,7 @@ def _activate(injections: tuple[_Injection, ...]) -> None:
 
 
 def strike(at: str) -> None:
-    """Lets the faults act that are due at the start of this operation or phase."""
+    """Run the faults that are due at the start of this operation or phase."""
     for injection in _active:
         injection.strike(at, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
@@ -166,4 +166,4 @@ def _act(fault: Fault) -> None:
     elif fault.action == "leave":
         sys.exit(0)
     else:
-        raise InjectedFault(f"{fault}: struck, as the test asked")
+        raise InjectedFault(f"{fault}: injected")

@@ -1,9 +1,8 @@
-"""Reduce-scatter and all-gather of flat buffers, straight from and into them, several at a time.
+"""Asynchronous reduce-scatter and all-gather of flat buffers, without copies, several in flight at a time.
 
-On the CPU they go through shared memory where the group's ranks share a host, see `booster.comm.shared_memory`. Else
-they are messages between each two ranks: gloo's own reduce-scatter is an all-reduce of which a slice is kept, which
-sends twice the bytes and rounds more often, and its all-gather copies through buffers of its own. On other devices they
-are the backend's.
+On the CPU they use shared memory if the group's ranks share a host, see `booster.comm.shared_memory`, and else
+point-to-point messages: gloo's reduce-scatter is an all-reduce whose slice is kept, which sends twice the bytes and
+rounds more often, and its all-gather copies through internal buffers. On other devices they are the backend's.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from booster.kernels.shared_memory import can_reduce
 __all__ = ["AllGather", "ReduceScatter", "start_all_gather", "start_reduce_scatter"]
 
 # Note [Pieces]
-# A flat buffer over P ranks is P equal pieces; rank r of the group owns piece r. Rank r sends its copy of piece j to
-# rank j, and so receives P - 1 copies of its own piece: (P-1)/P of the buffer each way, what theory asks for. The
-# copies are summed here, in fp32 where they are lower, in an order that depends on the rank alone: its own first, then
-# those of rank r + 1, r + 2, ... (mod P). The same numbers give the same bits, however the messages arrive, and through
-# shared memory.
-# Every operation has tags of its own, counted alike on all ranks, so that no message lands in another operation: gloo
-# ends the process where a message is longer than the buffer that takes it.
+# A flat buffer over P ranks is P equal shards; rank r of the group owns shard r. Rank r sends its copy of shard j to
+# rank j, and receives P - 1 copies of its shard: (P-1)/P of the buffer each way, the theoretical minimum. The copies
+# are summed here, 16-bit ones in fp32, in an order that depends on the rank alone: its own first, then those of rank r
+# + 1, r + 2, ... (mod P). Equal numbers give equal bits, whatever the order of arrival, and through shared memory.
+# Every operation has its own tags, counted alike on all ranks, so that no message matches another operation: gloo
+# aborts the process if a message is longer than its buffer.
 
-# Elements summed at a time: what is converted to fp32 stays in the cache. Less costs more calls than it saves misses.
+# Elements summed at a time: values converted to fp32 stay in the cache. Fewer cost more calls than they save misses.
 _BLOCK_NUMEL = 2**18
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -42,7 +40,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class ReduceScatter:
-    """A sum over the ranks that is under way; made by `start_reduce_scatter`."""
+    """Reduce-scatter in flight, started by `start_reduce_scatter`."""
 
     def __init__(
         self,
@@ -55,41 +53,38 @@ class ReduceScatter:
         self._aim = aim
 
     def aim(self, output: torch.Tensor, *, accumulate: bool) -> None:
-        """Says what `finish` will be called with, so that a sum that is there before that needs no memory of its own.
+        """Set the arguments of the later `finish`, so that a sum that is ready before it needs no buffer.
 
         Args:
-            output: See `finish`; not this rank's own piece of the payload. Undefined from now on until `finish`.
-            accumulate: See `finish`.
+            output: Output of `finish`, not the local shard of the payload. Undefined until `finish` returns.
+            accumulate: If True, add to `output`.
         """
         _require_room(output, self._own)
         if self._aim is not None:
             self._aim(output.detach(), accumulate)
 
     def finish(self, output: torch.Tensor, *, accumulate: bool) -> None:
-        """Waits, then sets `output` to the sum over the ranks of this rank's piece, or adds that sum to it.
+        """Wait, then set `output` to the sum over the ranks of the local shard, or add that sum to it. Called once.
 
         Args:
-            output: As many elements as a piece, of the payload's dtype or fp32. It may be this rank's own piece of the
-                payload.
-            accumulate: Whether to add to what `output` holds.
+            output: Tensor of a shard's size, of the payload's dtype or fp32; may be the local shard of the payload.
+            accumulate: If True, add to `output`.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
-
-        To be called once.
         """
         _require_room(output, self._own)
         self._finish(output.detach(), accumulate)
 
 
 class AllGather:
-    """A gathering that is under way; made by `start_all_gather`."""
+    """All-gather in flight, started by `start_all_gather`."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Returns when all pieces are in the buffer, and its own may be changed.
+        """Wait until all shards are in the buffer, and the local one may be changed.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
@@ -98,14 +93,13 @@ class AllGather:
 
 
 class Messages:
-    """What is under way for an operation; nothing in a group of one rank."""
+    """Messages in flight of an operation; none in a group of one rank."""
 
     def __init__(self, operation: Operation | None = None, works: Sequence[dist.Work] = ()) -> None:
         self._operation = operation
         self._works = works
 
     def wait(self) -> None:
-        """Returns when all have arrived."""
         if self._operation is not None:
             for work in self._works:
                 self._operation.wait(work)
@@ -117,16 +111,16 @@ def start_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     received: torch.Tensor | Callable[[], torch.Tensor] | None = None,
 ) -> ReduceScatter:
-    """Starts to sum a flat buffer over the group, of which each rank gets its own piece: see Note [Pieces].
+    """Start the reduce-scatter of a flat buffer; see Note [Pieces].
 
     Args:
-        payload: 1-D and contiguous, one equal piece for each rank. It must not be changed until the end; on other
-            devices than the CPU the own piece is overwritten.
-        group: The ranks that sum; None: the world.
-        received: Room for what arrives, (P-1) times a piece, of the payload's dtype; or a function that gives it,
-            called if messages are sent, as nothing else needs it; None: allocated.
+        payload: 1-D contiguous tensor of one equal shard per rank. It must not be changed until `finish` returns; on
+            other devices than the CPU the local shard is overwritten.
+        group: Process group, optional; defaults to the world.
+        received: Receive buffer of P-1 shards of the payload's dtype, or a function that returns it, called only if
+            messages are sent; optional, allocated by default.
 
-    Collective: every rank of the group must call it, with as many elements of the same dtype.
+    Collective: every rank of the group must call it, with equally many elements of the same dtype.
     """
     size, rank = group_size(group), group_rank(group)
     pieces = _pieces(payload, size)
@@ -151,14 +145,14 @@ def start_reduce_scatter(
 
 
 def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllGather:
-    """Starts to fill a flat buffer with the pieces that the ranks of the group own: see Note [Pieces].
+    """Start the all-gather of a flat buffer; see Note [Pieces].
 
     Args:
-        buffer: 1-D and contiguous, one equal piece for each rank, of which this rank's own is filled. Neither that nor
-            the others, which are overwritten, may be touched until the end.
-        group: The ranks that gather; None: the world.
+        buffer: 1-D contiguous tensor of one equal shard per rank, whose local shard is filled. The others are
+            overwritten. It must not be accessed until `wait` returns.
+        group: Process group, optional; defaults to the world.
 
-    Collective: every rank of the group must call it, with as many elements of the same dtype.
+    Collective: every rank of the group must call it, with equally many elements of the same dtype.
     """
     size, rank = group_size(group), group_rank(group)
     pieces = _pieces(buffer, size)
@@ -180,10 +174,7 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
 
 
 class SharedSum:
-    """A reduce-scatter through shared memory.
-
-    It sums straight into its output, unless it is performed before that is known.
-    """
+    """Reduce-scatter through shared memory, directly into its output, unless it runs before that is known."""
 
     def __init__(self, home: GroupMemory, operation: Operation, payload: torch.Tensor, own: torch.Tensor) -> None:
         self._memory, self._number = home.memory, operation.number
@@ -194,14 +185,14 @@ class SharedSum:
         self._started = Started(home, operation, self._perform)
 
     def finish(self, output: torch.Tensor, accumulates: bool) -> None:
-        """Does what `ReduceScatter.finish` says."""
+        """See `ReduceScatter.finish`."""
         self.aim(output, accumulates)
         self._started.finish()
         if self._early_sum is not None:
             _sum_into(output, self._early_sum, (), accumulates)
 
     def aim(self, output: torch.Tensor, accumulates: bool) -> None:
-        """Does what `ReduceScatter.aim` says."""
+        """See `ReduceScatter.aim`."""
         with self._started.lock:
             if not self._started.is_performed:
                 self._output, self._accumulates = output, accumulates
@@ -222,7 +213,7 @@ def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
     numel, rest = divmod(buffer.numel(), size)
     if buffer.dim() != 1 or rest or not buffer.is_contiguous():
         raise AssertionError(
-            f"a buffer of shape {tuple(buffer.shape)} and stride {buffer.stride()} is not {size} equal flat pieces"
+            f"a buffer of shape {tuple(buffer.shape)} and stride {buffer.stride()} is not {size} equal flat shards"
         )
     return [buffer.detach()[index * numel : (index + 1) * numel] for index in range(size)]
 
@@ -241,7 +232,7 @@ def _room(
 def _require_scratch(received: torch.Tensor, own: torch.Tensor, num_copies: int) -> None:
     if received.numel() != num_copies * own.numel() or received.dtype != own.dtype:
         raise AssertionError(
-            f"{received.numel()} {received.dtype} are no room for {num_copies} copies of {own.numel()} {own.dtype}"
+            f"{received.numel()} {received.dtype} cannot hold {num_copies} copies of {own.numel()} {own.dtype}"
         )
 
 
@@ -250,9 +241,9 @@ def _others(rank: int, size: int) -> list[int]:
 
 
 def _exchange(operation: Operation, outgoing: Sequence[torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Messages:
-    """Starts a message to and from each other rank; those that arrive are waited for first."""
+    """Start a message to and from each other rank; receives are waited for first."""
     receives = [operation.receive_from(piece, other, operation.tag) for other, piece in incoming.items()]
-    # Against the order of the receives: what rank r sends first goes to r - 1, which waits for r first.
+    # In reverse order of the receives: rank r sends first to r - 1, which waits for r first.
     sends = [operation.send_to(outgoing[other], other, operation.tag) for other in reversed(list(incoming))]
     return Messages(operation, receives + sends)
 
@@ -274,7 +265,7 @@ def _sum_received(
 
 
 def _sum_into(output: torch.Tensor, own: torch.Tensor, received: Sequence[torch.Tensor], accumulate: bool) -> None:
-    if own.device.type != "cpu":  # no cache to stay in, and own is the sum already
+    if own.device.type != "cpu":  # the backend has summed into `own`
         _ = output.add_(own) if accumulate else output.copy_(own)
         return
     blocks = zip(output.split(_BLOCK_NUMEL), _terms(own, received), strict=True)
@@ -303,7 +294,7 @@ def _sum_directly(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
 
 
 def _sum_widened(terms: Sequence[torch.Tensor], total: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """Returns the sum in `total`. A conversion by copy_ is fast; torch's add of two dtypes allocates to convert."""
+    """Return the sum in `total`. Converting by copy_ is fast; torch's add of two dtypes allocates."""
     total.copy_(terms[0])
     for term in terms[1:]:
         total.add_(term if term.dtype == total.dtype else scratch.copy_(term))

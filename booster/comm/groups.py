@@ -1,4 +1,4 @@
-"""The one place that makes groups of ranks, and says how long a rank waits in them for the others."""
+"""Process groups and meshes, and the timeouts of their collectives."""
 
 from __future__ import annotations
 
@@ -39,16 +39,14 @@ __all__ = [
 ]
 
 # Note [Patience]
-# A rank that is lost in training should be noticed soon, and a rank that compiles a kernel, reads a model or writes a
-# large shard should be let finish. So the launch is given three limits, and the groups that are made here, and the
-# world if the launch has made it, wait as long as training allows, but within `patience` as long as set-up or
-# checkpoints do: their backends' limits are changed at the begin and put back at the end, which costs a microsecond a
-# group, and what is started meanwhile waits that long. Groups of the user, and a world that was adopted, keep what they
-# were made with. The innermost `patience` of the process counts.
-# A message of gloo's has the limit that its connection was made with, unless its end is waited for with another one.
-# A group itself is made under the limit of set-up, whenever that is. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier of
-# its own ahead of each collective, the limit of which can't be changed later: there, and with a backend other than gloo
-# and nccl, every wait in a group has the limit that holds when it is made.
+# A rank that is lost in training should be detected soon; a rank that compiles a kernel, reads a model or writes a
+# large shard needs more time. So the launch takes three timeouts. Groups made here, and the world if the launch made
+# it, have the training timeout, and inside of `patience` the set-up or checkpoint timeout: the timeouts of their
+# backends are changed at entry and restored at exit, which costs a microsecond per group. The innermost `patience` of
+# the process applies. Groups of the user, and an adopted world, keep their timeouts.
+# A gloo message has the timeout that its connection was made with, unless its wait is given another one. A group is
+# created with the set-up timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier before each collective, whose timeout
+# cannot be changed later: there, and with a backend other than gloo and nccl, a group keeps its timeout.
 
 Kind = Literal["setup", "checkpoint"]
 
@@ -59,7 +57,7 @@ _ANSWER_SECONDS = 3.0  # of the store
 
 @dataclass(slots=True)
 class _Followed:
-    """A group whose limits follow what this process does: the backends of it that can be changed."""
+    """Group with a changeable timeout, and its backends."""
 
     backends: list[Any]
     is_gloo: bool = False
@@ -69,22 +67,21 @@ class _Followed:
 
 
 _ours: WeakKeyDictionary[dist.ProcessGroup, _Followed] = WeakKeyDictionary()
-_kinds: list[Kind] = []  # those of the blocks of `patience` that this process is in, outermost first
+_kinds: list[Kind] = []  # of the active `patience` blocks of this process, outermost first
 _lock = threading.RLock()
 _num_made: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()  # by the store of a world and the ranks
 
 
 def seconds_of_now() -> float:
-    """Returns how long a wait may take that begins now, by what this process is doing."""
+    """Return the timeout of waits that start now."""
     return getattr(time_limits(), _kinds[-1]) if _kinds else time_limits().training
 
 
 @contextmanager
 def patience(kind: Kind) -> Iterator[None]:
-    """Lets every wait for another rank that begins in the block take as long as set-up or checkpoints may.
+    """Use the `setup` or `checkpoint` timeout for collectives started in this block. Also a decorator.
 
-    A decorator, too. No communication. Groups, so all threads of this process, are back to what was before at the end,
-    also after an error. See Note [Patience].
+    Applies to all threads of this process. No communication. See Note [Patience].
     """
     with _lock:
         _kinds.append(kind)
@@ -98,9 +95,9 @@ def patience(kind: Kind) -> Iterator[None]:
 
 
 def limit_of_messages(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Returns how long to wait for a message that is under way in this group; None: as the backend knows.
+    """Return the timeout for the wait of a message in this group, or None for the backend's.
 
-    The end of one of nccl's is not waited for: it is put into the stream of the device.
+    Waits for nccl's messages do not block: they are enqueued on the device's stream.
     """
     chosen = group or dist.group.WORLD
     followed = None if chosen is None else _ours.get(chosen)
@@ -108,7 +105,7 @@ def limit_of_messages(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def register_world() -> None:
-    """Lets the limits of this module hold for the world, which the launch has made. No communication."""
+    """Apply the timeouts of this module to the world, which the launch has made. No communication."""
     if dist.group.WORLD is not None:
         _register(dist.group.WORLD)
 
@@ -116,17 +113,17 @@ def register_world() -> None:
 def new_group(
     ranks: Sequence[int], backend: str | None = None, *, use_local_synchronization: bool = False
 ) -> dist.ProcessGroup | None:
-    """Returns a new group; None on a rank that is not in it.
+    """Return a new process group, or None on a rank outside of it.
 
     Args:
-        ranks: World ranks.
-        backend: None: as the world.
-        use_local_synchronization: Only the ranks of the group come here, and nobody else.
+        ranks: Global ranks.
+        backend: Backend name, optional; defaults to the world's.
+        use_local_synchronization: If True, only the ranks of the group call this.
 
     Collective over the world, or over `ranks` with `use_local_synchronization`.
 
     Raises:
-        RankFailedError: A rank did not come in the time of set-up.
+        RankFailedError: A rank did not call it within the set-up timeout.
     """
     coming = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
     sign = _Sign(ranks, coming)
@@ -145,13 +142,13 @@ def new_group(
 
     try:
         sign.give(seconds)
-        # torch asks the store meanwhile, see Note [Answers]. An accelerator's backend asks for this thread's device.
+        # torch waits in the store, see Note [Answers]. An accelerator's backend needs the device of this thread.
         group = answer_within(make, seconds + _ANSWER_SECONDS) if is_by_gloo else make()
     except RuntimeError as error:
         if not isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) and not _LOST.search(str(error)):
             raise
         raise RankFailedError(sign.explanation(seconds, error)) from error
-    if not isinstance(group, dist.ProcessGroup):  # what torch gives to who is not in it
+    if not isinstance(group, dist.ProcessGroup):  # torch's value for ranks outside of the group
         return None
     _register(group)
     note_made(group)
@@ -159,7 +156,7 @@ def new_group(
 
 
 def new_group_of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Makes a new group of each row of world ranks, every rank being in one of them, and returns this rank's.
+    """Make a group of each row of global ranks and return this rank's. Every rank is in exactly one row.
 
     Collective over the world. Raises as `new_group` does.
     """
@@ -170,26 +167,26 @@ def new_group_of_rows(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Returns all ranks as a mesh, those next to each other along its last axis. An axis with all ranks is the world.
+    """Return a mesh of all ranks, consecutive along its last axis. An axis with all ranks is the world.
 
     Args:
-        device_type: Of the devices that the ranks compute on.
+        device_type: Device type of the ranks, such as "cpu".
         shape: Number of ranks along each axis.
-        names: The axes.
+        names: Names of the axes.
 
     Collective over the world. Raises as `new_group` does.
 
     Raises:
-        ConfigError: There is no world.
+        ConfigError: There is no process group.
     """
     world = dist.group.WORLD if dist.is_available() else None
     if world is None:
         raise ConfigError(
-            f"a mesh of {' x '.join(map(str, shape))} ranks needs a world, and nothing was launched: call"
+            f"a mesh of {' x '.join(map(str, shape))} ranks needs a process group, and there is none: call"
             " booster.launch_from_torch() first"
         )
     if getattr(world, "bound_device_id", None) is not None:
-        # torch splits nccl's communicator into all rows at once, where rows made one by one would be a split each.
+        # torch splits nccl's communicator into all rows at once; rows made one by one would be one split each.
         mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
         for group in mesh.get_all_groups():
             if group is not world:
@@ -207,22 +204,22 @@ def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> De
 def mesh_of_groups(
     groups: Sequence[dist.ProcessGroup], device_type: str, ranks: torch.Tensor, names: Sequence[str]
 ) -> DeviceMesh:
-    """Returns a mesh of groups that there are: those of this rank along each axis. No communication.
+    """Return a mesh of existing groups. No communication.
 
     Args:
-        groups: One for each axis.
-        device_type: Of the devices that the ranks compute on.
-        ranks: World ranks, in the shape of the mesh.
-        names: The axes.
+        groups: This rank's group along each axis.
+        device_type: Device type of the ranks, such as "cpu".
+        ranks: Global ranks, in the shape of the mesh.
+        names: Names of the axes.
     """
     mesh = DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=tuple(names))
-    # Torch's mesh may know its groups by their names alone; who has it uses them.
+    # Torch's mesh may hold names of its groups only: the mesh keeps the groups alive.
     finalize(mesh, list, groups).atexit = False
     return mesh
 
 
 class _Sign:
-    """Tells, where a group could not be made, which ranks did not even begin to."""
+    """Record of the ranks that started to make a group, for the error where it fails."""
 
     def __init__(self, ranks: Sequence[int], coming: Sequence[int]) -> None:
         self._ranks, self._coming = ranks, coming
@@ -233,8 +230,8 @@ class _Sign:
         self._client, self._prefix = store, f"booster.groups/{key}/{made[key]}"
 
     def give(self, seconds: float) -> None:
-        """Says that this rank has come; waits so long for the store to take it."""
-        if str(dist.get_backend()) != "fake":  # torch's backend that only pretends, as its store does
+        """Record this rank in the store, with a timeout in seconds."""
+        if str(dist.get_backend()) != "fake":  # torch's fake backend has a fake store
             self._under(seconds).set(str(dist.get_rank()), "here")
 
     def _under(self, seconds: float) -> BoundedStore:
@@ -243,7 +240,7 @@ class _Sign:
     def explanation(self, seconds: float, error: RuntimeError) -> str:
         where = surroundings(current_place()) or " (in set-up, outside of all phases)"
         head = f"rank {dist.get_rank()} could not make a group of {listed(self._ranks)} within {seconds:g} s{where}"
-        tail = f"torch says: {str(error).strip().splitlines()[0]}"
+        tail = f"torch reports: {str(error).strip().splitlines()[0]}"
         try:
             store = self._under(_ANSWER_SECONDS)
             missing = [rank for rank in self._coming if not store.check([str(rank)])]
@@ -253,10 +250,10 @@ class _Sign:
                 f" launcher) has ended or is stopped, see its log; {tail}"
             )
         if not missing:
-            return f"{head}: all had come, and one ended or hangs since: see their logs; {tail}"
+            return f"{head}: all had arrived, and one has ended or hangs since: see their logs; {tail}"
         return (
-            f"{head}: {listed(missing)} gave no sign: see the log there, whether it ended, hangs or is busy elsewhere."
-            f" Where it needs longer, launch with setup_timeout_seconds=...; {tail}"
+            f"{head}: {listed(missing)} did not arrive: see the log there, whether it ended, hangs or runs something"
+            f" else. If it needs longer, launch with setup_timeout_seconds=...; {tail}"
         )
 
 
@@ -275,7 +272,7 @@ def _changeable_backends(group: dist.ProcessGroup) -> list[Any]:
     backends: list[Any] = []
     for device in group._device_types:
         backend: Any = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # around which torch's debug mode puts checks
+        backend = getattr(backend, "wrapped_pg", backend)  # inside of the wrapper of torch's debug mode
         if backend.name() in _CHANGEABLE and not any(backend is other for other in backends):
             backends.append(backend)
     return backends
@@ -294,6 +291,6 @@ def _apply(group: dist.ProcessGroup) -> None:
 
 
 def _remove_last(kind: Kind) -> None:
-    """Ends a block; another thread's may have begun since."""
+    # not simply the last one: another thread may have entered a block since
     index = len(_kinds) - 1 - _kinds[::-1].index(kind)
     del _kinds[index]

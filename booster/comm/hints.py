@@ -37,7 +37,8 @@ class Other:
 
     Attributes:
         place: Progress of the rank.
-        state: "waits" (for others, too), "busy" (alive, and has not reported a wait), or "ended" (the program finished).
+        state: "waits" (for others, too), "busy" (alive, and has not reported a wait), or "ended" (the program
+            finished).
     """
 
     place: CurrentPlace

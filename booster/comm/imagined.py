@@ -1,4 +1,4 @@
-"""Ranks that are only imagined: what one rank of many would do, found out on that rank alone, without communication."""
+"""Fake process group: one rank of a world without the others and without communication, for memory estimates."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ if TYPE_CHECKING:
 __all__ = ["ImaginedMemory", "are_others_imagined", "imagine_others", "imagined_world"]
 
 # Note [Imagined ranks]
-# How much memory a rank needs can be found by letting it do its part on tensors without values. What it would get from
-# others has no values either, so nothing has to travel: while others are imagined, collectives of CPU tensors end at
-# once and leave their outputs as they are, and what ranks have to agree on they agree on, as all are like this one.
-# Sizes and counts of what would have been sent are recorded as ever. Where no world was launched, `imagined_world`
-# makes one of any size, with torch's own backend that only pretends; where one was, its groups are used.
+# The memory of a rank can be measured by running its program on fake tensors. Data of other ranks has no values either,
+# so nothing has to be sent: collectives of CPU tensors return at once and leave their outputs unchanged, and
+# consistency checks pass, as all ranks equal this one. Calls and bytes are counted as usual. Without a launch
+# `imagined_world` makes a world of any size, with torch's fake backend; after a launch its groups are used.
 _is_imagining = False
 
 
 def are_others_imagined() -> bool:
-    """Returns whether nothing is communicated now. See Note [Imagined ranks]."""
+    """Return whether collectives are fake now; see Note [Imagined ranks]."""
     return _is_imagining
 
 
 @contextmanager
 def imagine_others() -> Iterator[None]:
-    """Lets collectives of this process end without a communication within the block."""
+    """Run collectives of this process in the block without communication."""
     global _is_imagining
     before, _is_imagining = _is_imagining, True
     try:
@@ -44,22 +43,22 @@ def imagine_others() -> Iterator[None]:
 
 @contextmanager
 def imagined_world(num_ranks: int) -> Iterator[None]:
-    """Makes this process the first of a world of so many ranks, the others of which there are not, within the block.
+    """Make this process rank 0 of a fake world of `num_ranks` ranks in the block.
 
     Raises:
-        ConfigError: There is a world already.
+        ConfigError: A process group exists already.
     """
     if dist.is_initialized():
         raise ConfigError(
-            f"a world of {num_ranks} ranks can't be imagined where one of {dist.get_world_size()} was launched: ask"
-            " about a plugin object that was made in it, or ask before the launch"
+            f"a world of {num_ranks} ranks cannot be faked after a launch of {dist.get_world_size()} ranks: ask about a"
+            " plugin object that was made in it, or ask before the launch"
         )
-    # Registers the backend "fake", which is in torch itself.
+    # Registers torch's backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which torch changes, to name the rank
+    hook = sys.excepthook  # torch replaces it
     level = get_debug_level()
-    set_debug_level(DebugLevel.OFF)  # TORCH_DISTRIBUTED_DEBUG=DETAIL would have real ranks meet at the store
+    set_debug_level(DebugLevel.OFF)  # TORCH_DISTRIBUTED_DEBUG=DETAIL would wait for real ranks in the store
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         with imagine_others():
@@ -72,22 +71,16 @@ def imagined_world(num_ranks: int) -> Iterator[None]:
 
 
 class ImaginedMemory:
-    """Stands in for memory that ranks share: its collectives move nothing."""
+    """Shared memory whose collectives leave their outputs unchanged."""
 
-    def all_gather(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None:
-        """Leaves the output as it is, as do the others."""
+    def all_gather(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None: ...
 
-    def all_reduce(self, tensor: torch.Tensor, operator: str, number: int) -> None:
-        """See `all_gather`."""
+    def all_reduce(self, tensor: torch.Tensor, operator: str, number: int) -> None: ...
 
-    def all_to_all(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None:
-        """See `all_gather`."""
+    def all_to_all(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None: ...
 
-    def broadcast(self, tensor: torch.Tensor, source: int, number: int) -> None:
-        """See `all_gather`."""
+    def broadcast(self, tensor: torch.Tensor, source: int, number: int) -> None: ...
 
-    def reduce_scatter(self, payload: torch.Tensor, output: torch.Tensor, number: int, **options: Any) -> None:
-        """See `all_gather`."""
+    def reduce_scatter(self, payload: torch.Tensor, output: torch.Tensor, number: int, **options: Any) -> None: ...
 
-    def abort(self) -> None:
-        """Does nothing, as nobody waits."""
+    def abort(self) -> None: ...

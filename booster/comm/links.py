@@ -1,4 +1,4 @@
-"""Links: messages of tensors that go one way between two ranks, in order, while both compute."""
+"""Channels: ordered messages of tensors in one direction between two ranks, overlapped with computation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from booster.errors import ConfigError
 __all__ = ["IncomingLink", "OutgoingLink", "TensorSpec"]
 
 # Note [Links]
-# Each tensor of a message is one operation, and a header one more, which goes ahead where the receiver does not know
-# the shapes. The third operation of one end is for the third of the other: so both ends have to agree which messages
-# have headers, and a receiver that meets a message of unknown shapes can't begin with those behind it before it has
-# read the header. Gloo starts to move a tensor when both ends have begun with it, and moves it in a thread of its own.
-# So a receiver begins early, and a sender waits only for what it knows to have been begun: its receiver may itself wait
-# for this rank.
+# Each tensor of a message is one operation. If the receiver does not know the shapes, a header is one more operation
+# before them. The third operation of one end matches the third of the other: both ends must agree which messages have
+# headers, and a receiver cannot start messages behind one of unknown shapes before it has read that header. Gloo moves
+# a tensor, in its own thread, once both ends have started the operation. So a receiver starts early, and a sender waits
+# only for messages that it knows the receiver has started: the receiver may itself wait for this rank.
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a receiver has to know of a tensor before it comes."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,7 +34,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor that is under way; `tensor` has to live until the end."""
+    """Tensor in flight; `tensor` must live until the wait returns."""
 
     operation: Operation
     work: dist.Work
@@ -65,14 +64,14 @@ class _Incoming:
 
 
 class OutgoingLink:
-    """The sending end of a link; see Note [Links].
+    """Sending end of a channel; see Note [Links].
 
     Args:
         receiver: Rank in the group.
-        group: None: the world. With NCCL, one that no other link uses.
+        group: Process group, None for the world. With NCCL, one that no other channel uses.
 
     Raises:
-        ConfigError: There is no such rank beside this one.
+        ConfigError: The receiver is not another rank of the group.
     """
 
     def __init__(self, receiver: int, group: dist.ProcessGroup | None) -> None:
@@ -83,15 +82,15 @@ class OutgoingLink:
 
     @property
     def num_under_way(self) -> int:
-        """Messages that this rank has not seen to be done."""
+        """Number of messages in flight."""
         return len(self._messages)
 
     def send(self, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> None:
-        """Starts to send a message; its tensors must not be changed until the end, which `wait` or `finish` sees.
+        """Start sending a message; its tensors must not be changed until `wait` or `finish` has waited for it.
 
         Args:
-            tensors: Dense ones of any shape, on any device; may be empty or not contiguous.
-            header: Goes ahead, for a receiver that does not know the shapes; None: it knows them.
+            tensors: Dense tensors of any shape, on any device; may be empty or not contiguous.
+            header: Header for a receiver that does not know the shapes, optional.
 
         Raises:
             ConfigError: A tensor is not dense.
@@ -105,7 +104,7 @@ class OutgoingLink:
         self._messages.append(_Outgoing([self._start(payload) for payload in payloads if payload.numel()], ahead))
 
     def wait(self) -> None:
-        """Waits for all messages.
+        """Wait for all messages.
 
         Raises:
             RankFailedError: The receiver is lost or too late.
@@ -114,7 +113,7 @@ class OutgoingLink:
             self._wait_for_oldest()
 
     def finish(self, count: int) -> None:
-        """Waits for the oldest messages, of which the caller knows that the receiver has begun with them.
+        """Wait for the `count` oldest messages, which the receiver must have started to receive.
 
         Raises:
             RankFailedError: The receiver is lost or too late.
@@ -123,7 +122,7 @@ class OutgoingLink:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        self._messages[0].wait()  # stays where it fails: gloo may still read from its tensors
+        self._messages[0].wait()  # kept if it fails: gloo may still read its tensors
         self._messages.popleft()
 
     def _start(self, payload: torch.Tensor) -> _Part:
@@ -132,16 +131,16 @@ class OutgoingLink:
 
 
 class IncomingLink:
-    """The receiving end of a link; see Note [Links].
+    """Receiving end of a channel; see Note [Links].
 
     Args:
         sender: Rank in the group.
-        group: As for the other end.
-        read_header: Returns what a message with this header consists of. Called once for each message with a header, in
-            the order of the messages, and before the descriptions of later ones, which may depend on it.
+        group: Process group of the sending end.
+        read_header: Function that returns the tensors of a message with this header. Called once for each message with
+            a header, in the order of the messages, and before the descriptions of later ones, which may depend on it.
 
     Raises:
-        ConfigError: There is no such rank beside this one.
+        ConfigError: The sender is not another rank of the group.
     """
 
     def __init__(
@@ -155,26 +154,26 @@ class IncomingLink:
         self._messages: list[_Incoming | None] = []  # as far as begun; None: taken
 
     def expect(self, descriptions: Sequence[Callable[[], Sequence[TensorSpec] | None]]) -> None:
-        """Says what will come, in order; all that was to come before must have been taken. No communication.
+        """Set the next messages, in order; all earlier ones must have been taken. No communication.
 
         Args:
-            descriptions: Each returns what its message consists of, or None where that is not known and a header comes
-                ahead. Called once its turn has come.
+            descriptions: Functions that return the tensors of a message, or None if it has a header. Called when the
+                message is started.
         """
         num_taken = self._messages.count(None)
         if num_taken < len(self._descriptions):
             raise AssertionError(
-                f"rank {dist.get_rank()} has taken {num_taken} of {len(self._descriptions)} messages from rank"
-                f" {self._sender} of the group, and expects others already"
+                f"rank {dist.get_rank()} expects new messages from rank {self._sender} of the group, and has taken"
+                f" {num_taken} of {len(self._descriptions)} earlier ones"
             )
         self._descriptions = list(descriptions)
         self._messages = []
 
     def post(self, count: int) -> None:
-        """Begins to receive the first messages, as far as their shapes are known.
+        """Start receiving the first messages, up to the first one of unknown shapes.
 
         Args:
-            count: How many of those that `expect` was told, from the first; those begun already included.
+            count: Number of the expected messages, from the first, including those started already.
 
         Raises:
             RankFailedError: The sender is lost.
@@ -186,13 +185,13 @@ class IncomingLink:
             self._messages.append(self._start(None, specs))
 
     def take(self, index: int) -> tuple[bytes | None, list[torch.Tensor]]:
-        """Waits for a message and returns its header (None: it had none) and its tensors.
+        """Wait for a message and return it.
 
         Args:
-            index: Place in what `expect` was told; in any order, each once.
+            index: Index among the expected messages; in any order, each once.
 
         Returns:
-            The header, and contiguous tensors on the device that the group's backend communicates from.
+            The header, if it has one, and contiguous tensors on the backend's device.
 
         Raises:
             RankFailedError: The sender is lost or too late.
@@ -224,15 +223,15 @@ class IncomingLink:
 def _check_peer(peer: int, group: dist.ProcessGroup | None) -> None:
     if peer == group_rank(group) or not 0 <= peer < group_size(group):
         raise ConfigError(
-            f"rank {group_rank(group)} of a group of {group_size(group)} can't have a link with rank {peer}: give the"
-            " number of another rank of the group"
+            f"rank {group_rank(group)} of a group of {group_size(group)} cannot have a channel with rank {peer}: give"
+            " another rank of the group"
         )
 
 
 def _payload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.layout != torch.strided:
         raise ConfigError(
-            f"a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)} can't be sent: send a dense one"
+            f"a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)} cannot be sent: send a dense one"
         )
     return _as_bytes(tensor.detach().resolve_conj().resolve_neg().to(device).contiguous())
 

@@ -1,4 +1,4 @@
-"""What each rank says of itself, where all others may read it, also while no collective gets through."""
+"""One value per rank in the store, readable while collectives are blocked."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["NoticeBoard"]
 
 
 class NoticeBoard:
-    """One note of each rank of the world, in the store of torch.distributed. For a background thread, too.
+    """One value per rank of the world, in the store of torch.distributed. Usable by a background thread.
 
     Args:
-        name: What it is for. Boards that live at the same time have different names.
+        name: Name of the values. Instances that exist at the same time have different names.
 
-    Every rank makes it, in the same order; no communication with other ranks, and nobody waits for one.
+    Every rank makes it, in the same order. No communication with other ranks, and no waiting for one.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,7 +27,7 @@ class NoticeBoard:
         self._rank = dist.get_rank() if self._num_ranks > 1 else 0
 
     def post(self, note: str) -> None:
-        """Puts up this rank's note, in place of its last.
+        """Set this rank's value.
 
         Raises:
             RuntimeError: The process that serves the store has ended.
@@ -35,17 +35,17 @@ class NoticeBoard:
         self._store.set(str(self._rank), note)
 
     def withdraw(self) -> None:
-        """Takes this rank's note away. Raises as `post`."""
+        """Delete this rank's value. Raises as `post`."""
         self._store.delete_key(str(self._rank))
 
     def read(self) -> dict[int, str]:
-        """Returns the notes that are there, by world rank. Raises as `post`."""
+        """Return the existing values by global rank. Raises as `post`."""
         keys = [str(rank) for rank in range(self._num_ranks)]
         return {int(key): bytes(self._store.get(key)).decode() for key in keys if self._store.check([key])}
 
 
 class _Alone:
-    """The store of a world of one."""
+    """Store of a world of one rank."""
 
     def __init__(self) -> None:
         self._notes: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""One communication from start to end: it is numbered, counted, hit by injected faults, and fails in words."""
+"""One collective or message: tag, byte count, fault injection, readable errors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from booster.phases import Phase
 
 __all__ = ["Operation", "begin"]
 
-# Tags of messages. Both ends of one have the same: a collective's number is the same on all ranks, and the third send
-# to a rank is for the third receive there.
-_FIRST_TAG = 2**24  # below are the tags of those who use torch's point-to-point calls themselves
-_TAGS_EACH = 2**27  # before they begin anew; a tag has 31 bits
+# Tags of messages, equal on both ends: a collective's number is the same on all ranks, and the third send to a rank
+# matches the third receive there.
+_FIRST_TAG = 2**24  # lower tags are left to users of torch's point-to-point calls
+_TAGS_EACH = 2**27  # tags per kind before they repeat; a tag has 31 bits
 _TAG_KINDS = {"reduce_scatter": 0, "all_gather": 1, "send": 2, "receive": 2}
 _HEADER_KIND = 3
 _SMALL_KINDS = {"all_reduce": 4, "broadcast": 5, "all_gather": 6}
@@ -40,13 +40,13 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A communication that has started on this rank.
+    """Collective or message that has started on this rank.
 
     Attributes:
-        name: See `OPERATIONS`.
-        group: The ranks that take part; None: the world.
-        number: How many of that name this rank has started in this group (and with that peer), from 1.
-        peer: World rank of the other end of a point-to-point message; None: all ranks of the group take part.
+        name: Name of the operation, one of `OPERATIONS`.
+        group: Process group, None for the world.
+        number: Sequence number among this rank's operations of that name in the group (and with that peer), from 1.
+        peer: Global rank of the other end of a message, None for collectives.
     """
 
     name: str
@@ -56,30 +56,30 @@ class Operation:
 
     @property
     def tag(self) -> int:
-        """The tag of its messages, which no other operation under way has."""
+        """Tag of its messages, unique among the operations in flight."""
         return _tag(_TAG_KINDS[self.name], self.number)
 
     @property
     def header_tag(self) -> int:
-        """The tag of the message that goes ahead of a tensor."""
+        """Tag of the header message of a tensor."""
         return _tag(_HEADER_KIND, self.number)
 
     def tag_of_small(self, nbytes: int) -> int:
-        """Returns a tag of its messages, of so many bytes each, that one with messages of another length has not."""
+        """Return the tag of its messages of `nbytes` bytes, which differs from that of another length."""
         return _tag(_SMALL_KINDS[self.name], self.number * _SMALL_SIZES + nbytes)
 
     def send_to(self, tensor: torch.Tensor, receiver: int, tag: int) -> dist.Work:
-        """Starts a message to a rank of the group, straight from a contiguous tensor, which has to outlive it."""
+        """Start a message to a rank of the group from a contiguous tensor, which must outlive it."""
         with self.failures_named():
             return _under_way(dist.isend(tensor, dst=_world_rank(receiver, self.group), group=self.group, tag=tag))
 
     def receive_from(self, tensor: torch.Tensor, sender: int, tag: int) -> dist.Work:
-        """Starts to take a message from a rank of the group, straight into a contiguous tensor of its length."""
+        """Start receiving a message from a rank of the group into a contiguous tensor of its length."""
         with self.failures_named():
             return _under_way(dist.irecv(tensor, src=_world_rank(sender, self.group), group=self.group, tag=tag))
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a part of the operation, at most for the group's timeout.
+        """Wait for one `Work` of the operation, at most for the group's timeout.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
@@ -89,10 +89,10 @@ class Operation:
             work.wait() if limit is None else work.wait(limit)
 
     def memory_for(self, tensor: torch.Tensor) -> GroupMemory | None:
-        """Returns the shared memory that this collective of CPU tensors goes through; None: the group's backend.
+        """Return the shared memory for this collective, or None if the group's backend is used.
 
         Raises:
-            RankFailedError: The group had to decide, and a rank is lost or too late.
+            RankFailedError: A rank is lost or too late in the group's choice of a transport.
         """
         with self.failures_named():
             return memory_of(self.group, tensor)
@@ -100,12 +100,12 @@ class Operation:
     def run(
         self, tensor: torch.Tensor, in_memory: Callable[[SharedMemory], None], by_backend: Callable[[], object]
     ) -> None:
-        """Performs a collective of this tensor and waits for it, in one of two ways.
+        """Run a collective of this tensor and wait for it.
 
         Args:
-            tensor: What is sent, or received.
-            in_memory: Called with the group's shared memory where the tensor goes through that.
-            by_backend: Called otherwise.
+            tensor: Tensor that is sent or received.
+            in_memory: Implementation through the group's shared memory.
+            by_backend: Implementation for groups without shared memory.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
@@ -115,14 +115,14 @@ class Operation:
             with self.waiting():
                 by_backend()
         else:
-            perform_started()  # first: where it fails, this operation has not begun
+            perform_started()  # first: if it fails, this operation has not started
             Started(home, self, lambda: in_memory(home.memory)).finish()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds what waits for other ranks elsewhere than in shared memory.
+        """Context of a wait for other ranks outside of shared memory.
 
-        What was started in shared memory is performed before: see Note [Started operations].
+        Pending work through shared memory is run first, see `booster.comm.started`.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
@@ -133,9 +133,9 @@ class Operation:
 
     @contextmanager
     def failures_named(self) -> Iterator[None]:
-        """Surrounds what this operation asks of its group: torch's error about a lost or late rank then names the rank.
+        """Context of this operation's calls to its group: errors about lost or late ranks name them.
 
-        Meanwhile this rank is in the phase "communication".
+        The phase is "communication" meanwhile.
         """
         with Phase("communication", self), failures_named(Place(self.name, self.number, self.peer), self.group):
             yield
@@ -144,17 +144,17 @@ class Operation:
 def begin(
     name: str, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0, peer: int | None = None
 ) -> Operation:
-    """Returns the operation that starts now on this rank. Called in groups of several ranks only.
+    """Start an operation on this rank, in a group of several ranks.
 
     Args:
-        name: See `OPERATIONS`.
-        group: The ranks that take part; None: the world.
-        sent: Bytes that this rank gives.
-        received: Bytes that it takes; those of a message of unknown size are recorded when it is known.
-        peer: See `Operation`.
+        name: Name of the operation, one of `OPERATIONS`.
+        group: Process group, None for the world.
+        sent: Bytes that this rank sends.
+        received: Bytes that it receives; those of a message of unknown size are recorded when it is known.
+        peer: Global rank of the other end of a message, None for collectives.
 
     Raises:
-        ConfigError: The group was given back.
+        ConfigError: The group was released.
     """
     require_not_released(group)
     strike(name)

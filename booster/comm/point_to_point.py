@@ -1,4 +1,4 @@
-"""Messages from one rank to another: into a tensor that is there, or with their shape and dtype ahead."""
+"""Point-to-point messages: into an existing tensor, or with a header of shape and dtype."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ __all__ = [
     "start_send_tensor",
 ]
 
-# Note [Headers]
-# Ahead of a tensor goes a message of fixed length: the dtype's place in this list, the number of dimensions, and the
-# shape, filled up with zeros. The elements follow as bytes, so any dtype travels that the backend has never heard of.
-# An empty tensor is its header alone.
+# The header of a tensor is a message of fixed length: the dtype's index in this list, the number of dimensions, and the
+# shape, padded with zeros. The elements follow as bytes, so dtypes need no support by the backend. An empty tensor is
+# its header alone.
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
@@ -41,7 +40,7 @@ _HEADER_NUMEL = 2 + _MAX_DIMS
 
 
 def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Returns a new gloo group of the same ranks, so that a thread can use it beside the training's collectives.
+    """Return a new gloo group of the same ranks, for a thread beside the collectives of training.
 
     Collective: every rank of the group must call it.
     """
@@ -55,7 +54,7 @@ def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
 
 def send(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
-    """Sends a CPU tensor to a rank of the group, and returns when it may be changed.
+    """Send a CPU tensor to a rank of the group, and return when it may be changed.
 
     Raises:
         RankFailedError: The receiver is lost or too late.
@@ -65,7 +64,7 @@ def send(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
 
 
 def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None:
-    """Fills a CPU tensor with what a rank of the group sends by `send`, which must be as long.
+    """Receive a CPU tensor of equal size that a rank of the group sends by `send`.
 
     Raises:
         RankFailedError: The sender is lost or too late.
@@ -75,7 +74,7 @@ def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None
 
 
 class TensorSend:
-    """A tensor that is on its way; made by `start_send_tensor`."""
+    """Send in flight, started by `start_send_tensor`."""
 
     def __init__(self, operation: Operation, works: Sequence[dist.Work], buffers: Sequence[torch.Tensor]) -> None:
         self._operation = operation
@@ -83,7 +82,7 @@ class TensorSend:
         self._buffers = buffers  # must live until they are sent
 
     def wait(self) -> None:
-        """Returns when the receiver has the tensor, and it may be changed.
+        """Wait until the receiver has the tensor, and it may be changed.
 
         Raises:
             RankFailedError: The receiver is lost or too late.
@@ -94,7 +93,7 @@ class TensorSend:
 
 
 class TensorReceive:
-    """A tensor that is awaited; made by `start_receive_tensor`."""
+    """Receive in flight, started by `start_receive_tensor`."""
 
     def __init__(self, operation: Operation, sender: int, header: torch.Tensor, work: dist.Work) -> None:
         self._operation = operation
@@ -104,7 +103,7 @@ class TensorReceive:
         self._tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Returns the tensor, contiguous, on the device that the group's backend communicates from.
+        """Wait for the tensor and return it, contiguous, on the backend's device.
 
         Raises:
             RankFailedError: The sender is lost or too late.
@@ -123,15 +122,15 @@ class TensorReceive:
 
 
 def send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> None:
-    """Sends any dense tensor to a rank of the group that calls `receive_tensor`; returns when it has arrived.
+    """Send any dense tensor to a rank of the group that calls `receive_tensor`; return when it has arrived.
 
-    Two ranks that both send first wait for each other for ever: use `start_send_tensor` there. Raises as that does.
+    Two ranks that both send first deadlock: use `start_send_tensor` there. Raises as that does.
     """
     start_send_tensor(tensor, receiver, group).wait()
 
 
 def receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the tensor that a rank of the group sends by `send_tensor`; its shape and dtype come with it.
+    """Return the tensor, of any shape and dtype, that a rank of the group sends by `send_tensor`.
 
     Raises:
         RankFailedError: The sender is lost or too late.
@@ -140,15 +139,15 @@ def receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> torch
 
 
 def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> TensorSend:
-    """Starts to send a tensor of any dtype and up to 16 dimensions; it must not be changed until the end.
+    """Start sending a tensor of any dtype and up to 16 dimensions; it must not be changed until `wait` returns.
 
     Args:
-        tensor: May be empty or not contiguous.
+        tensor: Dense tensor; may be empty or not contiguous.
         receiver: Rank in the group.
-        group: None: the world.
+        group: Process group, optional; defaults to the world.
 
     Raises:
-        ConfigError: The tensor is sparse or quantized, has too many dimensions, or is for this rank itself.
+        ConfigError: The tensor is sparse or quantized or has too many dimensions, or the receiver is this rank.
         RankFailedError: The receiver is lost.
     """
     header = _header_of(tensor)
@@ -163,14 +162,14 @@ def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGr
 
 
 def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> TensorReceive:
-    """Starts to receive a tensor that a rank of the group sends by `send_tensor` or `start_send_tensor`.
+    """Start receiving a tensor that a rank of the group sends by `send_tensor` or `start_send_tensor`.
 
     Args:
         sender: Rank in the group.
-        group: None: the world.
+        group: Process group, optional; defaults to the world.
 
     Raises:
-        ConfigError: The sender is this rank itself.
+        ConfigError: The sender is this rank.
         RankFailedError: The sender is lost.
     """
     operation = _begin("receive", sender, group)
@@ -181,17 +180,16 @@ def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) ->
 def _begin(name: str, peer: int, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0) -> Operation:
     if peer == group_rank(group) or not 0 <= peer < group_size(group):
         raise ConfigError(
-            f"rank {group_rank(group)} of a group of {group_size(group)} can't {name} with rank {peer}: give the number"
-            " of another rank of the group"
+            f"rank {group_rank(group)} of a group of {group_size(group)} cannot {name} with rank {peer}: give another"
+            " rank of the group"
         )
     return begin(name, group, sent=sent, received=received, peer=global_rank_of(peer, group))
 
 
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the message that goes ahead; see Note [Headers]."""
     if tensor.layout != torch.strided or tensor.dtype not in _DTYPES or tensor.dim() > _MAX_DIMS:
         raise ConfigError(
-            f"a tensor of dtype {tensor.dtype}, layout {tensor.layout} and {tensor.dim()} dimensions can't be sent:"
+            f"a tensor of dtype {tensor.dtype}, layout {tensor.layout} and {tensor.dim()} dimensions cannot be sent:"
             f" send a dense one of a plain dtype and at most {_MAX_DIMS} dimensions"
         )
     shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]

@@ -17,18 +17,18 @@ from booster.errors import ConfigError
 __all__ = ["note_made", "release_groups", "release_unused_groups", "require_not_released"]
 
 # Note [Unused groups]
-# A group has threads, connections and memory until its last reference goes, and torch's tables keep one for ever. Who
-# else uses a group refers to it: models by their hooks, optimizers, meshes, operations in flight. So one that only the
-# tables refer to is unused, and leaves them. References are counted, not announced, so nothing that holds a
-# group has to take part; and a table that is not known here keeps a group too long, never too short.
-# That happens where a plugin is made, as the garbage collector may run inside of anything. Ranks collect garbage at
-# different times, so nothing is communicated there; and only groups of backends that need no other rank to end are
-# given back so. Nccl's ends its communicators together with the other ranks: `release_groups` alone gives those back,
-# which all ranks call for the same groups.
-# Torch names some groups by how many there are. A name must not come a second time, as the first one's addresses are in
-# the store, and must be the same on all ranks: what is given back goes on counting.
+# A group has threads, connections and memory until its last reference is dropped, and torch's tables hold one for ever.
+# All users of a group refer to it: models by their hooks, optimizers, meshes, operations in flight. So a group that
+# only the tables refer to is unused, and is removed from them. References are counted by the interpreter, so holders of
+# a group need no code for it; a table unknown here keeps a group too long, never too short.
+# Unused groups are destroyed when a plugin is made: the garbage collector may run anywhere. Ranks collect garbage at
+# different times, so nothing is communicated, and only groups of backends whose destruction needs no other rank are
+# destroyed. Nccl destroys its communicators together with the other ranks: only `release_groups`, which all ranks call
+# for the same groups, releases those.
+# Torch names some groups by their count. A name must not be used twice, as the addresses of the first group are in the
+# store, and must be equal on all ranks: released groups stay counted.
 
-_FEWEST_TO_COLLECT = 16  # so few groups are no reason to run the garbage collector
+_FEWEST_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
 
 _made: WeakSet[dist.ProcessGroup] = WeakSet()
 _released: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -36,16 +36,16 @@ _num_to_collect = _FEWEST_TO_COLLECT
 
 
 def note_made(group: dist.ProcessGroup) -> None:
-    """Registers a group to be destroyed once it is unused. No communication."""
+    """Register a group to be destroyed once it is unused. No communication."""
     _made.add(group)
 
 
 def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Gives back those of the groups that this package has made; None and others are left out.
+    """Destroy those of the groups that this package has made; None and others are skipped.
 
-    No operation may be in flight there. What uses one of them later raises a `ConfigError`. Threads and connections end
-    with the last reference to a group. Every rank calls it, with the same groups in the same order; no communication
-    but that of the backend.
+    No operation may be in flight there. Later uses raise `ConfigError`. Threads and connections end with the last
+    reference to a group. Every rank calls it, with the same groups in the same order; no communication but the
+    backend's.
     """
     for group in groups:
         if group is not None and group in _made:
@@ -55,7 +55,7 @@ def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
 
 
 def release_unused_groups() -> None:
-    """Destroys unused groups; see Note [Unused groups]. No communication."""
+    """Destroy unused groups; see Note [Unused groups]. No communication."""
     global _num_to_collect
     if not _made:
         return
@@ -73,26 +73,22 @@ def release_unused_groups() -> None:
 
 
 def require_not_released(group: dist.ProcessGroup | None) -> None:
-    """Raises if a group was given back by `release_groups`.
-
-    Raises:
-        ConfigError: It was.
-    """
+    """Raise `ConfigError` if a group was released by `release_groups`."""
     if group is not None and group in _released:
         raise ConfigError(
-            "this communicates in a group of ranks that Booster.close() has given back: close the Booster when nothing"
-            " that it has boosted is used any more, or boost again with a new plugin"
+            "this communicates in a process group that Booster.close() has released: close the Booster when nothing that"
+            " it has boosted is used any more, or boost again with a new plugin"
         )
 
 
 class _NameOfReleased:
-    """Keeps the name of a group that was given back in torch's table of names. Torch may want to end it once more."""
+    """Entry of a released group in torch's table of names. Torch may shut it down once more."""
 
     def shutdown(self) -> None:
-        """Does nothing."""
+        pass
 
     def abort(self) -> None:
-        """Does nothing."""
+        pass
 
 
 def _take_last(left: list[Any]) -> tuple[Any, int]:
@@ -122,7 +118,7 @@ def _ends_alone(group: dist.ProcessGroup) -> bool:
 def _destroy(group: dist.ProcessGroup) -> None:
     _made.discard(group)
     release_shared_memory(group)
-    if group in _world.pg_map:  # it is not where the user has destroyed it, or its world
+    if group in _world.pg_map:  # not if the user has destroyed it, or the world
         name = _world.pg_names[group]
         dist.destroy_process_group(group)
         names: dict[Any, str] = _world.pg_names  # type: ignore[assignment]
@@ -130,7 +126,7 @@ def _destroy(group: dist.ProcessGroup) -> None:
 
 
 def _forget_meshes() -> None:
-    """Lets torch forget what it knows of operations on meshes: meshes of other groups of the same ranks are equal."""
+    # torch caches sharding decisions by mesh, and meshes of other groups of the same ranks compare equal
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 

@@ -1,6 +1,6 @@
-"""Which groups communicate through shared memory: those of CPU tensors whose ranks all run on one host.
+"""Shared-memory transport for collectives of CPU tensors in groups whose ranks all run on one host.
 
-`BOOSTER_SHARED_MEMORY=off` or `use_shared_memory(False)` leave everything to the group's own backend.
+`BOOSTER_SHARED_MEMORY=off` or `use_shared_memory(False)` leave all collectives to the group's backend.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = [
 ]
 
 # Note [Choosing a transport]
-# A group decides at its first collective of CPU tensors in this package, once. Each rank tells what it knows of itself
-# by one small all-gather of the backend: whether it wants shared memory and has the kernel, on which host and in whose
-# processes' sight it runs, and rank 0 also where it has made the memory. If all agree, the others attach to it, and a
-# second all-gather tells whether everybody could. A rank that could not, or does not want to, means the group's own
-# backend for all. Every rank takes part whatever it wants, so settings that differ are safe.
+# A group chooses once, at its first collective of CPU tensors in this package. One small all-gather of the backend
+# exchanges, per rank, whether shared memory is enabled and its kernel available, the host and the process-id namespace,
+# and from rank 0 the address of the memory that it created. If all match, the other ranks attach to it, and a second
+# all-gather exchanges whether all succeeded. Otherwise all ranks use the group's backend. Every rank takes part
+# whatever its setting, so settings may differ.
 
 VARIABLE = "BOOSTER_SHARED_MEMORY"
 _SETTINGS = {"": True, "on": True, "auto": True, "1": True, "off": False, "0": False}
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# is it wanted, host, namespace of process ids (device, inode), user; process id, file, key, size of a slot
+# is it enabled, host, namespace of process ids (device, inode), user; process id, file, key, bytes per rank
 _CARD = struct.Struct("<?36sQQQqqQQ")
 _NO_FILE = -1
 
@@ -57,12 +57,12 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 @dataclass(slots=True)
 class GroupMemory:
-    """The shared memory of a group, and the order in which this rank uses it.
+    """Shared memory of a group, and the queue of this rank's pending work in it.
 
     Attributes:
-        memory: This rank's end.
-        lock: Held while an operation is performed.
-        started: What was started and not performed yet; see Note [Started operations].
+        memory: This rank's mapping.
+        lock: Held while an operation runs.
+        started: Operations that are started and have not run yet, see `booster.comm.started`.
     """
 
     memory: SharedMemory
@@ -70,19 +70,20 @@ class GroupMemory:
     started: deque[Started] = field(default_factory=deque)
 
 
-_is_wanted: bool | None = None  # None: what the environment says
+_is_wanted: bool | None = None  # None: by the environment variable
 _is_wanted_in: WeakKeyDictionary[dist.ProcessGroup, bool | None] = WeakKeyDictionary()  # overrides it
 _decisions: WeakKeyDictionary[dist.ProcessGroup, GroupMemory | None] = WeakKeyDictionary()
 
 
 def use_shared_memory(enabled: bool | None, only_in: dist.ProcessGroup | None = None) -> None:
-    """Switches shared memory on or off from the next collective on, for groups that have decided already, too.
+    """Switch shared memory on or off from the next collective on, also for groups that have chosen already.
 
     Args:
-        enabled: None: as the environment variable `BOOSTER_SHARED_MEMORY` says, which is on unless it is `off`.
-        only_in: For this group alone, whatever is said for all; None: for all groups.
+        enabled: Whether to use shared memory. None restores the environment variable `BOOSTER_SHARED_MEMORY`, which is
+            on unless it is `off`.
+        only_in: Group to which it applies, overriding the value for all groups; optional, defaults to all groups.
 
-    To be called on every rank at the same place; where the ranks' values differ, it is off for all. No communication.
+    Called on every rank at the same place; if the ranks' values differ, it is off for all. No communication.
     """
     global _is_wanted
     if only_in is None:
@@ -94,9 +95,9 @@ def use_shared_memory(enabled: bool | None, only_in: dist.ProcessGroup | None = 
 
 
 def transport(group: dist.ProcessGroup | None = None) -> str:
-    """Returns what collectives of CPU tensors go through: "shared memory", or the name of the group's backend.
+    """Return the transport of collectives of CPU tensors: "shared memory", or the name of the group's backend.
 
-    Collective: every rank of the group must call it, as the group may have to decide now.
+    Collective: every rank of the group must call it, as the group may have to choose now.
     """
     chosen = group or _get_default_group()
     if dist.get_world_size(chosen) > 1 and memory_of(chosen, torch.empty(0)) is not None:
@@ -105,43 +106,43 @@ def transport(group: dist.ProcessGroup | None = None) -> str:
 
 
 def memory_of(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> GroupMemory | None:
-    """Returns the shared memory for a collective of this tensor; None where the group's backend is to be used.
+    """Return the shared memory for a collective of this tensor, or None if the group's backend is used.
 
     Args:
-        group: Of several ranks; None: the world.
-        tensor: On the same kind of device on all ranks.
+        group: Process group of several ranks, None for the world.
+        tensor: Tensor on the same device type on all ranks.
 
     Collective at the group's first call with a CPU tensor; see Note [Choosing a transport].
 
     Raises:
-        ConfigError: `BOOSTER_SHARED_MEMORY` has no known value.
-        RuntimeError: The backend's, where a rank is lost or too late.
+        ConfigError: `BOOSTER_SHARED_MEMORY` has an unknown value.
+        RuntimeError: Error of the backend, where a rank is lost or too late.
     """
     if are_others_imagined():
-        return GroupMemory(ImaginedMemory())  # type: ignore[arg-type]  # all that is used of it
+        return GroupMemory(ImaginedMemory())  # type: ignore[arg-type]  # has the used methods
     if tensor.device.type != "cpu":
         return None
     chosen = group or _get_default_group()
-    if chosen not in _decisions:  # asked for, so that what fails in the decision has no KeyError behind it
-        perform_started()  # the group's own backend knows nothing of what others may wait for
+    if chosen not in _decisions:  # not try/except, so that an error of the choice has no KeyError as its context
+        perform_started()  # the backend does not run pending work that other ranks may wait for
         _decisions[chosen] = _decide(chosen)
     return _decisions[chosen]
 
 
 def abort_shared_memory(group: dist.ProcessGroup) -> None:
-    """Lets all collectives of the group through shared memory fail, on all ranks. No communication."""
+    """Make all collectives of the group through shared memory fail, on all ranks. No communication."""
     decision = _decisions.get(group)
     if decision is not None:
         decision.memory.abort()
 
 
 def release_shared_memory(group: dist.ProcessGroup) -> None:
-    """Unmaps this rank's end of the group's shared memory; none of its collectives is under way. No communication."""
+    """Unmap the group's shared memory on this rank; none of its collectives is in flight. No communication."""
     _decisions.pop(group, None)
 
 
 def set_shared_memory_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Changes how long a rank waits in what begins from now on, if the group has shared memory. No communication."""
+    """Set the timeout of the group's later collectives through shared memory, if it has any. No communication."""
     decision = _decisions.get(group)
     if decision is not None:
         decision.memory.set_timeout(seconds)
@@ -164,7 +165,7 @@ def _decide(group: dist.ProcessGroup) -> GroupMemory | None:
 
 
 def _introduce(group: dist.ProcessGroup, size: int) -> tuple[SharedMemory | None, bytes]:
-    """Returns the memory, on rank 0 where it could be made, and what this rank tells the others."""
+    """Return the memory (on rank 0, if it could be created) and this rank's record for the other ranks."""
     if not _wants_shared_memory(group):
         return None, bytes(_CARD.size)
     memory, ticket = None, Ticket(os.getpid(), _NO_FILE, 0, 0)
@@ -187,7 +188,7 @@ def _wants_shared_memory(group: dist.ProcessGroup) -> bool:
 
 
 def _host() -> tuple[bytes, int, int, int]:
-    """Returns what is the same for processes that can open each other's memory."""
+    """Return an identifier that processes share only if they can open each other's memory."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     namespace = os.stat("/proc/self/ns/pid")
     return boot_id, namespace.st_dev, namespace.st_ino, os.geteuid()
@@ -217,7 +218,7 @@ def _gathered(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Returns how long the group's backend waits for a rank, which torch keeps in the backend's options alone."""
+    """Return the timeout of the group's backend, which torch keeps in the backend's options only."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
     return timeout.total_seconds()
@@ -231,5 +232,5 @@ def _warn(reason: str) -> None:
         _reasons.add(reason)
         get_dist_logger().warning(
             f"ranks on this host communicate through gloo, several times slower than through shared memory: {reason}."
-            f" {VARIABLE}=off asks for that"
+            f" {VARIABLE}=off silences this warning"
         )

@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 # Note [Signs]
-# A rank that is killed, stopped or hangs in C code cannot report its state. So a thread of every rank writes the progress
-# of the thread that launched into the store of torch.distributed, every second. A rank that misses another one reads its
-# last heartbeat, and whether heartbeats still arrive. No rank waits for a heartbeat. Only two facts, which are certain,
-# decide anything: a process of this host has ended, and a rank reported that its program has ended, for which others
-# might otherwise wait until their timeout.
+# A rank that is killed, stopped or hangs in C code cannot report its state. So a thread of every rank writes the
+# progress of the thread that launched into the store of torch.distributed, every second. A rank that misses another one
+# reads its last heartbeat, and whether heartbeats still arrive. No rank waits for a heartbeat. Only two facts, which
+# are certain, decide anything: a process of this host has ended, and a rank reported that its program has ended, for
+# which others might otherwise wait until their timeout.
 # A backend that waits on an accelerator, as nccl does, raises nothing here: it aborts the process at the timeout of a
 # collective and names no rank. Shortly before that the thread prints the progress of all ranks.
 # The thread has a separate client of the store: the main thread's may be in use. In a large world heartbeats are less

@@ -1,12 +1,12 @@
-"""Small collectives by gloo as messages between each two ranks, which can't be taken for those of another call.
+"""Small collectives over gloo as tagged point-to-point messages, which another call's messages never match.
 
 Note [Small collectives]
-Gloo numbers its collectives and matches those of one number, whatever they are: ranks that make different calls take
-each other's bytes, or, where those are more than expected, end the process. What ranks agree about by small collectives
-is just what differs when some are at another place: a rank that ran out of batches saves while others train. So small
-ones are messages with a tag of their kind, number and length, much as flat buffers are (see Note [Pieces]): who waits
-for a call that others don't make waits until its time is up, and says so. Each rank sends to each, which costs no more
-than gloo's own ring as long as messages are small and ranks are few.
+Gloo matches collectives by their number, whatever they are: ranks at different calls exchange each other's bytes, or
+abort the process where a message is longer than expected. Small collectives carry the values that ranks compare, and
+are at stake just when ranks are at different calls: a rank that ran out of batches saves while others train. So they
+are messages with a tag of their kind, number and length, as those of flat buffers (see Note [Pieces]): a rank at a call
+that the others don't make times out, with an error. Every rank sends to every rank, which costs no more than gloo's
+ring for small messages and few ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def goes_by_messages(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Returns whether a collective of this tensor, which no shared memory takes, is to be made of messages."""
+    """Return whether a collective of this tensor without shared memory is made of point-to-point messages."""
     is_small = tensor.nbytes <= _MOST_BYTES and dist.get_world_size(group) <= _MOST_RANKS
     is_by_gloo = tensor.device.type == "cpu" and "gloo" in str(dist.get_backend(group))
-    # There torch compares all calls itself, and counts messages: a broadcast has not as many on all ranks.
+    # In this mode torch compares all calls itself, and counts messages: a broadcast's differ between ranks.
     is_checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
     return is_small and is_by_gloo and not is_checked
 
 
 def all_gather_by_messages(operation: Operation, joined: torch.Tensor, source: torch.Tensor) -> None:
-    """Fills `joined` with the ranks' tensors of one shape, joined along dimension 0. Both are contiguous."""
+    """Fill `joined` with the ranks' tensors of one shape, concatenated along dim 0. Both are contiguous."""
     size, rank = dist.get_world_size(operation.group), dist.get_rank(operation.group)
     rows = joined.view(size, -1)
     mine = source.view(-1)
@@ -52,7 +52,7 @@ def all_gather_by_messages(operation: Operation, joined: torch.Tensor, source: t
 
 
 def all_reduce_by_messages(operation: Operation, tensor: torch.Tensor, operator: Literal["sum", "max"]) -> None:
-    """Reduces a contiguous tensor in place, from rank 0 on, to the same bits on every rank; 16-bit formats in fp32."""
+    """Reduce a contiguous tensor in place, in rank order, to equal bits on every rank; 16-bit dtypes in fp32."""
     rows = tensor.new_empty((dist.get_world_size(operation.group), tensor.numel()))
     all_gather_by_messages(operation, rows, tensor)
     total = rows[0].float() if tensor.dtype in _LOW_PRECISION else rows[0]
@@ -65,7 +65,7 @@ def all_reduce_by_messages(operation: Operation, tensor: torch.Tensor, operator:
 
 
 def broadcast_by_messages(operation: Operation, buffer: torch.Tensor, source: int) -> None:
-    """Overwrites a contiguous tensor with that of rank `source` of the group."""
+    """Overwrite a contiguous tensor with that of rank `source` of the group."""
     size, rank = dist.get_world_size(operation.group), dist.get_rank(operation.group)
     flat, tag = buffer.view(-1), operation.tag_of_small(buffer.nbytes)
     if rank == source:

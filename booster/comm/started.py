@@ -1,11 +1,10 @@
-"""Operations through shared memory: started now, performed later, by all ranks in the order in which they started them.
+"""Pending work: collectives through shared memory that are started now and run at a later wait, in order of their start.
 
-Note [Started operations]
-Through shared memory nothing moves by itself: a rank has to copy. So an operation that is started is only noted, and
-performed when something waits for it. All ranks must then perform the same ones in the same order, though they may wait
-in different orders: ranks that use different parts of a model do. So whoever waits first performs everything that its
-thread has started before, on any group; and so does whoever waits for anything else in this package, as a rank may need
-what this one has only started to come to where this one waits for it.
+Shared memory moves nothing by itself: a rank has to copy. So a started operation is only queued, and runs when
+something waits for it. All ranks must then run the same operations in the same order, though they may wait in different
+orders: ranks that use different modules of a model do. So a wait first runs everything that its thread has started
+before, on any group. So does a wait for anything else in this package: another rank may need this rank's pending work
+to reach the point that this rank waits for.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _mine = _OfThisThread()
 
 
 class Started:
-    """An operation that takes its turn.
+    """Queued operation.
 
     Args:
-        home: The group's memory.
-        operation: Which one it is.
-        perform: What it does; called once, and again where it raised. After an error of shared memory everything later
-            fails by itself.
+        home: Shared memory of the group.
+        operation: Operation that runs.
+        perform: Implementation, called once, and again if it raised. After an error of shared memory every later call
+            fails.
     """
 
     def __init__(self, home: GroupMemory, operation: Operation, perform: Callable[[], None]) -> None:
@@ -51,16 +50,16 @@ class Started:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held while it is performed."""
+        """Lock that is held while it runs."""
         return self._home.lock
 
     @property
     def is_performed(self) -> bool:
-        """Whether its turn has been."""
+        """Whether it has run."""
         return self._perform is None
 
     def finish(self) -> None:
-        """Performs what was started before it, and then itself; returns at once if that was done already.
+        """Run everything that was started before it, and then itself; return at once if it has run.
 
         Raises:
             RankFailedError: A rank is lost or too late, in this operation or one before it.
@@ -74,18 +73,18 @@ class Started:
             while self._is_queued:
                 self._home.started.popleft()._run()
             if not self.is_performed:
-                self._run()  # it has failed, and does so again
+                self._run()  # it has failed, and fails again
 
     def _run(self) -> None:
         self._is_queued = False
         if self._perform is not None:
             with self._operation.failures_named():
                 self._perform()
-            self._perform = None  # lets go of its tensors
+            self._perform = None  # frees its tensors
 
 
 def perform_started(last: Started | None = None) -> None:
-    """Performs what this thread has started, up to an operation (None: everything).
+    """Run this thread's pending work, up to an operation, by default all.
 
     Raises:
         RankFailedError: A rank is lost or too late.

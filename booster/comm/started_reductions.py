@@ -1,4 +1,4 @@
-"""All-reduces that go on while the caller computes."""
+"""Asynchronous all-reduce."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class AllReduce:
-    """A sum over the ranks that is under way; made by `start_all_reduce`."""
+    """All-reduce in flight, started by `start_all_reduce`."""
 
     def __init__(self, wait: Callable[[], object] | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Returns when the tensor holds the sum.
+        """Wait until the tensor holds the sum.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
@@ -36,13 +36,13 @@ class AllReduce:
 
 
 def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllReduce:
-    """Starts to sum a tensor over the group in place; formats of 16 bits are summed in fp32 on the CPU.
+    """Start the all-reduce of a tensor in place; 16-bit dtypes are summed in fp32 on the CPU.
 
     Args:
-        tensor: Contiguous, and where the group's backend takes it. Nobody may touch it until the end.
-        group: The ranks that sum; None: the world.
+        tensor: Contiguous tensor on the backend's device. It must not be accessed until `wait` returns.
+        group: Process group, optional; defaults to the world.
 
-    Collective: every rank of the group must call it, with as many elements of the same dtype.
+    Collective: every rank of the group must call it, with equally many elements of the same dtype.
     """
     size = group_size(group)
     if size == 1:

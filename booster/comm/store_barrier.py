@@ -1,4 +1,4 @@
-"""A barrier over the store that carries errors and small payloads, and that a background thread may use."""
+"""Barrier through the store that carries errors and small payloads; usable by a background thread."""
 
 from __future__ import annotations
 
@@ -26,38 +26,37 @@ from booster.time_limits import time_limits
 __all__ = ["ErrorBarrier", "own_store"]
 
 # Note [Error barrier]
-# Every phase has keys of its own. Each rank writes `report/<rank>`: its error or none, and its payload. Rank 0 waits
-# for all reports and writes the `verdict`; the others wait for that. The verdict is set by compare_set, so it is
-# written once: a rank whose time is up writes one too, naming those without a report, and whichever came first is what
-# every rank obeys, also one that arrives later. So no rank goes on where another gave up.
-# A report is deleted by its rank once the verdict says that rank 0 has read it; the verdict by the last that read it.
-# After a timeout the keys stay: a late rank must still find them. The same verdict comes before the timeout where a
-# rank is missing that can't come any more, as its program or its process has ended.
-# Nobody waits inside of the store: a blocking get holds the client's lock, and the main thread of this process may need
-# it to build a group. For the same reason the barriers have a client of their own (a clone), one per process.
+# Every phase has separate keys. Each rank writes `report/<rank>`: its error, if any, and its payload. Rank 0 waits for
+# all reports and writes the `verdict`; the others wait for that. The verdict is written by compare_set, so once: a rank
+# whose wait times out writes one too, naming the ranks without a report. The first one applies to every rank, also to
+# one that arrives later. So no rank continues where another timed out.
+# A rank deletes its report once the verdict shows that rank 0 has read it; the last reader deletes the verdict. After a
+# timeout the keys stay: a late rank must still find them. The verdict of a timeout is written early if the program or
+# the process of a missing rank has ended.
+# No rank blocks inside of the store: a blocking get holds the client's lock, and the main thread of this process may
+# need it to build a group. For the same reason the barriers have a separate client (a clone), one per process.
 
 _CHUNK_BYTES = 4 * 2**20  # TCPStore takes no value above 8 MiB
 _MAX_TEXT = 4000
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02
-_ANSWER_SECONDS = 10.0  # of the store; a machine may pause for a while
-_SECONDS_BETWEEN_LOOKS = 1.0  # at whether those that are missing live
-_RANKS_AT_LAST_PAUSE = 64  # a larger world asks less often, so that its store answers as many questions a second
+_ANSWER_SECONDS = 10.0  # timeout of a store call; a host may pause for a while
+_SECONDS_BETWEEN_LOOKS = 1.0  # between checks of whether missing ranks are alive
+_RANKS_AT_LAST_PAUSE = 64  # a larger world polls less often, so that its store serves as many requests a second
 
-# By default store: the barriers' client of it, and how many barriers each name had.
+# By default store: the barriers' client of it, and the number of barriers of each name.
 _clients: WeakKeyDictionary[Store, tuple[Any, Counter[str]]] = WeakKeyDictionary()
 _clients_lock = threading.Lock()
 
 
 class ErrorBarrier:
-    """Brings the ranks of a group together phase by phase; what fails on one rank fails on all of them.
+    """Barrier of a group's ranks at every phase of a task. A failure of one rank is raised on all of them.
 
-    It needs the store of torch.distributed alone, no collective, so it works beside collectives of other threads.
+    It uses the store of torch.distributed only, no collective, so it works beside collectives of other threads.
 
     Args:
-        group: The ranks that take part; None: the world, which is one rank where nothing was launched.
-        name: What the phases belong to, the same on all ranks. Barriers that live at the same time have different
-            names.
-        timeout_seconds: How long a phase waits for the last rank; None: what the launch was given for checkpoints.
+        group: Process group, optional; defaults to the world, which is one rank without a launch.
+        name: Name of the task, equal on all ranks. Barriers that exist at the same time have different names.
+        timeout_seconds: Timeout of a phase, optional; defaults to the checkpoint timeout of the launch.
 
     Collective: every rank of the group makes it, and calls the same methods in the same order.
     """
@@ -86,17 +85,17 @@ class ErrorBarrier:
         )
 
     def gather(self, phase: str, payload: bytes = b"", error: Exception | None = None) -> list[bytes]:
-        """Returns the payloads by rank on rank 0, and an empty list on the others, once every rank is here.
+        """Wait for all ranks; return the payloads by rank on rank 0, and an empty list on the others.
 
         Args:
-            phase: What the ranks have just done, for messages; the same on all ranks.
+            phase: Name of the finished phase, for messages; equal on all ranks.
             payload: This rank's bytes.
-            error: What went wrong on this rank.
+            error: Error of this rank, optional.
 
         Raises:
-            Exception: A rank brought an error: its own on a rank that did; elsewhere one of the same class of this
-                library, else `RankFailedError`, with the failing rank's number and text.
-            RankFailedError: A rank did not come in time, or the store is gone.
+            Exception: A rank passed an error: that error on this rank; elsewhere one of the same class of this library,
+                or else `RankFailedError`, with the failing rank and its text.
+            RankFailedError: A rank did not arrive in time, or the store is gone.
             DesyncError: The ranks are at different phases.
 
         Collective: every rank of the group must call it.
@@ -105,12 +104,12 @@ class ErrorBarrier:
         return reports
 
     def share(self, phase: str, payload: bytes | None = None, error: Exception | None = None) -> bytes:
-        """Returns rank 0's payload on every rank, once every rank is here. Raises as `gather` does.
+        """Wait for all ranks and return rank 0's payload. Raises as `gather` does.
 
         Args:
-            phase: What the ranks have just done, for messages; the same on all ranks.
-            payload: Rank 0's bytes; of no meaning on the others.
-            error: What went wrong on this rank.
+            phase: Name of the finished phase, for messages; equal on all ranks.
+            payload: Rank 0's bytes; ignored on the others.
+            error: Error of this rank, optional.
 
         Collective: every rank of the group must call it.
         """
@@ -164,7 +163,7 @@ class Meeting:
         self._reports = [f"report/{other}" for other in range(size)]
 
     def hold(self, payload: bytes, error: Exception | None, *, is_shared: bool) -> tuple[list[bytes], bytes]:
-        """Returns the payloads of all ranks (on rank 0, unless shared) and the shared one."""
+        """Return the payloads of all ranks (on rank 0, unless shared) and the shared one."""
         self._report(error, b"" if is_shared else payload)
         payloads: list[bytes] = []
         if self._rank == 0:
@@ -186,7 +185,7 @@ class Meeting:
         self._store.set(key, self._with_chunks(key, head, payload))
 
     def _wait(self, keys: Sequence[str], or_key: str | None = None) -> bool:
-        """Returns whether the keys came before the other key; gives the verdict itself where they won't come."""
+        """Return whether the keys appeared before `or_key`; write the verdict if they will not appear."""
         began = time.monotonic()
         deadline, next_look = began + self._timeout_seconds, began + _SECONDS_BETWEEN_LOOKS
         pause, last_pause = _FIRST_PAUSE, _LAST_PAUSE * max(1.0, self._size / _RANKS_AT_LAST_PAUSE)
@@ -198,7 +197,7 @@ class Meeting:
                 next_look = now + _SECONDS_BETWEEN_LOOKS
                 over = self._over()
                 if over:
-                    self._pronounce(self._absence(over, f"and can't any more, {now - began:.1f} s later"))
+                    self._pronounce(self._absence(over, f"before their end, noticed after {now - began:.1f} s"))
                     return False
             if now >= deadline:
                 late = f"within {self._timeout_seconds:g} s"
@@ -212,12 +211,12 @@ class Meeting:
         return [rank for rank, key in enumerate(self._reports) if not self._store.check([key])]
 
     def _over(self) -> list[int]:
-        """Returns who is missing and can't come any more; see Note [Signs]."""
+        """Return the missing ranks whose program or process has ended; see Note [Signs]."""
         if self._world_ranks is None:
             return []
         missing = {self._world_ranks[rank]: rank for rank in self._missing()}
         over = {*ends_of_ranks(), *ended_processes(read_signs(missing))}
-        # A rank may have given its report and ended since: what counts is that it did not before it ended.
+        # A rank may have written its report and ended since.
         still_missing = set(self._missing())
         return [rank for world_rank, rank in missing.items() if world_rank in over and rank in still_missing]
 
@@ -227,7 +226,7 @@ class Meeting:
         if self._world_ranks is not None:
             known = f"{last_signs_of(ranks)}. See their logs; they died, hang, or need a longer timeout"
         text = (
-            f"{listed(ranks)} did not get through {self._phase} {when}, so all ranks stop"
+            f"{listed(ranks)} did not complete {self._phase} {when}, so all ranks stop"
             f"{surroundings(current_place())}: {known}"
         )
         return {"class": RankFailedError.__name__, "text": text, "is_late": True}
@@ -260,7 +259,8 @@ class Meeting:
             self._delete("verdict", verdict["num_chunks"])
             self._store.delete_key("left")
 
-    # Values of any size: a line of JSON and the first bytes under the key, the rest in chunks, which are there before.
+    # Values of any size: a line of JSON and the first bytes under the key, the rest in chunks, which are written
+    # before.
 
     def _with_chunks(self, key: str, head: dict[str, Any], payload: bytes) -> bytes:
         num_chunks = _num_chunks(payload)
@@ -270,7 +270,7 @@ class Meeting:
         return line + b"\n" + payload[:_CHUNK_BYTES]
 
     def _read(self, keys: Sequence[str]) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Returns heads and payloads of keys that are there."""
+        """Return heads and payloads of existing keys."""
         heads, payloads = [], []
         for key, value in zip(keys, self._values(keys), strict=True):
             line, _, first = value.partition(b"\n")
@@ -295,7 +295,7 @@ def _num_chunks(payload: bytes) -> int:
 
 
 def own_store(group: dist.ProcessGroup | None, name: str, answer_seconds: float = _ANSWER_SECONDS) -> BoundedStore:
-    """Returns a store under a prefix that nothing of these ranks used before, by a client that only this room uses."""
+    """Return a store under a prefix unused by these ranks so far, by a client that only this module uses."""
     default: Any = _get_default_store()
     ranks = dist.get_process_group_ranks(group)
     key = f"{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{name}"
@@ -308,7 +308,7 @@ def own_store(group: dist.ProcessGroup | None, name: str, answer_seconds: float 
 
 
 def _described(error: Exception) -> tuple[str, str]:
-    """Returns what travels: the class of this library that the error is, or else the error's own name, and its text."""
+    """Return class name (this library's base class, or else the error's own) and text of an error."""
     known = next((cls for cls in type(error).__mro__ if cls in _known_classes().values()), None)
     text = str(error)[:_MAX_TEXT]
     return (known.__name__, text) if known else (type(error).__name__, f"{type(error).__name__}: {text}")

@@ -24,18 +24,18 @@ __all__ = ["REPORT_SECONDS", "Place", "break_off", "failures_named", "hang_up", 
 # connections to all others, and in a ring only the neighbours of a dead rank notice anything. So each rank that fails
 # 1. writes its operation and progress into the store, which is not part of the group; 2. closes its connections of the
 # group and aborts its shared memory, which wakes its peers; 3. waits for the reports of the others. A rank without a
-# report after REPORT_SECONDS is missing: it has ended, hangs, or runs something else. The first rank to count writes the
-# list of missing ranks (by compare_set, so once) and all use it. A late rank finds its connections closed, and reads that
-# it was counted as missing. For a message between two ranks the list is about those two.
-# Nothing is waited for where shared memory reported an ended process, a process of this host is gone, or a rank reported
-# that its program has ended. For the state of missing ranks see Note [Signs].
-# The keys belong to the group and stay: a gloo group cannot be repaired, and later calls on it fail the same way. No rank
-# waits inside of the store: see Note [Error barrier].
+# report after REPORT_SECONDS is missing: it has ended, hangs, or runs something else. The first rank to count writes
+# the list of missing ranks (by compare_set, so once) and all use it. A late rank finds its connections closed, and
+# reads that it was counted as missing. For a message between two ranks the list is about those two.
+# Nothing is waited for where shared memory reported an ended process, a process of this host is gone, or a rank
+# reported that its program has ended. For the state of missing ranks see Note [Signs].
+# The keys belong to the group and stay: a gloo group cannot be repaired, and later calls on it fail the same way. No
+# rank waits inside of the store: see Note [Error barrier].
 # A rank that fails for a local reason spares the others the wait: `note_failure` reports the reason, `hang_up` reports
-# that it has left the groups and closes its connections. Reported failures belong to the world and outlive a failure that
-# the program survives, so a report alone does not end a diagnosis; leaving the group does.
-# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a barrier before each collective, over connections that stay open: a rank
-# that waits in it may count as missing.
+# that it has left the groups and closes its connections. Reported failures belong to the world and outlive a failure
+# that the program survives, so a report alone does not end a diagnosis; leaving the group does.
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a barrier before each collective, over connections that stay open: a
+# rank that waits in it may count as missing.
 
 REPORT_SECONDS = 3.0
 _NEVER_SENT = 2**24 - 1  # a tag
@@ -114,8 +114,8 @@ def note_failure(text: str) -> None:
 def hang_up(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -> None:
     """Abort this rank's connections in `groups`. Peers waiting on it fail immediately.
 
-    Works with gloo and shared memory; peers that wait by NCCL fail at its timeout. Returns at once. Nothing is raised if
-    the connections or the store are gone. No other thread may start an operation on the groups meanwhile.
+    Works with gloo and shared memory; peers that wait by NCCL fail at its timeout. Returns at once. Nothing is raised
+    if the connections or the store are gone. No other thread may start an operation on the groups meanwhile.
 
     Args:
         groups: Process groups, None for the world. Groups without this rank are skipped.
