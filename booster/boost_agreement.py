@@ -1,4 +1,4 @@
-"""What all ranks give to boost() must be alike: it is compared before anything is changed."""
+"""Consistency of the arguments of boost() between ranks, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from booster.interface import MixedPrecision, Plugin
 __all__ = ["agree_on_boost", "boost_facts", "installed_versions"]
 
 # Note [What ranks may differ in]
-# Ranks do their parts of one computation, so all that decides which collectives they call, and on what, is compared:
-# versions, strategy, formats, parameters, the optimizer over them, the state of its scheduler, and of a loader by what
-# rule its samples are split over the ranks. Left out is what may well be another one on each rank: the device, the
-# values (the plugin gives all ranks the first rank's), which ranks have values at all and which have parameters on the
-# meta device, groups of ranks as objects, functions, and what samples a loader reads whose sampler is the user's own:
-# for those there is join_uneven(). That a package is imported on one rank alone, as for its logs, is no difference
-# either: versions are those that are installed.
+# Everything that decides which collectives ranks call, and on which tensors, is compared: versions, strategy, dtypes,
+# parameters, the optimizer, the state of its scheduler, and how a loader's samples are split over the ranks. Left out
+# is everything that may differ: the device, the values of parameters (the plugin broadcasts rank 0's), whether
+# parameters are on the meta device, process groups as objects, functions, and the samples of a loader with the user's
+# own sampler (see join_uneven()). Versions are those of installed packages, not of imported ones.
 
 
 def agree_on_boost(
@@ -41,13 +39,13 @@ def agree_on_boost(
     dataloader: Any | None,
     lr_scheduler: Any | None,
 ) -> None:
-    """Returns if these can be boosted together on every rank, and all ranks were given the same; else raises on all.
+    """Raise on all ranks unless the arguments can be boosted together and are equal on all ranks.
 
-    Collective: the first that ranks do in boost(). Nothing is changed.
+    Collective: the first collective of boost(). Nothing is changed.
 
     Raises:
-        ConfigError: They can't be boosted together; on all ranks if on any.
-        DesyncError: The ranks were given different things; the message names the ranks, and the first difference.
+        ConfigError: They cannot be boosted together; on all ranks if on any.
+        DesyncError: The ranks' arguments differ; the message names the ranks, and the first difference.
     """
     error: Exception | None = None
     facts: list[str] = []
@@ -61,7 +59,7 @@ def agree_on_boost(
             facts += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_facts(lr_scheduler)
             facts += ["no criterion" if criterion is None else "a criterion"]
             facts += ["no dataloader"] if dataloader is None else loader_facts(dataloader)
-    except Exception as raised:  # it is raised again, here and on all other ranks
+    except Exception as raised:  # raised again on all ranks
         error = raised
     agree("boost()", facts, error=error)
 
@@ -69,10 +67,10 @@ def agree_on_boost(
 def boost_facts(
     plugin: Plugin, mixed_precision: MixedPrecision | None, model: nn.Module, optimizer: Optimizer | None
 ) -> list[str]:
-    """Returns what of plugin, model and optimizer must be the same on all ranks; see Note [What ranks may differ in].
+    """Return lines about plugin, model and optimizer that must be equal; see Note [What ranks may differ in].
 
-    What explains the most comes first, as ranks are told the first difference: with another model the optimizer
-    differs too.
+    The most explanatory lines come first, as errors report the first difference: with another model the optimizer
+    differs, too.
     """
     model_facts, names = _model_facts(model)
     precision = ["no mixed precision"] if mixed_precision is None else mixed_precision.agreement_facts()
@@ -88,7 +86,7 @@ def boost_facts(
 
 @functools.cache
 def installed_versions(with_transformers: bool = False) -> dict[str, str]:
-    """Returns the versions of what decides how ranks work together; of Python without the number of bug fixes."""
+    """Return the versions of torch and other relevant packages, and of Python without its patch level."""
     import booster
 
     packages = ["numpy", "safetensors", *(["transformers"] if with_transformers else [])]
@@ -113,8 +111,8 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _model_facts(model: nn.Module) -> tuple[list[str], dict[int, str]]:
-    """Returns a line for every name of a parameter or buffer, in the model's order, and by `id` the first names."""
-    # One walk over the modules, which costs more than all that is asked of the tensors.
+    """Return a line for every name of a parameter or buffer, in the model's order, and by `id` the first names."""
+    # One traversal of the modules: it costs more than the work per tensor.
     parameters: list[str] = []
     buffers: list[str] = []
     first_names: dict[int, str] = {}
@@ -143,7 +141,7 @@ def _describe_buffer(name: str, buffer: torch.Tensor) -> str:
 
 
 def _optimizer_facts(names: Mapping[int, str], optimizer: Optimizer) -> list[str]:
-    """Returns its class, and of each of the param groups which parameters it has and with which options."""
+    """Return lines about the class, and the parameters and options of each param group."""
     facts = [f"the optimizer {type(optimizer).__qualname__}", f"{len(optimizer.param_groups)} param groups"]
     for index, group in enumerate(optimizer.param_groups):
         members = ", ".join(names[id(parameter)] for parameter in group["params"])
@@ -157,10 +155,10 @@ def _optimizer_facts(names: Mapping[int, str], optimizer: Optimizer) -> list[str
 
 
 def _scheduler_facts(scheduler: Any) -> list[str]:
-    """Returns its class, and the plain values of its state if it is one of torch's; the same text in every process."""
+    """Return lines about the class, and the plain values of its state if it is one of torch's."""
     try:
         return _walk_scheduler("the lr_scheduler", scheduler)
-    except Exception:  # its state_dict() or a value there is the user's own code, and boost() can do without
+    except Exception:  # user code in state_dict() or in a value failed, and boost() does not need it
         return [f"the lr_scheduler {type(scheduler).__qualname__}"]
 
 
@@ -178,11 +176,11 @@ def _walk_scheduler(name: str, scheduler: Any) -> list[str]:
 
 
 def _scheduler_state(scheduler: Any) -> list[tuple[str, Any]]:
-    """Returns the state by name: settings first, as they explain what follows from them."""
+    """Return the state by name, settings first."""
     if not isinstance(scheduler, LRScheduler):
         return []
     state = {str(key): value for key, value in scheduler.state_dict().items() if key != "verbose"}
-    # torch's states have of the schedulers inside not the classes, and nothing of a functools.partial.
+    # torch's states lack the classes of inner schedulers, and functools.partial objects.
     if "_schedulers" in state:
         state["_schedulers"] = getattr(scheduler, "_schedulers", state["_schedulers"])
     if "lr_lambdas" in state and hasattr(scheduler, "lr_lambdas"):
@@ -191,7 +189,7 @@ def _scheduler_state(scheduler: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    """Returns a text that is the same on all ranks for options that are the same; of other objects the class alone."""
+    """Return a text that is equal on all ranks for equal options; the class name for other objects."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
@@ -200,6 +198,6 @@ def _plain(value: Any) -> str:
         return f"({', '.join(_plain(one) for one in value)})"
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(f'{_plain(key)}: {_plain(one)}' for key, one in value.items()))}}}"
-    if isinstance(value, functools.partial):  # as the schedules of the transformers package are
+    if isinstance(value, functools.partial):  # such as the schedules of transformers
         return f"partial({_plain(value.func)}, {_plain(value.args)}, {_plain(value.keywords)})"
     return type(value).__qualname__

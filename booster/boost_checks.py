@@ -1,4 +1,4 @@
-"""What can go together in one call of boost(), checked before anything is changed."""
+"""Checks of the arguments of boost(), before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "require_stateful_loader",
 ]
 
-# The user's own objects that were boosted: doing it again would average gradients twice.
+# The user's objects that are boosted: boosting them again would average gradients twice.
 _boosted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _models_of: weakref.WeakKeyDictionary[Plugin, weakref.WeakSet[ModelWrapper]] = weakref.WeakKeyDictionary()
@@ -38,11 +38,7 @@ _closed: weakref.WeakSet[Plugin] = weakref.WeakSet()
 def check_can_boost(
     model: Any, optimizer: Any | None, criterion: Any | None, dataloader: Any | None, lr_scheduler: Any | None
 ) -> None:
-    """Returns if these can be boosted together, as far as one rank can tell. No communication.
-
-    Raises:
-        ConfigError: They can't.
-    """
+    """Raise `ConfigError` if the arguments cannot be boosted together on this rank. No communication."""
     _check_model(model, optimizer)
     tensors = _named_tensors(model)
     _check_shapes(tensors)
@@ -50,39 +46,39 @@ def check_can_boost(
         _check_optimizer(optimizer, {id(tensor) for _, tensor in tensors})
     if criterion is not None and not callable(criterion):
         raise ConfigError(
-            f"boost() got a criterion of type {type(criterion).__name__}, which can't be called: give a loss such as"
+            f"boost() got a criterion of type {type(criterion).__name__}, which is not callable: give a loss such as"
             " torch.nn.MSELoss(), or leave it out"
         )
     if dataloader is not None and not isinstance(dataloader, DataLoader):
         raise ConfigError(
             f"dataloader is a {type(dataloader).__name__}, not a torch DataLoader: give one, or leave it out and loop"
-            " over your own batches, a different part on each rank"
+            " over your own batches, different ones on each rank"
         )
     if lr_scheduler is not None:
         _check_scheduler(lr_scheduler, optimizer)
 
 
 def note_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Remembers that these were boosted: `check_can_boost` refuses them from now on."""
+    """Record that these are boosted: `check_can_boost` refuses them from now on."""
     _boosted.add(model)
     if optimizer is not None:
         _boosted.add(optimizer)
 
 
 def note_model(plugin: Plugin, model: ModelWrapper) -> None:
-    """Remembers that the plugin made this boosted model: `note_closed` ends its use."""
+    """Record a boosted model of the plugin, which `note_closed` closes."""
     _models_of.setdefault(plugin, weakref.WeakSet()).add(model)
 
 
 def note_closed(plugin: Plugin) -> None:
-    """Ends the use of a plugin, and of the models that it has boosted."""
+    """Mark a plugin, and the models that it has boosted, as closed."""
     _closed.add(plugin)
     for model in _models_of.pop(plugin, ()):
         model.mark_closed()
 
 
 def is_closed(plugin: Plugin) -> bool:
-    """Returns whether a Booster of this plugin was closed."""
+    """Return whether a Booster of this plugin is closed."""
     return plugin in _closed
 
 
@@ -94,20 +90,20 @@ def _check_model(model: Any, optimizer: Any | None) -> None:
         )
     if isinstance(model, type):
         raise ConfigError(
-            f"boost() was given the class {model.__name__} itself where a model belongs: make one of it, as"
-            f" {model.__name__}(...), and pass that"
+            f"boost() was given the class {model.__name__} in place of a model: pass an instance, as"
+            f" {model.__name__}(...)"
         )
     if isinstance(model, ModelWrapper) or (isinstance(model, nn.Module) and model in _boosted):
         raise ConfigError(
-            f"boost() was given a model boosted already ({type(model).__name__}): boost each model once and keep"
-            " what boost() returned"
+            f"boost() was given a model that is boosted already ({type(model).__name__}): boost each model once and"
+            " keep the result"
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"boost() was given a model of type {type(model).__name__}: it must be a torch.nn.Module")
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the parameters and buffers in one walk, which costs more than what is asked of them."""
+    # one traversal: it costs more than the work per tensor
     return [
         (f"{prefix}.{key}" if prefix else key, tensor)
         for prefix, module in model.named_modules()
@@ -120,8 +116,8 @@ def _check_shapes(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(
-                f"{name!r} is of one of torch's lazy modules and has no shape yet: run the model once, on a batch of"
-                " any size, before boost()"
+                f"{name!r} belongs to one of torch's lazy modules and has no shape yet: run the model once, on a batch"
+                " of any size, before boost()"
             )
 
 
@@ -132,8 +128,8 @@ def _check_optimizer(optimizer: Any, known: Collection[int]) -> None:
         )
     if isinstance(optimizer, type):
         raise ConfigError(
-            f"boost() was given the class {optimizer.__name__} itself where an optimizer belongs: make one of it, as"
-            f" {optimizer.__name__}(model.parameters(), ...), and pass that"
+            f"boost() was given the class {optimizer.__name__} in place of an optimizer: pass an instance, as"
+            f" {optimizer.__name__}(model.parameters(), ...)"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -149,7 +145,7 @@ def _check_optimizer(optimizer: Any, known: Collection[int]) -> None:
         listed = "; ".join(foreign[:5]) + ("; ..." if len(foreign) > 5 else "")
         raise ConfigError(
             f"{len(foreign)} parameters of the optimizer are not the model's ({listed}): build the optimizer from"
-            " model.parameters() of the model that is passed along with it"
+            " model.parameters() of the model that is passed with it"
         )
 
 
@@ -173,10 +169,10 @@ def _check_scheduler(lr_scheduler: Any, optimizer: Any | None) -> None:
 
 
 def require_boosted_model(model: Any, caller: str) -> ModelWrapper:
-    """Returns the model if it was boosted, else raises ConfigError."""
+    """Return the model if it is boosted, else raise ConfigError."""
     if not isinstance(model, ModelWrapper):
         raise ConfigError(
-            f"{caller}() was given an object of class {type(model).__name__} where the boosted model belongs: pass the"
+            f"{caller}() was given an object of class {type(model).__name__} in place of the boosted model: pass the"
             " model that boost() returned"
         )
     model.require_open()
@@ -184,7 +180,7 @@ def require_boosted_model(model: Any, caller: str) -> ModelWrapper:
 
 
 def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
-    """Returns the optimizer if it was boosted, else raises ConfigError."""
+    """Return the optimizer if it is boosted, else raise ConfigError."""
     if not isinstance(optimizer, OptimizerWrapper):
         raise ConfigError(
             f"{caller}() was given a {type(optimizer).__name__} that is not boosted: pass the optimizer that boost()"
@@ -195,29 +191,29 @@ def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
 
 
 def require_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper | Optimizer:
-    """Returns the optimizer if it was boosted, or never was; else raises ConfigError."""
+    """Return the optimizer if it is boosted, or a plain one that is not; else raise ConfigError."""
     if isinstance(optimizer, Optimizer) and optimizer not in _boosted:
-        return optimizer  # an OptimizerWrapper is an Optimizer too
+        return optimizer  # an OptimizerWrapper is an Optimizer, too
     return require_boosted_optimizer(optimizer, caller)
 
 
 def require_stateful_loader(dataloader: Any, caller: str) -> Any:
-    """Returns the dataloader if it knows its position, else raises ConfigError."""
+    """Return the dataloader if it is stateful, else raise ConfigError."""
     if not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
         raise ConfigError(
-            f"{caller}() was given a {type(dataloader).__name__} that does not know its position: pass the one that"
-            " boost() or prepare_dataloader() returned. A loader over an IterableDataset has no position to save: leave"
-            " it out, and keep what the dataset needs in `extra`"
+            f"{caller}() was given a {type(dataloader).__name__} without a position to save: pass the loader that"
+            " boost() or prepare_dataloader() returned. A loader over an IterableDataset has none: leave it out, and save the"
+            " state of the dataset in `extra`"
         )
     return dataloader
 
 
 def require_scheduler(lr_scheduler: Any, caller: str) -> Any:
-    """Returns the scheduler if it has a state to save, else raises ConfigError."""
-    methods = ("step", "state_dict", "load_state_dict")  # a dataloader that knows its position has no step
+    """Return the scheduler if it has a state to save, else raise ConfigError."""
+    methods = ("step", "state_dict", "load_state_dict")  # a stateful dataloader has no step
     if isinstance(lr_scheduler, Optimizer) or not all(hasattr(lr_scheduler, method) for method in methods):
         raise ConfigError(
-            f"{caller}() was given a {type(lr_scheduler).__name__}, which is no LR scheduler: pass one such as"
+            f"{caller}() was given a {type(lr_scheduler).__name__}, which is not an LR scheduler: pass one such as"
             " torch.optim.lr_scheduler.StepLR(optimizer, 1)"
         )
     return lr_scheduler

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and doing things on some of them or in turns."""
+"""Rank information, and running code on selected ranks or one rank at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class DistCoordinator:
-    """Answers which rank this is and coordinates ranks. Where nothing was launched it is a world of one.
+    """Rank information and coordination of ranks. Without a launch it is a world of one rank.
 
     Example:
         >>> coordinator = DistCoordinator()
@@ -39,19 +39,19 @@ class DistCoordinator:
 
     @property
     def rank(self) -> int:
-        """This process's number in the world."""
+        """Global rank of this process."""
         _check_launched()
         return group_rank()
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the world."""
+        """Number of ranks of the world."""
         _check_launched()
         return group_size()
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine."""
+        """Rank of this process on its host."""
         local_rank = launched_local_rank()
         if local_rank is not None:
             return local_rank
@@ -59,26 +59,26 @@ class DistCoordinator:
         return int(stated) if is_initialized() and stated.isdigit() else self.rank
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Returns whether this is the first rank of the group (None: of the world)."""
+        """Return whether this is the first rank of the group, by default of the world."""
         _check_launched()
         return group_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """Returns whether this is the first rank on its machine."""
+        """Return whether this is the first rank on its host."""
         return self.local_rank == 0
 
     def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Returns whether this is the last rank of the group (None: of the world)."""
+        """Return whether this is the last rank of the group, by default of the world."""
         _check_launched()
         return group_rank(process_group) == group_size(process_group) - 1
 
     def print_on_master(self, msg: object, process_group: dist.ProcessGroup | None = None) -> None:
-        """Prints on the first rank of the group (None: of the world). No communication."""
+        """Print on the first rank of the group, by default of the world. No communication."""
         if self.is_master(process_group):
             print(msg, flush=True)
 
     def print_on_node_master(self, msg: object) -> None:
-        """Prints on the first rank of every machine. No communication."""
+        """Print on the first rank of every host. No communication."""
         if self.is_node_master():
             print(msg, flush=True)
 
@@ -86,18 +86,18 @@ class DistCoordinator:
     def priority_execution(
         self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> Iterator[None]:
-        """Runs the block on one rank first, then on all others: the first one downloads, the others find the file.
+        """Run the block on one rank first, then on all others, for downloads into a shared cache.
 
-        Where the block fails on the first rank, all others raise an error that says so, without running it.
+        If the block fails on the first rank, all others raise without running it.
         Collective: every rank of the group must enter it.
 
         Args:
-            executor_rank: Rank in the group that goes first.
-            process_group: The group; None for the world.
+            executor_rank: Rank in the group that runs first.
+            process_group: Process group, optional; defaults to the world.
 
         Raises:
             ConfigError: The group has no such rank.
-            RankFailedError: The block failed on the first rank (or the same class, where that was this library's).
+            RankFailedError: The block failed on the first rank (or an error of that class, if it is of this library).
         """
         size = group_size(process_group)
         if not is_whole_number(executor_rank) or not 0 <= executor_rank < size:
@@ -117,10 +117,10 @@ class DistCoordinator:
         raise_on_all_ranks(None, process_group)
 
     def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Waits until every rank of the group (None: the world) is here, at most for the launch's timeout. Collective.
+        """Wait for every rank of the group, by default the world, at most for the training timeout. Collective.
 
         Raises:
-            RankFailedError: A rank died or did not come in time: the message names it.
+            RankFailedError: A rank died or is too late: the message names it.
         """
         _check_launched()
         barrier(process_group)
@@ -128,7 +128,7 @@ class DistCoordinator:
     def on_master_only(
         self, process_group: dist.ProcessGroup | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """Returns a decorator: the function runs on the group's first rank; on the others it returns None at once."""
+        """Return a decorator: the function runs on the group's first rank and returns None at once on the others."""
 
         def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
             @functools.wraps(function)
@@ -140,9 +140,9 @@ class DistCoordinator:
         return decorate
 
     def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Destroys the group, or the whole world for None, after which a new launch is possible.
+        """Destroy the group, by default the world, after which a new launch is possible.
 
-        Collective: every rank of the group must call it. Does nothing where nothing was launched.
+        Collective: every rank of the group must call it. Does nothing without a launch.
         """
         if process_group is None:
             leave()
@@ -156,6 +156,6 @@ def _check_launched() -> None:
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is not None and world_size.isdigit() and int(world_size) > 1:
         raise ConfigError(
-            f"RANK={rank}, WORLD_SIZE={world_size} in the environment: a launcher started several ranks, but they were "
-            "never joined, and each would think to be alone: call booster.launch_from_torch() first"
+            f"RANK={rank}, WORLD_SIZE={world_size} in the environment: a launcher started several ranks, but there is "
+            "no process group, and each would run alone: call booster.launch_from_torch() first"
         )

@@ -1,4 +1,4 @@
-"""A training script's own settings: a dict or a Python file, read as attributes."""
+"""Settings of a training script: a dict or a Python file, read as attributes."""
 
 from __future__ import annotations
 import __future__
@@ -15,10 +15,10 @@ __all__ = ["Config"]
 
 
 class Config(Mapping[str, Any]):
-    """Settings that are read as attributes or as items; dicts inside them, also in lists, are read the same way.
+    """Read-only mapping of settings, read as attributes or items; nested dicts, also in lists, likewise.
 
-    A read-only mapping: `dict(config)`, `config.get("lr", 0.1)`, `"lr" in config` and `**config` work. A setting whose
-    name is a method of mappings (`items`, `keys`, `values`, `get`) or of this class is read as an item.
+    `dict(config)`, `config.get("lr", 0.1)`, `"lr" in config` and `**config` work. A setting whose name is a method of
+    mappings (`items`, `keys`, `values`, `get`) or of this class is read as an item.
 
     Example:
         >>> config = Config({"lr": 0.1, "model": {"dim": 64}})
@@ -27,36 +27,36 @@ class Config(Mapping[str, Any]):
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Takes the settings; raises `ConfigError` where a name is not a string."""
+        """Raise `ConfigError` if a name is not a string."""
         if not isinstance(settings, Mapping):
             raise ConfigError(
-                f"Config({settings!r}) was given a {type(settings).__name__}, which holds no named settings: give a"
-                " dict, or use Config.load(path) for a Python file"
+                f"Config({settings!r}) was given a {type(settings).__name__}, which has no named settings: give a dict,"
+                " or use Config.load(path) for a Python file"
             )
         for name in settings:
             if not isinstance(name, str):
                 raise ConfigError(
-                    f"config has the key {name!r}, which no attribute can be named: use strings as keys of the config"
+                    f"config has the key {name!r}, which is not an attribute name: use strings as keys of the config"
                 )
         self._settings = {name: _wrap(value) for name, value in settings.items()}
 
     @classmethod
     def from_file(cls, path: str | Path) -> Config:
-        """Runs a Python file and returns its top-level names as settings.
+        """Run a Python file and return its top-level names as settings.
 
-        Left out are names that start with `_`, modules, and functions and classes that the file imported.
+        Names that start with `_`, modules, and imported functions and classes are left out.
 
         Raises:
-            ConfigError: There is no such file, or it is no `.py` file, or running it fails.
+            ConfigError: The file does not exist, is not a `.py` file, or fails to run.
         """
         return cls(_visible(_run_file(_checked_path(Path(path)))))
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | Path) -> Config:
-        """Returns the config that a dict, the path of a Python file, or a config stands for.
+        """Return the config of a dict, the path of a Python file, or a config.
 
         Raises:
-            ConfigError: It is none of these, or the file can't be used.
+            ConfigError: The source is of another type, or the file is unusable.
         """
         if isinstance(source, Config):
             return source
@@ -65,16 +65,16 @@ class Config(Mapping[str, Any]):
         if isinstance(source, str | Path):
             return cls.from_file(source)
         raise ConfigError(
-            f"config={source!r} is a {type(source).__name__}, which holds no named settings: "
-            "give a dict or the path of a Python file"
+            f"config={source!r} is a {type(source).__name__}, which has no named settings: give a dict or the path of "
+            "a Python file"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as plain dicts and lists, at every depth."""
+        """Return the settings as plain dicts and lists, at every depth."""
         return {name: _unwrap(value) for name, value in self._settings.items()}
 
     def __getattr__(self, name: str) -> Any:
-        # Only names that are not found in the usual way come here; "_settings" does while an object is being copied.
+        # Called only for names without a normal attribute; for "_settings" while an object is being copied.
         if name.startswith("_"):
             raise AttributeError(name)
         try:
@@ -125,7 +125,7 @@ def _checked_path(path: Path) -> Path:
             f"config={str(path)!r} does not end in .py, and only Python files are read: rename it, or pass a dict"
         )
     if not path.is_file():
-        raise ConfigError(f"config={str(path)!r} is not there, seen from {Path.cwd()}: correct the path")
+        raise ConfigError(f"config={str(path)!r} does not exist, relative to {Path.cwd()}: correct the path")
     return path
 
 
@@ -135,8 +135,8 @@ def _run_file(path: Path) -> dict[str, Any]:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), namespace)  # noqa: S102 - the user's own
     except Exception as error:
         raise ConfigError(
-            f"config={str(path)!r} failed while it ran, with {type(error).__name__}: {error}; "
-            "correct the file: it runs like a script, with only itself and installed packages to import from"
+            f"config={str(path)!r} failed with {type(error).__name__}: {error}; correct the file: it runs like a "
+            "script, and can import installed packages only"
         ) from error
     return namespace
 
@@ -149,5 +149,5 @@ def _is_import(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return True
     if not (inspect.isroutine(value) or inspect.isclass(value)):
-        return isinstance(value, __future__._Feature)  # what `from __future__ import ...` leaves behind
+        return isinstance(value, __future__._Feature)  # left by `from __future__ import ...`
     return getattr(value, "__module__", None) != "booster_config"

@@ -1,4 +1,4 @@
-"""The device this process computes on: the one module that asks torch.accelerator and names a kind of accelerator."""
+"""Device of this process: the only module that uses torch.accelerator and names accelerator types."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def device_type() -> str:
-    """Returns the kind of device that this process computes on: "cuda", "xpu", ...; "cpu" without an accelerator."""
+    """Return the device type of this process: "cuda", "xpu", ...; "cpu" without an accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 
 def num_devices() -> int:
-    """Returns how many devices one process per device could use: the accelerators of this machine; 1 for the CPU."""
+    """Return the number of accelerators of this host; 1 for the CPU."""
     return 1 if device_type() == "cpu" else torch.accelerator.device_count()
 
 
 def current_device() -> torch.device:
-    """Returns this process's device, with its index where there may be several."""
+    """Return this process's device, with its index for accelerators."""
     kind = device_type()
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def set_device(local_rank: int) -> torch.device:
-    """Makes the accelerator number `local_rank` this process's device; nothing to do on the CPU.
+    """Make accelerator `local_rank` this process's device. Does nothing on the CPU.
 
     Returns:
-        The device that is current from now on.
+        The current device.
 
     Raises:
-        ConfigError: The machine has fewer accelerators than that.
+        ConfigError: The host has too few accelerators.
     """
     kind = device_type()
     if kind == "cpu":
@@ -61,39 +61,39 @@ def set_device(local_rank: int) -> torch.device:
     count = num_devices()
     if not 0 <= local_rank < count:
         raise ConfigError(
-            f"local_rank={local_rank}, but this machine shows {count} {kind} device(s), and every rank needs its own: "
-            f"start at most {count} rank(s) on it, or hide the accelerators to train on the CPU"
+            f"local_rank={local_rank}, but this host has {count} {kind} device(s), and every rank needs one: start at "
+            f"most {count} rank(s) on it, or hide the accelerators to train on the CPU"
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
 
 
 def has_sync_batch_norm(device: torch.device) -> bool:
-    """Returns whether torch's own `SyncBatchNorm` takes tensors of that device."""
+    """Return whether torch's `SyncBatchNorm` supports tensors of that device."""
     return device.type == "cuda"
 
 
 def default_backend(kind: str) -> str:
-    """Returns the communication backend for a kind of device: "nccl" for cuda where torch has it, else "gloo"."""
+    """Return the communication backend for a device type: "nccl" for cuda if torch has it, else "gloo"."""
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return "nccl" if kind == "cuda" and has_nccl else "gloo"
 
 
 def synchronize() -> None:
-    """Waits until this process's device has done all the work given to it; returns at once on the CPU."""
+    """Wait for all work of this process's device; returns at once on the CPU."""
     if device_type() != "cpu":
         torch.accelerator.synchronize()
 
 
 def memory_allocated() -> int:
-    """Returns the bytes in use: by tensors on the accelerator, or resident in this process on the CPU."""
+    """Return the bytes in use: by tensors on the accelerator, or resident in this process on the CPU."""
     if device_type() != "cpu":
         return int(torch.accelerator.memory_allocated())
     return int(psutil.Process().memory_info().rss)
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes that this process may still take: of an accelerator, or its share of the host's memory."""
+    """Return the available bytes of an accelerator, or of this process's share of host memory."""
     if device.type != "cpu":
         free, _ = torch.get_device_module(device).mem_get_info(device)
         return int(free)
@@ -101,9 +101,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def max_memory_allocated() -> int:
-    """Returns the most bytes that were in use since the start or the last `reset_peak_memory()`, as `memory_allocated`.
+    """Return the peak of `memory_allocated` since the start or the last `reset_peak_memory()`.
 
-    On a CPU whose system keeps no such mark per process it is the mark since the start.
+    On systems without a resettable peak per process it is the peak since the start.
     """
     if device_type() != "cpu":
         return int(torch.accelerator.max_memory_allocated())
@@ -111,14 +111,14 @@ def max_memory_allocated() -> int:
 
 
 def reset_peak_memory() -> bool:
-    """Starts `max_memory_allocated()` anew and returns True, or returns False where the system can't do it."""
+    """Reset `max_memory_allocated()` and return True, or return False if the system cannot."""
     if device_type() != "cpu":
         torch.accelerator.reset_peak_memory_stats()
         return True
     try:
-        _PROC_CLEAR_REFS.write_text("5")  # Linux: puts the high-water mark (VmHWM) down to what is resident now
+        _PROC_CLEAR_REFS.write_text("5")  # Linux: resets the high-water mark (VmHWM) to the resident size
     except OSError:
-        return False  # not Linux, or a sandbox that forbids it: the caller sees the False
+        return False  # not Linux, or a sandbox that forbids it
     return True
 
 
@@ -127,7 +127,7 @@ def _peak_resident_bytes() -> int:
         for line in _PROC_STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource  # not on every system, so not at the top
+    import resource  # not available on every system
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

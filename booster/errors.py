@@ -1,4 +1,4 @@
-"""Every exception that the library raises for something its user can change."""
+"""Exceptions of the library for problems that its user can fix."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ __all__ = ["BoosterError", "CheckpointError", "ConfigError", "DesyncError", "Non
 
 
 class BoosterError(Exception):
-    """Base of all errors of this library. Messages say what was given, why it can't work, and what to write instead."""
+    """Base of all errors of this library. Messages state what was given, why it fails, and what to write instead."""
 
 
 class ConfigError(BoosterError, ValueError):
-    """A call or a setting that can't work. Raised before anything is allocated, wrapped or written."""
+    """Invalid call or setting. Raised before anything is allocated, wrapped or written."""
 
 
 class CheckpointError(BoosterError):
-    """A checkpoint that can't be written, found or trusted. Nothing of the model or of older files was changed."""
+    """Checkpoint that cannot be written, is missing, or is damaged. The model and older files are unchanged."""
 
 
 class DesyncError(BoosterError):
-    """Ranks that should agree differ: the message names them and the first difference."""
+    """Ranks differ where they must be equal: the message names them and the first difference."""
 
 
 class RankFailedError(BoosterError):
-    """Another rank failed, is missing or too late: the message names it and what it was doing."""
+    """Another rank failed, is missing or too late: the message names it and its last progress."""
 
 
 class NonfiniteError(BoosterError):
-    """A loss or a gradient is inf or nan on some rank: the message says where it came from. Nothing was updated."""
+    """Loss or gradient with inf or nan on some rank: the message names its origin. Nothing was updated."""

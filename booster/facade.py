@@ -1,4 +1,4 @@
-"""The one object that a training loop talks to; it holds no strategy and asks the plugin."""
+"""`Booster`, the facade of a training loop: it contains no strategy and delegates to the plugin."""
 
 from __future__ import annotations
 
@@ -43,16 +43,18 @@ T = TypeVar("T")
 
 
 class Booster(CheckpointMethods):
-    """Turns an ordinary training loop into one that runs under a parallel strategy.
+    """Facade that runs an ordinary training loop under a parallel strategy.
 
     Args:
-        device: Where to compute, without a plugin that decides it; None: the accelerator if there is one, else the CPU.
-        mixed_precision: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex', 'fp8', or a `MixedPrecision`; None: the
-            parameters' own format.
-        plugin: A `Plugin`, or the name of one, built in or registered by another package; None: one device.
+        device: Device for training without a plugin, optional; defaults to the accelerator if there is one, else the
+            CPU.
+        mixed_precision: 'fp16', 'bf16', 'fp16_naive', 'fp16_apex', 'fp8', or a `MixedPrecision`; optional, defaults to
+            the dtypes of the parameters.
+        plugin: `Plugin`, or the name of one, built in or registered by another package; optional, defaults to one
+            device.
 
     Raises:
-        ConfigError: An unknown name, or an argument that the plugin decides by itself.
+        ConfigError: A name is unknown, or the plugin controls the device or precision itself.
 
     Example:
         >>> import torch
@@ -75,8 +77,6 @@ class Booster(CheckpointMethods):
         self.mixed_precision = _resolve_precision(mixed_precision, self.plugin)
         self._checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
 
-    # Boosting.
-
     @in_phase("boost")
     @patience("setup")
     def boost(
@@ -87,24 +87,24 @@ class Booster(CheckpointMethods):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Returns the boosted model, optimizer, criterion, dataloader and scheduler; what was left out stays None.
+        """Return the boosted model, optimizer, criterion, dataloader and scheduler; omitted ones stay None.
 
-        Call it once for each model and its optimizer: a GAN's generator and discriminator, a teacher without optimizer.
+        Called once for each model and its optimizer: a GAN's generator and discriminator, a teacher without optimizer.
 
         Args:
             model: Any `nn.Module`.
             optimizer: Any torch optimizer over parameters of the model, in any number of groups.
-            criterion: Computes the loss; runs in the model's number format.
-            dataloader: A plain loader is replaced by one that gives this rank its part; its batch size is per rank.
-            lr_scheduler: A scheduler on `optimizer`.
+            criterion: Loss function; runs in the model's compute dtype.
+            dataloader: Plain loader, replaced by one over this rank's samples; its batch size is per rank.
+            lr_scheduler: Scheduler of `optimizer`.
 
         Collective: every rank must call it, for the same objects in the same order.
 
         Raises:
-            ConfigError: Something was boosted before, is of the wrong type, or does not belong together; on all ranks
-                if on any.
-            DesyncError: The ranks give different models, optimizers or other things, have different plugins or
-                versions, or make another call. Nothing was changed.
+            ConfigError: An object is boosted already, is of the wrong type, or does not belong to the others; on all
+                ranks if on any.
+            DesyncError: The ranks have different models, optimizers, other arguments, plugins or versions, or are at
+                another call. Nothing was changed.
         """
         self._require_open()
         agree_on_boost(self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler)
@@ -123,63 +123,61 @@ class Booster(CheckpointMethods):
 
     @patience("checkpoint")
     def close(self) -> None:
-        """Gives back what the plugin holds beside memory: groups of ranks, with their threads, connections and files.
+        """Release the plugin's process groups, with their threads, connections and files.
 
-        For programs that make one plugin after another. Call it when nothing is used any more that a Booster of this
-        plugin has boosted, and let go of that: a group's threads end with the last object that refers to it. Saves in
-        the background are waited for. Closing again does nothing. Groups that no object refers to any more are given
-        back without it, when the next plugin is made; those of accelerators' own backends, such as nccl, only by it.
+        For programs that make one plugin after another. Call it when the objects that a Booster of this plugin has
+        boosted are no longer used, and drop them: a group's threads end with the last reference to it. Background saves
+        are waited for. Closing again does nothing. Groups without references are also released when the next plugin is
+        made, except those of accelerators' backends, such as nccl.
 
         Collective: every rank must call it.
 
         Raises:
-            CheckpointError: A save in the background failed on some rank; the Booster is closed all the same.
+            CheckpointError: A background save failed on some rank; the Booster is closed nevertheless.
         """
         if is_closed(self.plugin):
             return
         try:
             self.wait_for_checkpoints()
         finally:
-            barrier()  # nobody waits for this rank in these groups any more
+            barrier()  # no rank waits for this one in these groups any more
             note_closed(self.plugin)
             self.plugin.close()
 
     def _require_open(self) -> None:
         if is_closed(self.plugin):
             raise ConfigError(
-                "this Booster was closed, which has given back its plugin's groups of ranks: make a new plugin and a"
-                " new Booster"
+                "this Booster is closed, which has released its plugin's process groups: make a new plugin and a new"
+                " Booster"
             )
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Returns the user's model inside of a boosted one; any other module as it is."""
+        """Return the user's model inside of a boosted one; other modules are returned unchanged."""
         return model.unwrap() if isinstance(model, ModelWrapper) else model
 
     def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader[Any]:
-        """Returns a loader of this rank's part of the dataset; see `Plugin.prepare_dataloader`."""
+        """Return a loader of this rank's samples of the dataset; see `Plugin.prepare_dataloader`."""
         return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)
 
     def join_uneven(self, batches: Iterable[T]) -> Iterator[T]:
-        """Returns this rank's batches up to the last one that every rank has: all ranks end their loops together.
+        """Return this rank's batches up to the last one that every rank has, so that all loops end together.
 
-        For iterators of the user's own, of which some may end before others: `for batch in booster.join_uneven(mine)`,
-        once an epoch. Where ranks end early, rank 0 logs after how many batches, and which ranks had no more; what the
-        others have left is dropped. The last batch ends a step of `accumulate`. One batch is read ahead, but of a
-        loader that the Booster made, whose saved position stays that of the batches handed out.
+        For the user's own iterators, some of which may end before others: `for batch in booster.join_uneven(batches)`,
+        once an epoch. If ranks end early, rank 0 logs the number of batches and which ranks had no more; remaining
+        batches are dropped. The last batch ends a step of `accumulate`. One batch is prefetched, except from loaders
+        made by the Booster, whose saved position stays that of the batches handed out.
 
         Args:
-            batches: This rank's, of any type.
+            batches: Iterable of this rank's batches, of any type.
 
-        Collective: every rank must go through it. One sum of three numbers over all ranks a batch.
+        Collective: every rank must iterate over it. One all-reduce of three numbers per batch.
 
         Raises:
-            ConfigError: `batches` can't be iterated on some rank; on all ranks, with the first batch.
-            Exception: What reading a batch raised on a rank, there; elsewhere an error of that class if it is one of
-                this library's, else `RankFailedError`, with the rank and the text.
+            ConfigError: `batches` is not iterable on some rank; on all ranks, with the first batch.
+            Exception: Error of reading a batch: itself on its rank, elsewhere an error of that class of this library,
+                else `RankFailedError`, with the rank and the text.
         """
         return JoinedBatches(batches)
-
-    # Training.
 
     def backward(
         self,
@@ -189,30 +187,30 @@ class Booster(CheckpointMethods):
         *,
         retain_graph: bool = False,
     ) -> None:
-        """Computes gradients of a scalar loss; use it in place of `loss.backward()`.
+        """Compute gradients of a scalar loss; replaces `loss.backward()`.
 
         Args:
-            loss: A tensor with one element.
-            optimizer: The boosted optimizer of the parameters.
-            num_items: How many tokens or samples this rank's loss *sums* over. The gradient of the step then is the sum
-                over all ranks and micro-steps divided by the global count, however unevenly the items are spread.
-                None: the mean over ranks.
-            retain_graph: Keep the graph, for another backward() over a part of it.
+            loss: Tensor with one element.
+            optimizer: Boosted optimizer of the parameters.
+            num_items: Number of tokens or samples that this rank's loss *sums* over. The gradient of the step then is
+                the sum over all ranks and microbatches divided by the global count, also for uneven numbers of items.
+                Optional; by default the gradient is the mean over ranks.
+            retain_graph: If True, keep the graph for another backward() over it.
 
         Collective: every data-parallel rank must call it.
 
         Raises:
-            ConfigError: An optimizer that was not boosted, or a loss that is no scalar or needs no gradient.
+            ConfigError: The optimizer is not boosted, or the loss is not a scalar or requires no gradient.
         """
         require_boosted_optimizer(optimizer, "backward").backward(loss, retain_graph=retain_graph, num_items=num_items)
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Returns a context in which backward() adds up gradients on this rank; ranks meet in the next one outside.
+        """Return a context in which backward() accumulates local gradients; the next one outside of it reduces them.
 
         Raises:
-            ConfigError: The plugin can't do without.
+            ConfigError: The plugin reduces gradients in every backward().
         """
         if not self.plugin.support_no_sync():
             raise ConfigError(
@@ -226,22 +224,22 @@ class Booster(CheckpointMethods):
 
     @contextmanager
     def accumulate(self, model: ModelWrapper, optimizer: OptimizerWrapper, steps: int) -> Iterator[bool]:
-        """Makes one step out of several micro-batches: the gradient is the mean over them, as of one large batch.
+        """Accumulate gradients over several microbatches: the step's gradient is their mean, as of one large batch.
 
-        Inside, `optimizer.step`, `zero_grad` and clipping wait for the last micro-batch; ranks communicate only there.
-        The last batch of a loader or of `join_uneven` ends a step too, and the mean is over the micro-batches that
-        there were. With `num_items` in backward() the gradient is divided by the global count instead.
+        Inside, `optimizer.step`, `zero_grad` and clipping take effect with the last microbatch only; ranks communicate
+        only there. The last batch of a loader or of `join_uneven` ends a step, too, and the mean is over the actual
+        number of microbatches. With `num_items` in backward() the gradient is divided by the global count instead.
 
         Args:
-            model: The boosted model.
+            model: Boosted model.
             optimizer: Its boosted optimizer.
-            steps: Micro-batches per step.
+            steps: Number of microbatches per step.
 
         Yields:
-            True for the last micro-batch of a step: the one to step an LR scheduler in.
+            True for the last microbatch of a step: the one to step an LR scheduler in.
         """
         if not is_whole_number(steps) or steps < 1:
-            raise ConfigError(f"accumulate(steps={steps!r}) is no whole number of micro-batches: give 1 or more")
+            raise ConfigError(f"accumulate(steps={steps!r}) is not a number of microbatches: give an int of 1 or more")
         model = require_boosted_model(model, "accumulate")
         optimizer = require_boosted_optimizer(optimizer, "accumulate")
         batch = active_place()
@@ -252,27 +250,27 @@ class Booster(CheckpointMethods):
     def clip_grad_norm_(
         self, optimizer: OptimizerWrapper, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Clips the global norm of the optimizer's true gradients; returns it as it was, a 0-dim tensor on every rank.
+        """Clip the global norm of the optimizer's unscaled gradients; return the norm before, a 0-dim tensor.
 
-        None where `accumulate` waits for further micro-batches. Collective.
+        Returns None inside of `accumulate` before the last microbatch. Collective.
 
         Raises:
-            ConfigError: `max_norm` is no number, or is negative or nan, which would turn gradients round.
+            ConfigError: `max_norm` is not a non-negative number.
         """
         if isinstance(max_norm, bool) or not isinstance(max_norm, SupportsFloat):
             raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm!r}): that is a {type(max_norm).__name__} and no number: give a"
-                " number above 0, such as 1.0, or float('inf') for the norm alone"
+                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm must be a number, got a {type(max_norm).__name__}:"
+                " give a number above 0, such as 1.0, or float('inf') for the norm alone"
             )
         if not is_number(max_norm) or max_norm < 0:
             raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm!r}): no gradient has a norm of that, and scaling by it would turn"
-                " gradients round: give a number above 0, or float('inf') for the norm alone"
+                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm is not a norm, and scaling by it would invert the"
+                " gradients: give a number above 0, or float('inf') for the norm alone"
             )
         if not is_number(norm_type) or norm_type <= 0:
             raise ConfigError(
-                f"clip_grad_norm_(norm_type={norm_type!r}): there is no norm of that order: give a number above 0, such"
-                " as 2.0, or float('inf') for the largest gradient"
+                f"clip_grad_norm_(norm_type={norm_type!r}): norm_type is not an order of a norm: give a number above 0,"
+                " such as 2.0, or float('inf') for the largest gradient"
             )
         return require_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
 
@@ -288,43 +286,43 @@ class Booster(CheckpointMethods):
         *,
         num_items: float | None = None,
     ) -> dict[str, Any]:
-        """Runs forward and backward for the next batch of an iterator, under any plugin.
+        """Run forward and backward for the next batch of an iterator, under any plugin.
 
-        Pipeline stages work on its micro-batches, parts with as many samples (or one more or less); the gradient is
-        that of the whole batch. Under other plugins the batch is one part.
+        A pipeline splits the batch into microbatches of equal size (up to one sample); the gradient is that of the full
+        batch. Under other plugins the batch is one microbatch.
 
         Args:
-            data_iter: Gives this rank's batches: a mapping of the model's keyword arguments, a sequence of its
+            data_iter: Iterator over this rank's batches: a mapping of the model's keyword arguments, a sequence of its
                 positional ones, or its only one. All stages of a pipeline need the same ones.
-            model: The boosted model.
-            criterion: Called with (outputs, batch) of each micro-batch on the last stage; returns the loss. Losses are
-                averaged with the micro-batches' numbers of samples as weights.
-            optimizer: The boosted optimizer; None: forward only.
-            return_loss: Put the detached loss into the result.
-            return_outputs: Put the detached outputs, joined along dimension 0, into the result, on the last stage.
-            num_items: How many tokens or samples the losses of this rank's batch *sum* over: they are added up, and
-                the step's gradient is divided by the global count as in `backward`, which is exact also where
-                micro-batches have different numbers of tokens. None: a mean.
+            model: Boosted model.
+            criterion: Function of (outputs, batch) of each microbatch on the last stage that returns the loss. Losses
+                are averaged, weighted by the microbatches' numbers of samples.
+            optimizer: Boosted optimizer, optional; without it only the forward runs.
+            return_loss: If True, the result has the detached loss.
+            return_outputs: If True, the result has the detached outputs, concatenated along dim 0, on the last stage.
+            num_items: Number of tokens or samples that the losses of this rank's batch *sum* over. They are summed, and
+                the step's gradient is divided by the global count as in `backward`, which is exact also for
+                microbatches with different numbers of tokens. Optional; by default losses are averaged.
 
         Returns:
-            {"loss": tensor or None, "outputs": outputs or None}. The loss is there on all stages, unless the plugin was
-            given broadcast_loss=False; outputs are there on the last one, elsewhere they are None.
+            {"loss": tensor or None, "outputs": outputs or None}. All stages get the loss, unless the plugin was given
+            broadcast_loss=False; only the last one gets outputs.
 
         Collective: every rank must call it.
 
         Raises:
             StopIteration: The iterator has ended, with a pipeline on all ranks.
             DesyncError: Stages have different batches, or only some ranks have one.
-            RankFailedError: Another stage has failed; the message says where.
+            RankFailedError: Another stage has failed; the message names it.
         """
         if not hasattr(data_iter, "__next__"):
             raise ConfigError(
-                f"execute_pipeline() was given a {type(data_iter).__name__}, which is no iterator, and each call takes"
-                " the next batch of one: write data_iter = iter(dataloader) once an epoch, and pass that"
+                f"execute_pipeline() was given a {type(data_iter).__name__}, which is not an iterator, and each call"
+                " takes the next batch of one: write data_iter = iter(dataloader) once an epoch, and pass that"
             )
         if not callable(criterion):
             raise ConfigError(
-                f"execute_pipeline() was given a {type(criterion).__name__} for the criterion, which can't be called:"
+                f"execute_pipeline() was given a {type(criterion).__name__} for the criterion, which is not callable:"
                 " give a function of (outputs, batch) that returns the loss"
             )
         model = require_boosted_model(model, "execute_pipeline")
@@ -334,12 +332,11 @@ class Booster(CheckpointMethods):
             data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
         )
 
-    # Looking.
-
     def summary(self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None) -> str:
-        """Prints on the main process what really runs, and returns it on every rank.
+        """Print the summary table on the main process, and return it on every rank.
 
-        Plugin, ranks per axis, and for every param group the formats of parameter, compute, reduction, master, state.
+        It lists the plugin, ranks per axis, and per param group the dtypes of parameter, compute, reduction, master
+        weight and state.
         """
         if optimizer is not None:
             optimizer = require_boosted_optimizer(optimizer, "summary")
@@ -350,22 +347,22 @@ class Booster(CheckpointMethods):
     def debug_nonfinite(
         self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None, *, action: str = "raise"
     ) -> AbstractContextManager[None]:
-        """Returns a block in which an inf or nan in a loss or a gradient, on any rank, is an error on all of them.
+        """Return a context in which an inf or nan in a loss or gradient of any rank is an error on all ranks.
 
-        The error of a loss has the ranks, the first module whose output was not finite, and parameters that are not
-        finite themselves; it comes out of `backward`. That of gradients, out of the clipping or the step before
-        anything is updated, has the parameters and the ranks that computed such gradients. An overflow that a loss
-        scaler skips is no error, and written to the log. All outputs and gradients are looked at, which takes time.
+        The error of a loss, raised by `backward`, names the ranks, the first module with a nonfinite output, and
+        nonfinite parameters. That of gradients, raised by clipping or by the step before anything is updated, names the
+        parameters and the ranks that computed nonfinite gradients. An overflow that a loss scaler skips is not an
+        error, and is logged. All outputs and gradients are checked, which takes time.
 
         Args:
-            model: The boosted model.
-            optimizer: Its boosted optimizer; None: losses and gradients of every optimizer are looked at.
-            action: "raise" a `NonfiniteError`, or "log" the same text and go on.
+            model: Boosted model.
+            optimizer: Its boosted optimizer, optional; by default losses and gradients of all optimizers are checked.
+            action: "raise" for a `NonfiniteError`, or "log" to log the same text and continue.
 
         Collective: every rank must enter the block, and each backward() and step in it.
 
         Raises:
-            ConfigError: Another action, or objects that were not boosted.
+            ConfigError: The action is unknown, or objects are not boosted.
         """
         model = require_boosted_model(model, "debug_nonfinite")
         if optimizer is not None:
@@ -373,40 +370,40 @@ class Booster(CheckpointMethods):
         return find_nonfinite(model, optimizer, action=action)
 
     def gather_for_metrics(self, data: Any) -> Any:
-        """Returns the ranks' tensors joined along dimension 0, without the samples that fill up a loader's last batch.
+        """Return the ranks' tensors concatenated along dim 0, without the repeated samples of a loader's last batch.
 
-        Ranks may bring different numbers of entries, or none. What fills up the last batch of a loader that the Booster
-        made is left out where a tensor has one entry per sample of it; of other loaders that is not known.
+        Ranks may have different numbers of rows, or none. The samples that pad the last batch of a loader made by the
+        Booster are removed from tensors with one row per sample; those of other loaders are unknown.
 
         Args:
-            data: A tensor with one entry per sample (or a scalar per rank), or any nesting of them. An empty tensor of
-                one dimension, as `torch.empty(0)`, goes with any other.
+            data: Tensor with one row per sample (or a scalar per rank), or any nesting of tensors. An empty 1-D tensor,
+                as `torch.empty(0)`, matches any other.
 
-        Collective: every rank must call it, with as many tensors, which may differ in dimension 0 alone.
+        Collective: every rank must call it, with equally many tensors, which may differ in dim 0 only.
 
         Raises:
-            ConfigError: Nothing in it can be joined on some rank: no tensor, or a sparse one; on all ranks.
-            DesyncError: The ranks' tensors don't fit each other; the message names the ranks and what they brought.
+            ConfigError: The data of some rank has no tensor, or a sparse one; on all ranks.
+            DesyncError: The ranks' tensors do not match; the message names the ranks and their tensors.
         """
         return gather_for_metrics(data, self.plugin.data_group)
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
+        """Device of this rank."""
         return self.plugin.device
 
     @property
     def is_main_process(self) -> bool:
-        """True on the rank that prints and writes logs."""
+        """Whether this is rank 0, which prints and writes logs."""
         return group_rank() == 0
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process."""
+        """Print on the main process."""
         if self.is_main_process:
             print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Waits until every rank is here. Collective."""
+        """Wait for every rank. Collective."""
         barrier()
 
 
@@ -421,13 +418,13 @@ def _resolve_plugin(plugin: str | Plugin | None, device: str | torch.device | No
         )
     if resolved.device.type not in resolved.supported_devices():
         raise ConfigError(
-            f"{type(resolved).__name__} was asked to run on {resolved.device.type!r}, and runs on"
-            f" {', '.join(resolved.supported_devices())}: choose another plugin or launch on another device"
+            f"{type(resolved).__name__} supports {', '.join(resolved.supported_devices())}, and the device is"
+            f" {resolved.device.type!r}: choose another plugin or launch on another device"
         )
     if device is not None and resolved.control_device():
         raise ConfigError(
-            f"device={device!r} was given together with {type(resolved).__name__}, which puts every rank on its own"
-            " device: leave device out"
+            f"device={device!r} was given with {type(resolved).__name__}, which selects the device of every rank: leave"
+            " device out"
         )
     return resolved
 
@@ -437,8 +434,8 @@ def _resolve_precision(precision: str | MixedPrecision | None, plugin: Plugin) -
         return None
     if plugin.control_precision():
         raise ConfigError(
-            f"mixed_precision={precision!r} was given with {type(plugin).__name__}, which has number formats of its"
-            f" own: give them to {type(plugin).__name__} alone"
+            f"mixed_precision={precision!r} was given with {type(plugin).__name__}, which has its own precision"
+            f" argument: pass it to {type(plugin).__name__} only"
         )
     if isinstance(precision, MixedPrecision):
         return precision

@@ -1,4 +1,4 @@
-"""The part of the facade that saves and loads; it asks the plugin's CheckpointIO."""
+"""Save and load methods of `Booster`, which delegate to the plugin's CheckpointIO."""
 
 from __future__ import annotations
 
@@ -38,13 +38,11 @@ Loaders: TypeAlias = DataLoader[Any] | Mapping[str, DataLoader[Any]]
 
 
 class CheckpointMethods:
-    """What `Booster` does with checkpoints. Every method is collective."""
+    """Checkpoint methods of `Booster`. Every method is collective."""
 
     plugin: Plugin
     mixed_precision: MixedPrecision | None
     _checkpoint_io: CheckpointIO
-
-    # The whole training state.
 
     @in_phase("save")
     @patience("checkpoint")
@@ -63,34 +61,34 @@ class CheckpointMethods:
         use_safetensors: bool = True,
         use_async: bool = False,
     ) -> None:
-        """Writes everything that a run needs to go on exactly: beside what is given, the random states of every rank.
+        """Save the training state for an exact resume: the arguments and the RNG states of every rank.
 
-        Gradients that wait for their step, in the middle of an accumulation, are part of it. Each of the four may be a
-        dict by name; then `path/<name>/` holds the model and the optimizer of that name. Without a dict, transformers'
-        `from_pretrained(path)` opens the model.
+        It includes the accumulated gradients of an unfinished accumulation. Each of the four may be a dict by name;
+        then `path/<name>/` holds the model and the optimizer of that name. Without a dict, transformers'
+        `from_pretrained(path)` loads the model.
 
         Args:
-            path: A directory.
-            model: The boosted model.
+            path: Directory.
+            model: Boosted model.
             optimizer: Its boosted optimizer, or a plain torch one.
-            lr_scheduler: A scheduler.
-            dataloader: A loader that knows its position, as `boost()` and `prepare_dataloader()` return.
+            lr_scheduler: Scheduler.
+            dataloader: Stateful loader, as returned by `boost()` and `prepare_dataloader()`.
             extra: Numbers, strings, tensors, and containers of them; rank 0's are written, and `load` returns them.
-            step: Write `path/step-00001200` instead, and name it in the file `path/latest`.
-            keep_last: Then remove whole steps, oldest first, until this many are left.
+            step: If given, write `path/step-00001200` instead, and name it in the file `path/latest`.
+            keep_last: If given, remove the oldest committed steps until this many are left.
             size_per_shard: Largest file in MB (10**6 bytes).
-            use_safetensors: False writes `.bin` files.
-            use_async: Return after a copy into host memory; what goes wrong is raised by the next checkpoint call, or
+            use_safetensors: If False, write `.bin` files.
+            use_async: If True, return after a copy into host memory; errors are raised by the next checkpoint call, or
                 by `wait_for_checkpoints`.
 
         Collective: every rank must call it.
 
         Raises:
-            ConfigError: Something that was not boosted, names, numbers or paths that can't be, or a save between
-                clipping and step.
-            DesyncError: The ranks have made different numbers of steps, or have other learning rates.
-            CheckpointError: A value of `extra` or of a state that is no plain value, named by its key; or writing
-                failed on some rank. What was on disk is as it was.
+            ConfigError: An object is not boosted, a name, number or path is invalid, or a save between clipping and
+                step.
+            DesyncError: The ranks have different numbers of steps or learning rates.
+            CheckpointError: A value of `extra` or of a state is not a plain value, named by its key; or writing failed
+                on some rank. Existing files are unchanged.
         """
         options = SaveOptions(
             step=step, keep_last=keep_last, size_per_shard=size_per_shard, use_safetensors=use_safetensors
@@ -135,30 +133,29 @@ class CheckpointMethods:
         verify: str = "checksums",
         missing_ok: bool = False,
     ) -> Any:
-        """Fills what is given from what `save` wrote, and restores the random states; returns `extra`.
+        """Load the given objects and the RNG states from a result of `save`; return `extra`.
 
-        The same plugin on as many ranks goes on bit for bit. Any other goes on from the same weights, optimizer states
-        and samples; a rank beyond the stored ones gets random states of its own, the same at every such load.
+        The same plugin with the same number of ranks resumes bit for bit. Others resume from the same weights,
+        optimizer states and samples; a rank beyond the stored ones gets RNG states derived from theirs, equal at every
+        such load.
 
         Args:
-            path: What `save` was given: the directory itself, or the latest whole step below it, whichever was saved
-                last; `path/latest` means the same. `path/step-00001200` is that step.
-            model: As for `save`; what the checkpoint has and is not asked for is left alone.
-            optimizer: As for `save`.
-            lr_scheduler: As for `save`.
-            dataloader: As for `save`.
-            strict: False loads of a model what matches in name and shape.
-            verify: "checksums" reads everything that a checksum was recorded for before anything is loaded;
-                "structure" trusts the bytes.
-            missing_ok: Return None, and change nothing, where there is no whole state yet: what a script asks that is
-                started anew after a failure. What is there and damaged is an error nevertheless.
+            path: Directory given to `save`: its state or the latest committed step below it, whichever was saved last;
+                `path/latest` means the same. `path/step-00001200` is that step.
+            model: Models as for `save`; stored objects that are not given are ignored.
+            optimizer: Optimizers as for `save`.
+            lr_scheduler: Schedulers as for `save`.
+            dataloader: Loaders as for `save`.
+            strict: If False, load only the tensors of a model that match in name and shape.
+            verify: "checksums" verifies all recorded checksums before anything is loaded; "structure" skips them.
+            missing_ok: If True, return None and change nothing if there is no committed state yet, for scripts that are
+                restarted after a failure. Damaged files still raise.
 
         Collective: every rank must call it.
 
         Raises:
-            ConfigError: Something that was not boosted, or a loader over other data.
-            CheckpointError: Something that was asked for is missing or does not fit, or files are damaged. Nothing was
-                changed.
+            ConfigError: An object is not boosted, or a loader has other data.
+            CheckpointError: A requested object is missing or does not match, or files are damaged. Nothing was changed.
         """
 
         def checked() -> TrainingParts:
@@ -174,7 +171,7 @@ class CheckpointMethods:
     @in_phase("save")
     @patience("checkpoint")
     def wait_for_checkpoints(self) -> None:
-        """Returns when no save is under way in the background any more. Collective.
+        """Wait for all background saves. Collective.
 
         Raises:
             CheckpointError: One of them failed.
@@ -193,8 +190,6 @@ class CheckpointMethods:
             random_state=ProcessRandomState(self.plugin.device),
         )
 
-    # One thing at a time.
-
     @in_phase("save")
     @patience("checkpoint")
     def save_model(
@@ -209,9 +204,9 @@ class CheckpointMethods:
         *,
         use_async: bool = False,
     ) -> None:
-        """Writes the model; see `CheckpointIO.save_model`. Collective.
+        """Save the model; see `CheckpointIO.save_model`. Collective.
 
-        `gather_dtensor` is there for callers of ColossalAI: files hold whole tensors always, so False is an error.
+        `gather_dtensor` exists for compatibility with ColossalAI: files always hold full tensors, so False is an error.
         """
 
         def checked() -> ModelWrapper:
@@ -238,7 +233,7 @@ class CheckpointMethods:
         *,
         verify: str = "checksums",
     ) -> None:
-        """Fills the model; see `CheckpointIO.load_model`. Collective."""
+        """Load the model; see `CheckpointIO.load_model`. Collective."""
 
         def checked() -> ModelWrapper:
             check_path("checkpoint", checkpoint)
@@ -263,7 +258,7 @@ class CheckpointMethods:
         *,
         use_async: bool = False,
     ) -> None:
-        """Writes the optimizer, boosted or plain; see `CheckpointIO.save_optimizer`. Collective.
+        """Save the optimizer, boosted or plain; see `CheckpointIO.save_optimizer`. Collective.
 
         `gather_dtensor` as in `save_model`.
         """
@@ -291,7 +286,7 @@ class CheckpointMethods:
         *,
         verify: str = "checksums",
     ) -> None:
-        """Fills the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
+        """Load the optimizer, boosted or plain; see `CheckpointIO.load_optimizer`. Collective."""
 
         def checked() -> OptimizerWrapper | Optimizer:
             check_path("checkpoint", checkpoint)
@@ -303,7 +298,7 @@ class CheckpointMethods:
     @in_phase("save")
     @patience("checkpoint")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
-        """Writes the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
+        """Save the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
 
         def checked() -> Any:
             check_path("checkpoint", checkpoint)
@@ -314,7 +309,7 @@ class CheckpointMethods:
     @in_phase("load")
     @patience("checkpoint")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
-        """Takes over what `save_lr_scheduler` wrote. Collective."""
+        """Load the scheduler; see `CheckpointIO.load_lr_scheduler`. Collective."""
 
         def checked() -> Any:
             check_path("checkpoint", checkpoint)
@@ -324,23 +319,23 @@ class CheckpointMethods:
 
 
 def _on_all_ranks(caller: str, check: Callable[[], T], facts: Callable[[T], list[str]] | None = None) -> T:
-    """Returns what a check of this rank's arguments gives, once every rank's are right and all make the same call.
+    """Return the result of a check of this rank's arguments, once all ranks pass it and are at the same call.
 
     Args:
-        caller: The call.
-        check: Raises for what can't be.
-        facts: Gives, for what the check gave, lines of text that must be the same on all ranks.
+        caller: Name of the calling method.
+        check: Check that raises for invalid arguments.
+        facts: Function of the check's result that returns lines of text that must be equal on all ranks.
 
-    Collective. One small message before files are opened, for which a rank that refuses would be waited for in vain.
+    Collective. One small message, before files are opened: the other ranks would wait for one that raises.
 
     Raises:
-        ConfigError: What a rank's check raised; on all ranks.
-        DesyncError: Ranks make other calls, or their facts differ.
+        ConfigError: A rank's check raised; on all ranks.
+        DesyncError: Ranks are at other calls, or their lines differ.
     """
     try:
         checked = check()
         lines = [] if facts is None else facts(checked)
-    except Exception as error:  # for the other ranks too
+    except Exception as error:  # raised on the other ranks, too
         agree(f"{caller}()", [], error=error)
         raise
     agree(f"{caller}()", lines)
@@ -350,13 +345,13 @@ def _on_all_ranks(caller: str, check: Callable[[], T], facts: Callable[[T], list
 def _check_path(path: Any, caller: str) -> None:
     if not isinstance(path, (str, PathLike)):
         raise ConfigError(
-            f"{caller}() was given a {type(path).__name__} as its path: the directory comes first, so write"
+            f"{caller}() was given a {type(path).__name__} as its path: the directory is the first argument, as in"
             f" {caller}('runs/a', model, optimizer)"
         )
 
 
 def _by_name(given: Any, require: Callable[[Any, str], Any], caller: str) -> dict[str, Any]:
-    """Returns the objects by name, "" for the only one, once each is of its kind."""
+    """Return the checked objects by name, "" for a single one."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -375,6 +370,6 @@ def _check_save(checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetens
         check_flag(name, value)
     if not gather_dtensor:
         raise ConfigError(
-            "gather_dtensor=False asks for files with parts of tensors, which only the same layout could load: leave it"
-            " out; every rank writes its own parts of whole tensors, without a gather"
+            "gather_dtensor=False would write shards that only the same layout could load: leave it out; every rank"
+            " writes its own shards of full tensors, without a gather"
         )

@@ -1,4 +1,4 @@
-"""Making the world's process group: an error that names the ranks that were lost meanwhile."""
+"""Errors of init_process_group that name the missing ranks."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _PAUSE_SECONDS = 0.02
 
 @contextmanager
 def missing_ranks_named(store: Store, rank: int, world_size: int) -> Iterator[None]:
-    """Says of an error within the block which ranks did not come through it, nor say that they failed in it too.
+    """Name the ranks that neither completed the block nor reported a failure, in errors of the block.
 
     Args:
-        store: Of this launch alone.
+        store: Store of this launch.
         rank: This rank.
-        world_size: How many there are.
+        world_size: Number of ranks.
 
     Collective: every rank must enter it.
 
     Raises:
-        RankFailedError: In place of any RuntimeError, as torch has them for lost and late ranks here.
+        RankFailedError: In place of any RuntimeError, which torch raises for lost and late ranks here.
     """
     try:
         yield
     except RuntimeError as error:
         raise RankFailedError(
             f"rank {rank} could not connect with all ranks at the launch: {_missing(store, rank, world_size)};"
-            f" torch says: {str(error).splitlines()[0]}"
+            f" torch reports: {str(error).splitlines()[0]}"
         ) from error
     if world_size > 1:
-        with suppress(RuntimeError):  # rank 0 has gone with its store: the next communication says so
+        with suppress(RuntimeError):  # rank 0 and its store are gone: the next collective raises
             store.set(f"joined/{rank}", "joined")
 
 
@@ -47,15 +47,17 @@ def _missing(store: Store, rank: int, world_size: int) -> str:
         store.set(f"joined/{rank}", "failed")
         waiting = _wait_for_others(store, world_size)
     except RuntimeError:  # the store is gone
-        return "rank 0, whose process serves the store, has ended, or its machine can't be reached any more"
+        return "rank 0, whose process serves the store, has ended, or its host cannot be reached any more"
     if not waiting:
         return "no rank is missing; look at the others' output, and at the network between them"
     names = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
-    return f"{names} gave no sign, though there when all ranks met: look there, whether it was killed or hangs"
+    return (
+        f"{names} did not report, though present at the rendezvous: see the log there, whether it was killed or hangs"
+    )
 
 
 def _wait_for_others(store: Store, world_size: int) -> list[int]:
-    """Returns the ranks that neither joined nor failed, once they have had time to say so."""
+    """Return the ranks that reported neither success nor failure within _REPORT_SECONDS."""
     deadline = time.monotonic() + _REPORT_SECONDS
     waiting = list(range(world_size))
     while waiting and time.monotonic() < deadline:

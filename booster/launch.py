@@ -1,4 +1,4 @@
-"""Starting the distributed world, from explicit numbers or from what a launcher put into the environment."""
+"""Launch of the process group, from explicit arguments or a launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _World:
     settings: LaunchSettings
     local_rank: int
     config: Config | None
-    is_ours: bool  # made here, not adopted from the user's own init_process_group
+    is_ours: bool  # False if adopted from the user's init_process_group
     process_id: int = field(default_factory=os.getpid)
 
 
@@ -73,32 +73,32 @@ def launch(
     setup_timeout_seconds: float = 1800,
     checkpoint_timeout_seconds: float = 1800,
 ) -> None:
-    """Joins the world of ranks, chooses this rank's device and seeds every source of random numbers.
+    """Initialize the process group, select this rank's device and seed all generators.
 
-    A second call with the same settings does nothing. A process group that the user initialised with the same rank
-    and world size is adopted, and left to the user to destroy. Ours is destroyed when the process ends.
+    A second call with the same settings does nothing. A process group that the user initialized with the same rank and
+    world size is adopted, and left to the user to destroy. Ours is destroyed when the process ends.
 
-    Collective: every rank must call it, with the same settings but for its ranks.
+    Collective: every rank must call it, with equal arguments but for its ranks.
 
     Args:
-        rank: This process's number in the world.
-        world_size: Number of processes.
-        host: Address of rank 0's machine. Not used in a world of one.
-        port: A free port there. Not used in a world of one.
-        backend: "nccl", "gloo", ...; None for nccl on CUDA devices, else gloo.
-        local_rank: This process's number on its machine, and that of its accelerator; None to count it out by the
-            names of the machines.
-        seed: The same for all generators on all ranks, 0 .. 2**32 - 1. Also the seed of the order of shuffled loaders
-            that `boost` is given, unless they have a generator.
-        verbose: Whether rank 0 logs a line when all ranks are there.
-        config: The script's own settings, a dict or the path of a Python file, read through `booster.get_config()`.
-        timeout_seconds: The longest wait for another rank in training; each of the limits is the same on all ranks.
-        setup_timeout_seconds: The longest wait here, where groups are made, and in `boost()`.
-        checkpoint_timeout_seconds: The longest wait in a save or a load.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        host: Address of rank 0's host. Not used in a world of one.
+        port: Free port on that host. Not used in a world of one.
+        backend: Communication backend, optional; defaults to nccl on CUDA devices, else gloo.
+        local_rank: Rank of this process on its host, and index of its accelerator; optional, counted by host names by
+            default.
+        seed: Seed of all generators on all ranks, 0 .. 2**32 - 1. Also the seed of the order of shuffled loaders passed
+            to `boost`, unless they have a generator.
+        verbose: If True, rank 0 logs a line when all ranks have joined.
+        config: Settings of the script, a dict or the path of a Python file, read by `booster.get_config()`.
+        timeout_seconds: Timeout of collectives in training; the timeouts are equal on all ranks.
+        setup_timeout_seconds: Timeout of the launch, of new process groups, and of `boost()`.
+        checkpoint_timeout_seconds: Timeout of collectives in a save or a load.
 
     Raises:
-        ConfigError: The settings can't work, differ from an earlier call's or between the ranks.
-        RankFailedError: A rank did not come in time.
+        ConfigError: The arguments are invalid, or differ from an earlier call's or between ranks.
+        RankFailedError: A rank is too late.
     """
     settings = LaunchSettings(
         rank=rank,
@@ -138,14 +138,14 @@ def launch_from_torch(
     setup_timeout_seconds: float = 1800,
     checkpoint_timeout_seconds: float = 1800,
 ) -> None:
-    """Launches with what `booster run` or torchrun put into the environment; without them it starts a world of one.
+    """Launch with the environment variables of `booster run` or torchrun; without them as a world of one.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The arguments are those of `launch`.
     Collective: every rank must call it.
 
     Raises:
-        ConfigError: Some of the variables are missing or no numbers, srun or mpirun started several processes without
-            them, or see `launch`.
+        ConfigError: Variables are missing or not numbers, srun or mpirun started several processes without them, or as
+            in `launch`.
     """
     if has_torch_rank():
         place = read_torch()
@@ -178,21 +178,20 @@ def launch_from_slurm(
     setup_timeout_seconds: float = 1800,
     checkpoint_timeout_seconds: float = 1800,
 ) -> None:
-    """Launches with what `srun` put into the environment: `srun python train.py`, one task per rank.
+    """Launch with the environment variables of `srun`: `srun python train.py`, one task per rank.
 
     Reads SLURM_PROCID, SLURM_STEP_NUM_TASKS (or SLURM_NTASKS, SLURM_NPROCS) and SLURM_LOCALID.
-    Collective: every rank must call it.
+    Collective: every rank must call it. The other arguments are those of `launch`.
 
     Args:
-        host: Address of rank 0's machine; None for MASTER_ADDR if it is set, else the first node of the job step,
-            which is that of rank 0 in every distribution of tasks but "arbitrary".
-        port: A free port there; None for MASTER_PORT if it is set, else one in 15000 .. 29999 that follows from the
-            numbers of job and step.
-        backend: As all others, see `launch`.
+        host: Address of rank 0's host, optional; defaults to MASTER_ADDR if it is set, else the first node of the job
+            step, which is that of rank 0 in every distribution of tasks but "arbitrary".
+        port: Free port on that host, optional; defaults to MASTER_PORT if it is set, else one in 15000 .. 29999 derived
+            from the numbers of job and step.
 
     Raises:
-        ConfigError: Variables are missing or no numbers, `srun` did not start this process, host or port can't be told,
-            or see `launch`.
+        ConfigError: Variables are missing or not numbers, `srun` did not start this process, host or port are unknown,
+            or as in `launch`.
     """
     limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
     _launch_at(read_slurm(host, port), backend, seed, verbose, config, limits)
@@ -210,44 +209,43 @@ def launch_from_openmpi(
     setup_timeout_seconds: float = 1800,
     checkpoint_timeout_seconds: float = 1800,
 ) -> None:
-    """Launches with what OpenMPI's `mpirun` put into the environment: `mpirun -n 4 python train.py`.
+    """Launch with the environment variables of OpenMPI's `mpirun`: `mpirun -n 4 python train.py`.
 
     Reads OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_LOCAL_RANK; MPI itself is not used.
-    Collective: every rank must call it.
+    Collective: every rank must call it. The other arguments are those of `launch`.
 
     Args:
-        host: Address of rank 0's machine; None for MASTER_ADDR if it is set (`mpirun -x MASTER_ADDR`), else this
-            machine if all ranks are on it, else that of mpirun. Rank 0 raises an error if it is on another, and so do
-            all ranks where OpenMPI does not tell, as from version 5 on.
-        port: A free port there; None for MASTER_PORT if it is set, else one in 15000 .. 29999 that follows from the
-            name of the job.
-        backend: As all others, see `launch`.
+        host: Address of rank 0's host, optional; defaults to MASTER_ADDR if it is set (`mpirun -x MASTER_ADDR`), else
+            localhost if all ranks are on one host, else mpirun's host. Rank 0 raises an error if it is on another one,
+            and all ranks do if OpenMPI does not report it, as from version 5 on.
+        port: Free port on that host, optional; defaults to MASTER_PORT if it is set, else one in 15000 .. 29999 derived
+            from the name of the job.
 
     Raises:
-        ConfigError: Variables are missing or no numbers, host or port can't be told, or see `launch`.
+        ConfigError: Variables are missing or not numbers, host or port are unknown, or as in `launch`.
     """
     limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
     _launch_at(read_openmpi(host, port), backend, seed, verbose, config, limits)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Returns a parser with the arguments that `launch` takes, for a script to add its own to."""
+    """Return a parser with the arguments of `launch`, which a script may extend."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=str, help="path of the config file")
-    parser.add_argument("--host", type=str, help="address of rank 0's machine")
-    parser.add_argument("--port", type=int, help="a free port on that machine")
-    parser.add_argument("--world_size", type=int, help="number of processes")
-    parser.add_argument("--rank", type=int, help="number of this process")
-    parser.add_argument("--local_rank", type=int, help="number of this process on its machine")
+    parser.add_argument("--host", type=str, help="address of rank 0's host")
+    parser.add_argument("--port", type=int, help="free port on that host")
+    parser.add_argument("--world_size", type=int, help="number of ranks")
+    parser.add_argument("--rank", type=int, help="global rank of this process")
+    parser.add_argument("--local_rank", type=int, help="rank of this process on its host")
     parser.add_argument("--backend", type=str, default=None, help="communication backend; default: by the device")
     return parser
 
 
 def get_config() -> Config:
-    """Returns the config that the launch was given.
+    """Return the config of the launch.
 
     Raises:
-        ConfigError: Nothing was launched yet, or without a config.
+        ConfigError: There was no launch yet, or one without a config.
     """
     if _world is None:
         raise ConfigError(
@@ -259,14 +257,14 @@ def get_config() -> Config:
 
 
 def launched_local_rank() -> int | None:
-    """Returns this rank's number on its machine as the launch found it, None where nothing is launched."""
+    """Return the local rank of the launch, or None without one."""
     return _world.local_rank if _world is not None and dist.is_initialized() else None
 
 
 def leave() -> None:
-    """Destroys all process groups and forgets the launch; another one may follow. Does nothing where there are none.
+    """Destroy all process groups and reset the launch; another one may follow. Does nothing without a launch.
 
-    Collective: every rank should call it, when no collective is running any more.
+    Collective: every rank should call it, when no collective is in flight.
     """
     global _world
     _world = None
@@ -283,11 +281,11 @@ def _place_without_torch() -> Place:
     ):
         if count > 1:
             raise ConfigError(
-                f"{launcher} started {count} processes, but not with the variables of `booster run`, so each would "
-                f"train alone in a world of one: call booster.{function}() in place of launch_from_torch()"
+                f"{launcher} started {count} processes without the variables of `booster run`, so each would train "
+                f"alone in a world of one: call booster.{function}() in place of launch_from_torch()"
             )
     if has_torch_variables():
-        return read_torch()  # says which are missing
+        return read_torch()  # raises and names the missing ones
     get_dist_logger().info(
         "no launcher's variables in the environment: a world of one; for more start with `booster run`"
     )
@@ -295,7 +293,6 @@ def _place_without_torch() -> Place:
 
 
 def _limits(training: float, setup: float, checkpoint: float) -> dict[str, float]:
-    """Returns the arguments of `launch` for its time limits."""
     return {"timeout_seconds": training, "setup_timeout_seconds": setup, "checkpoint_timeout_seconds": checkpoint}
 
 
@@ -329,8 +326,8 @@ def _already_launched(settings: LaunchSettings, config: Config | None) -> bool:
         earlier = ", ".join(f"{name}={getattr(_world.settings, name)!r}" for name in differing)
         now = ", ".join(f"{name}={getattr(settings, name)!r}" for name in differing)
         raise ConfigError(
-            f"launched before with {earlier} and now with {now}, but a process has one world: "
-            "launch once, or call DistCoordinator().destroy() in between"
+            f"launched before with {earlier} and now with {now}, but a process has one world: launch once, or call "
+            "DistCoordinator().destroy() in between"
         )
     if config is not None and config != _world.config:
         raise ConfigError(
@@ -346,7 +343,7 @@ def _adopt(settings: LaunchSettings, config: Config | None) -> None:
     asked = f"rank={settings.rank}, world_size={settings.world_size}, backend={settings.backend!r}"
     if existing != asked:
         raise ConfigError(
-            f"torch.distributed is initialised with {existing} and the launch asks for {asked}: leave out your own "
+            f"torch.distributed is initialized with {existing} and the launch has {asked}: leave out your own "
             "init_process_group, or launch with the same settings"
         )
     local_rank = settings.local_rank if settings.local_rank is not None else _local_rank_guess(settings.rank)
@@ -385,7 +382,7 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=settings.timeout_seconds),  # all ranks have just met
+            timeout=timedelta(seconds=settings.timeout_seconds),  # all ranks have just arrived
             # Bound to its device, nccl needs no guess at the first barrier and can split groups.
             device_id=device if "nccl" in settings.backend else None,
         )
@@ -404,17 +401,17 @@ def _leave_at_the_end() -> None:
 
 def _leave_at_exit() -> None:
     if _world is None or _world.process_id != os.getpid() or not dist.is_initialized():
-        return  # a forked child is no rank
-    error = getattr(sys, "last_value", None)  # what was not caught
+        return  # a forked child is not a rank
+    error = getattr(sys, "last_value", None)  # the uncaught exception
     if group_size() > 1:
         say_farewell(error, time_limits().training)
-    # After an uncaught error other ranks may never join the collectives that are still queued here, and destroying a
-    # group waits for those until their timeout.
+    # After an uncaught error other ranks may never join the collectives that are queued here, and destroying a group
+    # waits for those until their timeout.
     if _world.is_ours and error is None:
         leave()
 
 
 def _known_backend() -> str:
-    """Returns the backend of the group that there is, or else the default one of this process's device."""
+    """Return the backend of the existing process group, or else the default one of this process's device."""
     known = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else dist.Backend.UNDEFINED
     return default_backend(device_type()) if known == dist.Backend.UNDEFINED else known

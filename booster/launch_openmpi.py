@@ -1,4 +1,4 @@
-"""This process's place in the world, as OpenMPI's `mpirun` wrote it into the environment."""
+"""Rank environment of OpenMPI's `mpirun`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["num_openmpi_processes", "read_openmpi"]
 _SIZE = "OMPI_COMM_WORLD_SIZE"
 _PLACE = ("OMPI_COMM_WORLD_RANK", _SIZE, "OMPI_COMM_WORLD_LOCAL_RANK")
 _JOB_NAMES = ("PMIX_NAMESPACE",)
-# Where mpirun listens, and where the daemon of this process's machine does: mpirun itself on its own machine.
+# Addresses of mpirun and of the daemon on this host, which is mpirun itself on its own host.
 # OpenMPI 4 sets them, OpenMPI 5 does not.
 _MPIRUN = "OMPI_MCA_orte_hnp_uri"
 _DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 
 
 def num_openmpi_processes() -> int:
-    """Returns how many processes `mpirun` started together with this one; 1 where it did not start this one."""
+    """Return the number of processes that `mpirun` started, or 1 if it did not start this one."""
     text = os.environ.get(_SIZE, "") if os.environ.get(_PLACE[0]) else ""
     return int(text) if text.isdecimal() else 1
 
 
 def read_openmpi(host: str | None = None, port: int | None = None) -> Place:
-    """Returns the place from OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and what names the job and mpirun's machine.
+    """Read OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and the variables for the job's name and mpirun's host.
 
     Raises:
-        ConfigError: Variables are missing or no numbers, or the ranks' meeting place can't be told.
+        ConfigError: Variables are missing or not numbers, or the store address is unknown.
     """
     rank, world_size, local_rank = read_numbers("mpirun", _PLACE)
     if world_size == 1:
@@ -51,22 +51,22 @@ def _host_of_rank_0(rank: int, world_size: int) -> str:
     addresses = _addresses(mpirun)
     if not addresses:
         raise ConfigError(
-            f"no host was given, and with {world_size} ranks on several machines this OpenMPI does not tell where they "
-            f"can meet ({_MPIRUN}={mpirun!r}): give host=..., the address of rank 0's machine, or start with "
+            f"no host was given, and with {world_size} ranks on several hosts this OpenMPI reports no address of rank "
+            f"0 ({_MPIRUN}={mpirun!r}): give host=..., the address of rank 0's host, or start with "
             "`mpirun -x MASTER_ADDR=...`"
         )
     if os.environ.get(_DAEMON) == mpirun:
         return "localhost"
-    if rank == 0:  # the only rank that knows; mpirun ends the others when it fails
+    if rank == 0:  # the only rank that can detect it; mpirun ends the others when it fails
         raise ConfigError(
-            "no host was given, and mpirun runs on another machine than rank 0, where the other ranks look for it: "
-            "give host=..., the address of rank 0's machine, start with `mpirun -x MASTER_ADDR=...`, or start mpirun "
-            "on the first of the hosts"
+            "no host was given, and mpirun runs on another host than rank 0, where the other ranks look for it: give "
+            "host=..., the address of rank 0's host, start with `mpirun -x MASTER_ADDR=...`, or start mpirun on the "
+            "first of the hosts"
         )
     return nearest_address(addresses)
 
 
 def _addresses(uri: str) -> list[str]:
-    """Returns the addresses of `id;tcp://10.0.0.1,192.168.0.1:4711;tcp6://[fd00::1]:4712`, in this order."""
+    """Return the addresses of `id;tcp://10.0.0.1,192.168.0.1:4711;tcp6://[fd00::1]:4712`, in this order."""
     joined = re.findall(r"tcp6?://([^;]*):\d+", uri)
     return [address for part in joined for address in part.replace("[", "").replace("]", "").split(",") if address]

@@ -1,4 +1,4 @@
-"""What a launch is asked for, checked before anything is started."""
+"""Arguments of a launch, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LaunchSettings", "available_backends", "check_backend"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
-    """What makes two launches the same; checked when it is made. The fields are the arguments of `launch`."""
+    """Arguments of `launch` that must match in a second launch; checked on construction."""
 
     rank: int
     world_size: int
@@ -41,7 +41,7 @@ class LaunchSettings:
         if self.local_rank is not None and not 0 <= self.local_rank < self.world_size:
             raise ConfigError(
                 f"local_rank={self.local_rank} with world_size={self.world_size} is outside of the world: "
-                "give the number of the rank on its own machine, counted from 0"
+                "give the rank's index on its host, from 0"
             )
         for name in ("timeout_seconds", "setup_timeout_seconds", "checkpoint_timeout_seconds"):
             check_seconds(name, getattr(self, name))
@@ -56,27 +56,26 @@ class LaunchSettings:
         for name, value in numbers.items():
             if not is_whole_number(value):
                 raise ConfigError(
-                    f"{name}={value!r} is a {type(value).__name__}, and ranks and ports are counted: give a whole"
-                    f" number, as in {name}=int(os.environ[...]) where it comes from the environment"
+                    f"{name} must be an int, got {value!r} ({type(value).__name__}): write {name}=int(os.environ[...])"
+                    " where it comes from the environment"
                 )
 
     def time_limits(self) -> TimeLimits:
-        """Returns the longest waits that were asked for."""
         return TimeLimits(
             training=self.timeout_seconds, setup=self.setup_timeout_seconds, checkpoint=self.checkpoint_timeout_seconds
         )
 
     def check_meeting_place(self) -> None:
-        """Raises `ConfigError` unless host and port can be a place where the ranks meet, if there are several."""
+        """Raise `ConfigError` unless host and port are a valid store address, if there are several ranks."""
         if self.world_size > 1 and not (self.host and 0 < self.port < 2**16):
             raise ConfigError(
-                f"host={self.host!r}, port={self.port} is no place where {self.world_size} ranks can meet: "
-                "give the address of rank 0's machine and a port in 1 .. 65535"
+                f"host={self.host!r}, port={self.port} is not a store address for {self.world_size} ranks: give the "
+                "address of rank 0's host and a port in 1 .. 65535"
             )
 
 
 def check_backend(backend: str) -> None:
-    """Raises `ConfigError` unless this torch has the backend, or each of a list like "cpu:gloo,cuda:nccl"."""
+    """Raise `ConfigError` unless this torch has the backend, or each of a list such as "cpu:gloo,cuda:nccl"."""
     if not dist.is_available():
         raise ConfigError("this torch was built without torch.distributed: install one from pytorch.org that has it")
     if not isinstance(backend, str):
@@ -93,6 +92,6 @@ def check_backend(backend: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """Returns the names of the backends that this torch can start."""
+    """Return the names of the backends that this torch can start."""
     names = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     return [name for name in names if dist.is_backend_available(name)]

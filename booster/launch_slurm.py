@@ -1,4 +1,4 @@
-"""This process's place in the world, as SLURM's `srun` wrote it into the environment."""
+"""Rank environment of SLURM's `srun`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from booster.launch_environment import Place, choose_host, choose_port, first_se
 
 __all__ = ["first_host", "num_slurm_tasks", "read_slurm"]
 
-# The step's own number first: under `srun --preserve-env` the others are the job's, and in a heterogeneous job
-# SLURM_NPROCS counts the tasks of one part.
+# The step's number first: under `srun --preserve-env` the others are the job's, and in a heterogeneous job SLURM_NPROCS
+# counts the tasks of one component.
 _STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 _NUM_TASKS = (_STEP_TASKS, "SLURM_NTASKS", "SLURM_NPROCS")
 # The step's nodes first, too: `srun --nodes 1 --nodelist b` in a job on a and b has its rank 0 on b.
@@ -20,17 +20,17 @@ _JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def num_slurm_tasks() -> int:
-    """Returns how many processes `srun` started together with this one; 1 where it did not start this one."""
+    """Return the number of processes that `srun` started, or 1 if it did not start this one."""
     text = os.environ.get(_STEP_TASKS, "") if os.environ.get("SLURM_PROCID") else ""
     return int(text) if text.isdecimal() else 1
 
 
 def read_slurm(host: str | None = None, port: int | None = None) -> Place:
-    """Returns the place from SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID and what names job and nodes.
+    """Read SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the variables for the names of job and nodes.
 
     Raises:
-        ConfigError: Variables are missing or no numbers, `srun` did not start this process, or the ranks' meeting
-            place can't be told.
+        ConfigError: Variables are missing or not numbers, `srun` did not start this process, or the store address is
+            unknown.
     """
     tasks = first_set(_NUM_TASKS) or _STEP_TASKS
     rank, world_size, local_rank = read_numbers("srun", ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
@@ -39,7 +39,7 @@ def read_slurm(host: str | None = None, port: int | None = None) -> Place:
     if tasks != _STEP_TASKS and os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURM_STEP_ID"):
         raise ConfigError(
             f"{tasks}={world_size}, but srun did not start this process (it sets SLURM_STEP_ID and {_STEP_TASKS}), so "
-            "it would wait for others that nobody starts: write `srun python train.py` in the job script"
+            "the other ranks would never start: write `srun python train.py` in the job script"
         )
     return Place(
         rank=rank,
@@ -51,7 +51,7 @@ def read_slurm(host: str | None = None, port: int | None = None) -> Place:
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first name of SLURM's node list: "node[003-005,9]-ib,login" begins with "node003-ib"."""
+    """Return the first name of SLURM's node list: "node003-ib" for "node[003-005,9]-ib,login"."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", node_list.strip())
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else "")
 
@@ -63,9 +63,9 @@ def _host_of_rank_0(rank: int) -> str:
     if not host:
         raise ConfigError(
             f"no host was given, and {name or _NODE_LISTS[0]}={node_list!r} names no node: give host=..., the address "
-            "of rank 0's machine, or export MASTER_ADDR in the job script"
+            "of rank 0's host, or export MASTER_ADDR in the job script"
         )
-    if host == node_list.strip():  # the only one: no name needs to be looked up
+    if host == node_list.strip():  # the only node: no name resolution needed
         return "localhost"
     here = os.environ.get("SLURMD_NODENAME")
     if rank == 0 and here and here != host:  # as `--distribution=arbitrary` can do

@@ -1,4 +1,4 @@
-"""Log lines that say which rank they come from, one line a record."""
+"""Logger with rank prefixes, one line per record."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _loggers: dict[str, DistributedLogger] = {}
 
 
 def get_dist_logger(name: str = "booster") -> DistributedLogger:
-    """Returns the logger of that name, the same object each time. Works before, during and after a launch."""
+    """Return the logger of that name, the same object each time. Works before, during and after a launch."""
     if name not in _loggers:
         _loggers[name] = DistributedLogger(name)
     return _loggers[name]
 
 
 class DistributedLogger:
-    """Writes `[time] [rank 0/2] INFO name: message` to stderr, from all ranks or from those that are asked for.
+    """Logger that writes `[time] [rank 0/2] INFO name: message` to stderr, on all or selected ranks.
 
-    Every level takes `ranks`: the world ranks that write the record, None for all of them. No method communicates.
-    Line breaks within a message are written as `\\n`, so that lines of several ranks can't mix up a record.
+    The argument `ranks` of every level selects global ranks; it defaults to all. No method communicates. Line breaks in
+    a message are written as `\\n`, so that lines of several ranks cannot interleave within a record.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # A branch of its own below the root, which never hears of it: no second line from the user's own logging.
+        # Does not propagate to the root logger, so the user's logging writes no second line.
         self._logger = logging.getLogger(f"booster.dist_logger.{name}")
         self._logger.propagate = False
         self._logger.setLevel(logging.INFO)
@@ -44,50 +44,51 @@ class DistributedLogger:
         self._add(_StderrHandler())
 
     def debug(self, msg: object, ranks: Sequence[int] | None = None) -> None:
-        """Writes a record that is shown only after `set_level("DEBUG")`."""
+        """Write a record of level DEBUG, shown only after `set_level("DEBUG")`."""
         self._log(logging.DEBUG, msg, ranks)
 
     def info(self, msg: object, ranks: Sequence[int] | None = None) -> None:
-        """Writes a record of level INFO."""
+        """Write a record of level INFO."""
         self._log(logging.INFO, msg, ranks)
 
     def warning(self, msg: object, ranks: Sequence[int] | None = None) -> None:
-        """Writes a record of level WARNING."""
+        """Write a record of level WARNING."""
         self._log(logging.WARNING, msg, ranks)
 
     def error(self, msg: object, ranks: Sequence[int] | None = None) -> None:
-        """Writes a record of level ERROR."""
+        """Write a record of level ERROR."""
         self._log(logging.ERROR, msg, ranks)
 
     def critical(self, msg: object, ranks: Sequence[int] | None = None) -> None:
-        """Writes a record of level CRITICAL."""
+        """Write a record of level CRITICAL."""
         self._log(logging.CRITICAL, msg, ranks)
 
     def set_level(self, level: str) -> None:
-        """Shows records of this level and above: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL" (any case).
+        """Show records of this level and above: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL" (any case).
 
         Raises:
-            ConfigError: There is no such level.
+            ConfigError: The level is unknown.
         """
         if level.upper() not in _LEVELS:
-            raise ConfigError(f"level={level!r} is no level of a logger: choose one of {', '.join(_LEVELS)}")
+            raise ConfigError(f"level={level!r} is not a logging level: choose one of {', '.join(_LEVELS)}")
         self._logger.setLevel(level.upper())
 
     def log_to_file(self, path: str | Path, mode: str = "a") -> Path:
-        """Writes the records to a file too, each rank to its own; a second call with the same path changes nothing.
+        """Write the records also to a file, one per rank. A second call with the same path changes nothing.
 
         Args:
-            path: `run.log` becomes `run.rank3.log` on rank 3 of several; missing folders are made.
-            mode: "a" to go on at the end of a file, "w" to begin it anew.
+            path: Path of the file; `run.log` becomes `run.rank3.log` on rank 3 of several. Missing directories are
+                made.
+            mode: "a" to append, "w" to overwrite.
 
         Returns:
             The path of this rank's file.
 
         Raises:
-            ConfigError: The mode is another, or the path is a directory.
+            ConfigError: The mode is unknown, or the path is a directory.
         """
         if mode not in ("a", "w"):
-            raise ConfigError(f"mode={mode!r} can't write a log: choose 'a' (go on at the end) or 'w' (begin anew)")
+            raise ConfigError(f"mode={mode!r} is not a mode of a log: choose 'a' (append) or 'w' (overwrite)")
         rank, world_size = _rank_and_world_size()
         path = Path(path)
         if world_size > 1:
@@ -100,7 +101,7 @@ class DistributedLogger:
         return path
 
     def close_files(self) -> None:
-        """Closes the files of `log_to_file`; records go to stderr alone again."""
+        """Close the files of `log_to_file`; later records are written to stderr only."""
         for handler in self._file_handlers():
             self._logger.removeHandler(handler)
             handler.close()
@@ -130,7 +131,7 @@ class _OneLine(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is when the record comes: a notebook or a test may have put another one there."""
+    """Handler for the current sys.stderr, which a notebook or a test may replace."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -145,7 +146,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """Returns what the process group says, before a launch what the launcher's environment says, else (0, 1)."""
+    """Return rank and world size of the process group, before a launch those of the environment, else (0, 1)."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")

@@ -1,4 +1,4 @@
-"""Exact metrics: what all ranks computed, each sample once, however unevenly it is spread."""
+"""Exact metrics: results of all ranks, each sample once, with uneven numbers of samples per rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from booster.tensor_tree import map_tensors
 
 __all__ = ["gather_for_metrics"]
 
-# Note [Gathering rows]
-# The ranks first tell each other what they bring: dtypes and shapes, and of the batch that is being worked on how many
-# samples it has and how many of them are repeats. In most batches all bring the same, which a digest shows. Then each
-# tensor is gathered once, as bytes, filled up to the longest. A tensor has one row per sample if that is so on all
-# ranks; then the repeats, which are the end of a rank's batch, don't travel at all.
+# The ranks first exchange dtypes and shapes, and the numbers of samples and of repeated samples of the current batch.
+# In most batches these are equal, which a digest shows. Then each tensor is gathered once, as bytes, padded to the
+# longest. A tensor has one row per sample if that holds on all ranks; then the repeats, at the end of a rank's batch,
+# are not sent.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """The rows that one rank has of one tensor."""
+    """Shape of one rank's rows of one tensor."""
 
     dtype: str
     row_shape: tuple[int, ...]
@@ -36,11 +35,11 @@ class _Block:
 
     @property
     def fits_any(self) -> bool:
-        """Whether it is an empty tensor of one dimension, which torch.cat joins to whatever there is."""
+        """Whether it is an empty 1-D tensor, which torch.cat accepts beside any shape."""
         return self.num_rows == 0 and not self.row_shape
 
     def fits(self, other: _Block) -> bool:
-        """Whether the rows of the two can be joined."""
+        """Whether the rows of the two can be concatenated."""
         return self.fits_any or other.fits_any or (self.dtype, self.row_shape) == (other.dtype, other.row_shape)
 
     def __str__(self) -> str:
@@ -49,7 +48,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Brought:
-    """What one rank brings: its tensors, and how many samples and repeats its batch has."""
+    """Shapes of one rank's tensors, and the numbers of samples and repeats of its batch."""
 
     blocks: tuple[_Block, ...]
     num_samples: int
@@ -70,15 +69,15 @@ class _Brought:
 
 
 def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns the tensors of all ranks joined along dimension 0; see `Booster.gather_for_metrics`. Collective.
+    """Concatenate the tensors of all ranks along dim 0; see `Booster.gather_for_metrics`. Collective.
 
     Args:
-        data: Tensors, and any nesting of them.
-        group: The ranks that read the parts of the data, each one part; None: the world.
+        data: Tensors, in any nesting.
+        group: Data-parallel group, optional; defaults to the world.
 
     Raises:
-        ConfigError: See `Booster.gather_for_metrics`.
-        DesyncError: Likewise.
+        ConfigError: The data has no tensor, or one that is not dense.
+        DesyncError: The ranks' tensors do not match.
     """
     tensors: list[torch.Tensor] = []
     map_tensors(tensors.append, data)
@@ -92,17 +91,17 @@ def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any
 
 
 def _obstacle(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | None:
-    """Returns what keeps this rank's data from being joined."""
+    """Return the error of data that cannot be gathered, or None."""
     if not tensors:
         return ConfigError(
-            f"gather_for_metrics() was given a {type(data).__name__} without any tensor: other ranks' values can't be"
-            " joined to it. Put numbers into a tensor, for example torch.tensor(value)"
+            f"gather_for_metrics() was given a {type(data).__name__} without any tensor, and gathers tensors only: put"
+            " numbers into one, for example torch.tensor(value)"
         )
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             return ConfigError(
-                f"gather_for_metrics() was given a tensor of layout {tensor.layout}, whose rows don't lie one after"
-                " another: pass tensor.to_dense(), or a padded one"
+                f"gather_for_metrics() was given a tensor of layout {tensor.layout}, whose rows are not contiguous:"
+                " pass tensor.to_dense(), or a padded one"
             )
     return None
 
@@ -126,23 +125,23 @@ def _require_fitting(everyone: Sequence[_Brought], group: dist.ProcessGroup | No
     counts = [len(one.blocks) for one in everyone]
     if len(set(counts)) > 1:
         raise DesyncError(
-            "gather_for_metrics() can't join what the ranks brought: "
+            "gather_for_metrics() got different numbers of tensors: "
             + _by_ranks([f"{count} tensors" for count in counts], group)
-            + ". Pass the same structure on every rank, with torch.empty(0) where one has nothing"
+            + ". Pass the same structure on every rank, with torch.empty(0) where one has no rows"
         )
     for index in range(counts[0]):
         blocks = [one.blocks[index] for one in everyone]
         reference = _reference(blocks)
         if not all(block.fits(reference) for block in blocks):
             raise DesyncError(
-                f"gather_for_metrics() can't join the ranks' tensors, number {index + 1} of {counts[0]}: "
+                f"gather_for_metrics() cannot concatenate the ranks' tensors, number {index + 1} of {counts[0]}: "
                 + _by_ranks([str(block) for block in blocks], group)
-                + ". They may differ in dimension 0 alone: pad or convert them before, to the same on every rank"
+                + ". They may differ in dim 0 only: pad or convert them to one shape and dtype before"
             )
 
 
 def _reference(blocks: Sequence[_Block]) -> _Block:
-    """Returns a block whose dtype and rows are those of the joined tensor."""
+    """Return a block with dtype and row shape of the concatenated tensor."""
     return next((block for block in blocks if not block.fits_any), blocks[0])
 
 
@@ -151,7 +150,7 @@ def _by_ranks(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
     for rank, text in enumerate(texts):
         ranks_of.setdefault(text, []).append(global_rank_of(rank, group))
     return ", ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} brought {text}"
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} passed {text}"
         for text, ranks in ranks_of.items()
     )
 
@@ -159,7 +158,7 @@ def _by_ranks(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
 def _joined(
     tensor: torch.Tensor, index: int, everyone: Sequence[_Brought], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Returns the rows of all ranks, without repeats. See Note [Gathering rows]."""
+    """Return the rows of all ranks, without repeats."""
     blocks = [one.blocks[index] for one in everyone]
     is_per_sample = all(one.has_row_per_sample(index) for one in everyone)
     counts = [one.blocks[index].num_rows - is_per_sample * one.num_repeated for one in everyone]

@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces leads to the others."""
+"""Choice of the network interface that reaches the other hosts."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import psutil
 __all__ = ["choose_gloo_interface", "local_address", "nearest_address"]
 
 # Note [Interface of gloo]
-# gloo tells the other ranks the address that its host's name stands for. On many machines /etc/hosts says 127.0.1.1, or
-# a container's name stands for nothing at all, and ranks on other machines then connect to themselves. Where that is so
-# and ranks are on several machines, gloo is told the interface that leads to another machine's rank.
+# gloo publishes the address that its host name resolves to. On many hosts /etc/hosts has 127.0.1.1, or a container's
+# name does not resolve, and ranks on other hosts then connect to themselves. In that case, with ranks on several hosts,
+# gloo is given the interface that reaches another host's rank.
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def local_address(host: str, port: int) -> str:
-    """Returns this machine's address on the way to a host, "" where there is no way. Sends nothing."""
+    """Return this host's address on the route to another host, or "" without a route. Sends nothing."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except OSError:  # the name stands for nothing: whoever connects there says it better
+    except OSError:  # the name does not resolve: connecting to it raises the better error
         return ""
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return _plain(str(probe.getsockname()[0]))
-        except OSError:  # this machine has no such network; another of the host's addresses may do
+        except OSError:  # this host has no such network; another of the addresses may work
             continue
     return ""
 
 
 def nearest_address(addresses: Sequence[str]) -> str:
-    """Returns the one of another machine's addresses to connect to, given as numbers: in a network that is ours, too.
+    """Return the one of another host's numeric addresses that is in a network of this host.
 
-    An address that this machine has itself, as of a container bridge, leads back to it and is the last choice.
+    An address that this host has itself, as of a container bridge, leads back to it and is the last choice.
     """
     own = _own_networks()
     mine = {network.ip for network in own}
@@ -49,11 +49,11 @@ def nearest_address(addresses: Sequence[str]) -> str:
 
 
 def choose_gloo_interface(hosts: Sequence[str], addresses: Sequence[str], rank: int) -> None:
-    """Sets GLOO_SOCKET_IFNAME where gloo would choose badly by itself; see Note [Interface of gloo].
+    """Set GLOO_SOCKET_IFNAME if gloo's default would be unreachable; see Note [Interface of gloo].
 
     Args:
-        hosts: Name of every rank's machine.
-        addresses: Every rank's address on the way to the ranks' meeting place, "" where unknown.
+        hosts: Host name of every rank.
+        addresses: Address of every rank on the route to the store, "" where unknown.
         rank: This process's rank.
     """
     if os.environ.get(VARIABLE) or len(set(hosts)) == 1 or _own_name_is_reachable():
@@ -68,20 +68,20 @@ def choose_gloo_interface(hosts: Sequence[str], addresses: Sequence[str], rank: 
 
 
 def _own_name_is_reachable() -> bool:
-    """Returns whether gloo's own choice, the first address of the host's name that is ours, is seen from elsewhere."""
+    """Return whether gloo's default, the first local address of the host name, is reachable from other hosts."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     mine = {address for _, address in _own_addresses()}
     named = [_plain(str(address[0])) for *_, address in found]
-    # All of 127.0.0.0/8 is ours, though an interface lists only one of it.
+    # All of 127.0.0.0/8 is local, though an interface lists only one address of it.
     first = next((address for address in named if address in mine or _is_loopback(address)), None)
     return first is not None and not _is_loopback(first)
 
 
 def _own_addresses() -> list[tuple[str, str]]:
-    """Returns pairs of an interface's name and one of its addresses."""
+    """Return pairs of an interface's name and one of its addresses."""
     return [
         (name, _plain(entry.address))
         for name, entries in psutil.net_if_addrs().items()
@@ -107,5 +107,5 @@ def _is_loopback(address: str) -> bool:
 
 
 def _plain(address: str) -> str:
-    """Returns an address without the interface that a link-local one of IPv6 carries: fe80::1%eth0."""
+    """Return an address without the interface suffix of link-local IPv6 addresses: fe80::1%eth0."""
     return address.partition("%")[0]

@@ -1,4 +1,4 @@
-"""Finds where an inf or nan comes from: a block in which every loss and every gradient is looked at, on all ranks."""
+"""Detection of the origin of inf and nan in losses and gradients, on all ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from booster.tensor_tree import map_tensors
 __all__ = ["find_nonfinite"]
 
 # Note [Looking for inf and nan]
-# While a model runs, each rank notes which modules gave something that is not finite out of what was finite, in the
-# order in which they ended; a module around such a one is no news. While backward runs, it notes for which modules'
-# outputs and which parameters its own gradients were not finite, before they are summed over ranks: afterwards all
-# ranks have the same inf or nan, and nobody can tell whose it was. These notes are only read when a loss or a gradient
-# of the step is found to be inf or nan on any rank, about which all ranks agree by one number each time. All ranks
-# then have all notes, and raise the same error. Masks with -inf in them, which are made and used within a forward,
-# do no harm, as the loss is finite.
+# In forward, each rank records the modules that computed nonfinite outputs from finite inputs, in order of completion;
+# modules around a recorded one are skipped. In backward, it records the modules' outputs and parameters whose local
+# gradients were nonfinite, before they are summed over ranks: afterwards all ranks have the same inf or nan, whose
+# origin is lost. The records are read only if a loss or a gradient of the step is nonfinite on any rank, which costs
+# one all-reduced number each time. All ranks then gather all records, and raise the same error. Masks with -inf inside
+# of a forward are harmless, as the loss is finite.
 
 _ACTIONS = ("raise", "log")
 _MAX_NAMES = 5
@@ -38,20 +37,20 @@ _MAX_NAMES = 5
 
 @contextmanager
 def find_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, action: str) -> Iterator[None]:
-    """Watches a model within a block; see `Booster.debug_nonfinite`.
+    """Check a model in a block; see `Booster.debug_nonfinite`.
 
     Args:
-        model: The boosted model.
-        optimizer: The one whose losses and gradients are looked at; None: every optimizer's.
+        model: Boosted model.
+        optimizer: Optimizer whose losses and gradients are checked, optional; defaults to all.
         action: "raise" or "log".
 
     Raises:
-        ConfigError: Another action.
+        ConfigError: The action is unknown.
     """
     if action not in _ACTIONS:
         raise ConfigError(
-            f"debug_nonfinite(action={action!r}): what is found is either an error or a line of the log: write"
-            " action='raise' or action='log'"
+            f"debug_nonfinite(action={action!r}): the action is unknown: write action='raise' for an error or"
+            " action='log' for a line of the log"
         )
     watch = _Watch(model, optimizer, raises=action == "raise")
     with watch.hooked(), watch_phases(watch):
@@ -60,12 +59,12 @@ def find_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, a
 
 @dataclass(slots=True)
 class _Notes:
-    """What a rank saw; see Note [Looking for inf and nan].
+    """Records of a rank; see Note [Looking for inf and nan].
 
     Attributes:
-        modules: Names of modules whose outputs were not finite, and whether their inputs were.
-        gradients_of: Parameters for which this rank computed a gradient that is not finite, as backward came to them.
-        gradients_at: The first module, in the order of backward, whose output had such a gradient; None: none did.
+        modules: Names of modules with nonfinite outputs, and whether their inputs were finite.
+        gradients_of: Parameters with a nonfinite local gradient, in order of backward.
+        gradients_at: First module, in order of backward, whose output had a nonfinite gradient, or None.
     """
 
     modules: list[tuple[str, bool]] = field(default_factory=list)
@@ -80,12 +79,11 @@ class _Watch(PhaseObserver):
         self._raises = raises
         self._notes = _Notes()
         self._handles: list[RemovableHandle] = []
-        # Those with a hook, kept alive so that no other tensor is taken for them.
+        # Tensors with a hook by id, kept alive so that no other tensor gets their id.
         self._watched: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Has the hooks in their places within a block."""
         try:
             for name, parameter in self._model.named_parameters():
                 self._watch_parameter(self._model.logical_name(name), parameter)
@@ -98,15 +96,13 @@ class _Watch(PhaseObserver):
             self._handles.clear()
             self._watched.clear()
 
-    # Notes of this rank.
-
     def _watch_module(self, name: str, module: nn.Module) -> None:
         prefix = f"{name}." if name else ""
 
         def before(module: nn.Module, *_: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            # A plugin may show other tensors while a module runs than those that the model has outside of that.
+            # A plugin may bind other tensors while a module runs.
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     self._watch_parameter(self._model.logical_name(prefix + key), parameter)
@@ -120,7 +116,7 @@ class _Watch(PhaseObserver):
 
     def _note_output(self, name: str, inputs: Any, output: Any) -> None:
         for tensor in _tensors(output):
-            # What only shows the numbers of others has no gradient of its own to look at.
+            # Tensor subclasses that wrap other ranks' values have no local gradient to check.
             if tensor.requires_grad and type(tensor) is torch.Tensor:
                 tensor.register_hook(lambda gradient: self._note_gradient_at(name, gradient))
         noted = self._notes.modules
@@ -148,8 +144,6 @@ class _Watch(PhaseObserver):
         handle: RemovableHandle = parameter.register_hook(note)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
-    # What all ranks decide together.
-
     def loss_given(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
         self._check_loss(optimizer, loss)
 
@@ -163,7 +157,7 @@ class _Watch(PhaseObserver):
         modules, self._notes.modules = self._notes.modules, []
         if not _is_so_anywhere(not math.isfinite(value)):
             return
-        self._notes = _Notes()  # a pipeline's backward is over when the loss is known
+        self._notes = _Notes()  # a pipeline's backward has finished when the loss is known
         report = _LossReport(
             loss=None if math.isfinite(value) else str(value), modules=modules, parameters=self._nonfinite_parameters()
         )
@@ -194,13 +188,10 @@ class _Watch(PhaseObserver):
 
     def _tell(self, optimizer: OptimizerWrapper, text: str, *, skips_by_itself: bool = False) -> None:
         if self._raises:
-            # Its gradients wait for no step any more, so that zero_grad() clears them in an accumulation too.
+            # Ends the accumulation, so that zero_grad() clears the gradients.
             optimizer.restore_window(replace(optimizer.window, has_stepped=True), 0)
             raise NonfiniteError(f"{text}. {_RAISED}")
         get_dist_logger("booster").warning(text if skips_by_itself else f"{text}. {_LOGGED}", ranks=[0])
-
-
-# Looking.
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -215,8 +206,8 @@ def _has_nonfinite(tree: Any) -> bool:
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers that this rank has of a tensor which shows those of others too. No communication."""
-    for name in ("local", "_local_tensor"):  # split logits; DTensor
+    """Return the local values of a tensor that represents those of several ranks. No communication."""
+    for name in ("local", "_local_tensor"):  # vocab-parallel logits; DTensor
         held = getattr(tensor, name, None) if type(tensor) is not torch.Tensor else None
         if isinstance(held, torch.Tensor):
             return held
@@ -230,7 +221,7 @@ def _is_nonfinite(tensor: torch.Tensor) -> bool:
         return False
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    if tensor.dtype.itemsize == 1:  # float8 has no isfinite of its own
+    if tensor.dtype.itemsize == 1:  # float8 has no isfinite
         tensor = tensor.float()
     return not bool(torch.isfinite(tensor).all())
 
@@ -244,21 +235,19 @@ def _from_all_ranks(report: Any) -> list[Any]:
     return [json.loads(payloads[owner]) for owner in owners]
 
 
-# Saying.
-
-_ABOUT_LOSSES = "Look at what is made of such inputs there and at the batch"
-_ABOUT_PARAMETERS = "Begin again from a checkpoint, as parameters are not finite"
+_ABOUT_LOSSES = "Check the computation of that module with such inputs, and the batch"
+_ABOUT_PARAMETERS = "Restart from a checkpoint, as parameters are not finite"
 _ABOUT_GRADIENTS = (
-    "Look at what is computed from that output (a root or a norm of zero, a quotient, an exponential), or lower the"
-    " learning rate"
+    "Check the computation on that output (a root or a norm of zero, a quotient, an exponential), or lower the learning"
+    " rate"
 )
-_RAISED = "Nothing was updated; to go on without this step, call optimizer.zero_grad()"
-_LOGGED = "The run goes on, and an optimizer that is stepped with this makes its parameters inf or nan, too"
+_RAISED = "Nothing was updated; to continue without this step, call optimizer.zero_grad()"
+_LOGGED = "The run continues, and a step with this makes the parameters inf or nan, too"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LossReport:
-    """What a rank knows of a loss that is inf or nan somewhere; `loss` is None where its own is finite."""
+    """Report of one rank about a nonfinite loss; `loss` is None where the local one is finite."""
 
     loss: str | None
     modules: Sequence[Sequence[Any]]
@@ -267,7 +256,7 @@ class _LossReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GradientReport:
-    """What a rank knows of gradients that are inf or nan somewhere; `held` are those that it updates with."""
+    """Report of one rank about nonfinite gradients; `held` are those that it updates with."""
 
     held: Sequence[str]
     gradients_of: Sequence[str]
@@ -284,7 +273,7 @@ def _say_loss(reports: Sequence[_LossReport]) -> str:
         if others:
             lines.append(f"after it {', '.join(others)}")
     if not notes:
-        lines.append("the outputs of all modules were finite, so it is what the criterion made of them")
+        lines.append("the outputs of all modules were finite, so the criterion computed it")
     names = list(dict.fromkeys(name for one in reports for name in one.parameters))
     lines.append(f"parameters that are not finite: {_listed(names)}")
     return f"{'; '.join(lines)}. {_ABOUT_PARAMETERS if names else _ABOUT_LOSSES}"
@@ -303,11 +292,11 @@ def _say_gradients(reports: Sequence[_GradientReport]) -> str:
         begun = ""
         if one.gradients_at is not None:
             output = f"the output of {one.gradients_at!r}" if one.gradients_at else "the model's output"
-            begun = f", and backward met the first at {output}"
-        lines.append(f"rank {rank} computed such ones for {_listed(one.gradients_of)}{begun}")
+            begun = f", first at {output}"
+        lines.append(f"rank {rank} computed nonfinite gradients of {_listed(one.gradients_of)}{begun}")
     if not produced:
         lines.append(
-            "what each rank computed was finite: their sum over the ranks was too large, or a hook has changed them"
+            "the gradients of each rank were finite: their sum over the ranks was too large, or a hook has changed them"
         )
     return "; ".join(lines)
 

@@ -1,4 +1,4 @@
-"""Brings a model and an optimizer's existing states to one device, and all replicas to the same weights."""
+"""Moving a model and its optimizer states to a device, and synchronizing replicas."""
 
 from __future__ import annotations
 
@@ -15,27 +15,23 @@ __all__ = ["make_replicas_equal", "move_to_device", "require_values"]
 
 
 def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
-    """Moves parameters and buffers, and the states of an optimizer that has made steps already; lazy ones are filled.
+    """Move parameters, buffers and existing optimizer states to a device; lazy parameters are materialized.
 
-    Collective: a rank that has no memory for it would leave the others waiting for its weights.
+    Collective: a rank without memory for it would leave the others waiting for its weights.
 
     Raises:
-        ConfigError: The model has parameters on the meta device, which have no values to move; on all ranks if on any.
+        ConfigError: The model has parameters on the meta device, without values; on all ranks if on any.
     """
     error: Exception | None = None
     try:
         _move(model, optimizer, device)
-    except Exception as raised:  # it is raised again, here and on all other ranks
+    except Exception as raised:  # raised again on all ranks
         error = raised
     raise_on_all_ranks(error)
 
 
 def require_values(model: nn.Module) -> None:
-    """Returns if all parameters have values, or were made in a `LazyInitContext`, which knows how to make them.
-
-    Raises:
-        ConfigError: The model has parameters on the meta device.
-    """
+    """Raise `ConfigError` if a parameter is on the meta device and was not made in a `LazyInitContext`."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(
@@ -49,11 +45,11 @@ def _move(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -
     materialize(model, device)
     model.to(device)
     if optimizer is not None and optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())  # puts every state where its parameter lies now
+        optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
 
 
 def make_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Gives every rank of the group the weights and buffers of its first rank.
+    """Broadcast weights and buffers from the group's first rank.
 
     Collective: the ranks' models have the same names, shapes and dtypes.
     """

@@ -1,4 +1,4 @@
-"""Finds a plugin by name: the built-in ones, and those that other packages register."""
+"""Plugins by name: built-in ones, and those that other packages register."""
 
 from __future__ import annotations
 
@@ -16,43 +16,41 @@ from booster.interface import Plugin
 __all__ = ["plugin_class", "plugin_from_name", "plugin_names"]
 
 ENTRY_POINT_GROUP = "booster.plugins"
-# What others call what built-in plugins do, for a hint alone; words of the plugins' own names need no entry.
+# Other terms for built-in plugins, for hints in errors; words of the plugins' names need no entry.
 _OTHER_NAMES = {"data": "torch_ddp", "tensor": "hybrid_parallel", "pipeline": "hybrid_parallel"}
 
 
 def plugin_names() -> list[str]:
-    """Returns every name that `Booster(plugin=name)` takes."""
+    """Return all names that `Booster(plugin=name)` accepts."""
     return sorted({*_built_in(), *_registered()})
 
 
 def plugin_from_name(name: str, **arguments: Any) -> Plugin:
-    """Returns a new plugin of that name.
-
-    A built-in name can't be taken over by another package.
+    """Return a new plugin by name. Another package cannot override a built-in name.
 
     Args:
-        name: Of the plugin.
-        **arguments: Of its constructor.
+        name: Name of the plugin.
+        **arguments: Arguments of its constructor.
 
     Raises:
-        ConfigError: No plugin of that name, what another package registered is no Plugin, or it has no such arguments.
+        ConfigError: The name is unknown, the registered object is not a Plugin, or it has no such arguments.
     """
     cls = plugin_class(name)
     try:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{cls.__name__} can't be made with {', '.join(arguments)}: {error}; it takes"
+            f"{cls.__name__} does not accept {', '.join(arguments)}: {error}; its arguments are"
             f" {', '.join(inspect.signature(cls).parameters)}"
         ) from error
     return cls(**arguments)
 
 
 def plugin_class(name: str) -> type[Plugin]:
-    """Returns the class of a plugin.
+    """Return the class of a plugin.
 
     Raises:
-        ConfigError: No plugin of that name, or what another package registered is no Plugin.
+        ConfigError: The name is unknown, or the registered object is not a Plugin.
     """
     if name in _built_in():
         module, class_name = _built_in()[name]
@@ -72,7 +70,7 @@ def plugin_class(name: str) -> type[Plugin]:
 
 
 def _near(name: str) -> str | None:
-    """Returns the known name that is meant most likely by one that is not known: by all of it, or by a word of it."""
+    """Return the known name closest to an unknown one, by the whole name or a word of it."""
     known = plugin_names()
     count_of_word = Counter(word for one in known for word in one.split("_"))
     meant = {word: one for one in known for word in one.split("_") if count_of_word[word] == 1}
@@ -85,7 +83,7 @@ def _near(name: str) -> str | None:
 
 
 def _built_in() -> dict[str, tuple[str, str]]:
-    # By name, not by import: the facade must not depend on any strategy.
+    # By name, because the facade must not depend on any strategy.
     names: dict[str, tuple[str, str]] = importlib.import_module("booster.plugins").BUILT_IN
     return names
 

@@ -1,4 +1,4 @@
-"""How the ranks of one launch find each other: a store, and a first meeting at which they compare their settings."""
+"""Rendezvous of the ranks of one launch: the store, and the comparison of their settings."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ from booster.errors import BoosterError, ConfigError, RankFailedError
 
 __all__ = ["Card", "Meeting", "meet", "open_store"]
 
-# Note [Restarts]: torch's elastic launcher keeps its store over a restart of the ranks, with the addresses of the
-# dead ones in it, and init_method="env://" reads those. Keys of our own per attempt, and per launch within a process
-# (a script may destroy its group and launch again), keep each world apart.
+# torch's elastic launcher keeps its store over a restart of the ranks, with the addresses of the dead ones in it, and
+# init_method="env://" reads those. Separate keys per attempt, and per launch within a process (a script may destroy its
+# group and launch again), keep each world apart.
 _num_opened = 0
 
-_ATTEMPT_SECONDS = 3.0  # for one connection, to where packets are lost
+_ATTEMPT_SECONDS = 3.0  # timeout of one connection attempt, for lost packets
 _PAUSE_SECONDS = 0.05
-_GRACE_SECONDS = (
-    5  # the others wait for longer than rank 0 does, so that its verdict, which names the late, comes first
-)
+_GRACE_SECONDS = 5  # the others wait longer than rank 0, so that its verdict, which names the late ranks, comes first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a rank shows at the meeting. All but host and address has to be equal on every rank.
+    """Settings of a rank at the rendezvous. All but host and address must be equal on every rank.
 
     Attributes:
-        host: The machine's name, from which ranks that were not told count their local rank.
-        address: The machine's address on the way to the meeting place, "" where unknown.
+        host: Host name, from which local ranks are counted if they are unknown.
+        address: Address of the host on the route to the store, "" if unknown.
         world_size: Number of ranks.
         backend: Communication backend.
         seed: Seed of all generators.
-        timeout_seconds: The longest wait in training.
-        setup_timeout_seconds: The longest wait in set-up.
-        checkpoint_timeout_seconds: The longest wait in a save or a load.
+        timeout_seconds: Training timeout.
+        setup_timeout_seconds: Set-up timeout.
+        checkpoint_timeout_seconds: Checkpoint timeout.
     """
 
     host: str
@@ -59,12 +57,12 @@ _ALIKE = tuple(field.name for field in fields(Card) if field.name not in ("host"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What a rank learns at the meeting.
+    """Result of a rendezvous.
 
     Attributes:
-        local_rank: This rank's number among those on the same host.
-        hosts: Every rank's host.
-        addresses: Every rank's address.
+        local_rank: Index of this rank among those on the same host.
+        hosts: Host of every rank.
+        addresses: Address of every rank.
     """
 
     local_rank: int
@@ -73,14 +71,14 @@ class Meeting:
 
 
 def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds: float) -> Store:
-    """Returns a store of this launch's own, shared by its ranks; a world of one needs neither host nor port.
+    """Return the store of this launch; a world of one needs neither host nor port.
 
-    Rank 0 serves it, unless torch's elastic launcher, which started this process, already does.
-    Collective: every rank must call it; the others wait for the server up to the timeout.
+    Rank 0 serves it, unless torch's elastic launcher does. Collective: every rank must call it; the others wait for the
+    server up to the timeout.
 
     Raises:
-        ConfigError: Rank 0 can't serve at that port, or the host is not its own machine.
-        RankFailedError: The server can't be reached in time.
+        ConfigError: Rank 0 cannot serve at that port, or the host is another one.
+        RankFailedError: The server is not reachable in time.
     """
     global _num_opened
     _num_opened += 1
@@ -99,13 +97,13 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds
 
 
 def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> Meeting:
-    """Waits for every rank, compares their cards and returns where all of them are.
+    """Wait for every rank, compare their settings, and return the hosts and addresses of all.
 
     Collective: every rank must call it.
 
     Raises:
         ConfigError: The ranks were launched with different settings; on every rank.
-        RankFailedError: A rank did not come in time: the message names it.
+        RankFailedError: A rank is too late: the message names it.
     """
     store.set(f"card/{rank}", json.dumps(asdict(card)))
     if rank == 0:
@@ -127,10 +125,10 @@ def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> Meeting
 
 
 def _wait_for_server(host: str, port: int, timeout_seconds: float) -> None:
-    """Returns when somebody listens there. torch's client pauses ever longer, far beyond its own timeout.
+    """Wait for a listening server. torch's client backs off far beyond its own timeout.
 
     Raises:
-        OSError: Nobody did in time.
+        OSError: No server listened in time.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -147,7 +145,7 @@ def _judge(store: Store, mine: Card, timeout_seconds: float) -> dict[str, object
     keys = [f"card/{rank}" for rank in range(mine.world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
-    except dist.DistStoreError:  # the timeout: found out here who is late, and told to those who are there
+    except dist.DistStoreError:  # the timeout: collect the late ranks for the errors of the others
         return {"missing": [rank for rank, key in enumerate(keys) if not store.check([key])]}
     cards = [Card(**json.loads(store.get(key))) for key in keys]
     return {
@@ -165,14 +163,14 @@ def _first_difference(cards: list[Card]) -> str | None:
             if other != first:
                 return (
                     f"rank 0 was launched with {name}={first!r} and rank {rank} with {name}={other!r}, "
-                    "but all ranks make one world: launch them with the same settings"
+                    "but all ranks form one world: launch them with the same settings"
                 )
     return None
 
 
 def _missing(ranks: list[int], world_size: int, timeout_seconds: float) -> RankFailedError:
     return RankFailedError(
-        f"rank(s) {ranks} of world_size={world_size} did not come to the launch within {timeout_seconds:g} s: "
+        f"rank(s) {ranks} of world_size={world_size} did not join the launch within {timeout_seconds:g} s: "
         "look why they did not start, or allow more time with setup_timeout_seconds=..."
     )
 
@@ -182,13 +180,13 @@ def _unreachable(
 ) -> BoosterError:
     if serves and "failed to listen" not in str(error):
         return ConfigError(
-            f"rank 0 serves the store on {socket.gethostname()}, but can't reach itself at {host}:{port} within "
-            f"{timeout_seconds:g} s ({_first_line(error)}): give the address of rank 0's own machine as host"
+            f"rank 0 serves the store on {socket.gethostname()}, but cannot reach it at {host}:{port} within "
+            f"{timeout_seconds:g} s ({_first_line(error)}): give the address of rank 0's host as host"
         )
     if serves:
         return ConfigError(
-            f"rank 0 can't serve at port={port} of this machine ({_first_line(error)}): "
-            "choose a free port, the same on all ranks"
+            f"rank 0 cannot serve at port={port} of this host ({_first_line(error)}): choose a free port, equal on all "
+            "ranks"
         )
     return RankFailedError(
         f"rank {rank} on {socket.gethostname()} could not reach the store at {host}:{port} within "

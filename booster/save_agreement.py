@@ -1,4 +1,4 @@
-"""What all ranks share of their training must be alike when it is saved: rank 0's alone goes into the checkpoint."""
+"""Fingerprint of the training state that ranks share: a checkpoint holds rank 0's only."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from booster.interface import OptimizerWrapper
 
 __all__ = ["training_facts"]
 
-# Note [Ranks that went apart]
-# Some mistakes on one rank raise nothing where they are made: another learning rate, a step that one rank leaves out
-# while nobody communicates in it. From then on ranks train something else than one process would. A save looks at what
-# tells it for certain, in the message that it sends in any case. States of schedulers are left out but for what they
-# lead to: one that looks at this rank's own loss has another state on each, and may do nothing by it.
+# Some mistakes on one rank raise no error at once: another learning rate, or a step that one rank leaves out while no
+# rank communicates in it. The training then differs from that of one process. A save compares values that prove it, in
+# the message that it sends anyway. States of schedulers are compared by their effects only: one that reads the local
+# loss has another state on each rank, which may change nothing.
 
 
 def training_facts(optimizers: Mapping[str, Any], lr_schedulers: Mapping[str, Any] | None = None) -> list[str]:
-    """Returns lines of text that must be the same on all ranks; see Note [Ranks that went apart].
+    """Return lines of text that must be equal on all ranks.
 
     Args:
-        optimizers: By name; those that were not boosted may be any rank's own.
-        lr_schedulers: By name.
+        optimizers: Optimizers by name. Those that are not boosted may differ between ranks and are skipped.
+        lr_schedulers: Schedulers by name.
     """
     facts: list[str] = []
     for name, optimizer in optimizers.items():

@@ -1,4 +1,4 @@
-"""The strategy without a plugin: one process, one device, the same user loop."""
+"""Strategy without a plugin: one process, one device, the same training loop."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = ["SingleDevicePlugin"]
 
 
 class SingleDevicePlugin(Plugin):
-    """Runs the model on one device of one process.
+    """Plugin for one device of one process.
 
     Args:
-        device: Where to; None: the accelerator if there is one, else the CPU.
+        device: Device, optional; defaults to the accelerator if there is one, else the CPU.
 
     Raises:
-        ConfigError: Several processes were launched: each would train a model of its own.
+        ConfigError: Several processes were launched: each would train a separate model.
     """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
         processes = max(group_size(), _launched_processes())
         if processes > 1:
             raise ConfigError(
-                f"Booster() without a plugin runs one process, but {processes} were launched: each would train a model"
-                " of its own. Choose how they work together, for example Booster(plugin='torch_ddp')"
+                f"Booster() without a plugin runs one process, but {processes} were launched: each would train a"
+                " separate model. Choose a strategy, for example Booster(plugin='torch_ddp')"
             )
         self._device = current_device() if device is None else _parsed(device)
 
@@ -84,7 +84,7 @@ class SingleDevicePlugin(Plugin):
         boosted = ModelWrapper(model)
         wrapped = None if optimizer is None else OptimizerWrapper(optimizer, boosted)
         if dataloader is not None:
-            dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the order that several ranks would read
+            dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the sample order of several ranks
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
@@ -104,17 +104,17 @@ def _parsed(device: str | torch.device) -> torch.device:
         parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"device={device!r} is no device that torch knows: write 'cpu', the name of an accelerator, or leave it out"
+            f"device={device!r} is not a torch device: write 'cpu', the name of an accelerator, or leave it out"
         ) from error
     if parsed.type == "meta":
         raise ConfigError(
-            f"device={device!r} holds no values, and a model that is moved there loses its own: write 'cpu', the name"
-            " of an accelerator, or leave it out"
+            f"device={device!r} stores no values, and a model moved there loses its weights: write 'cpu', the name of"
+            " an accelerator, or leave it out"
         )
     return parsed
 
 
 def _launched_processes() -> int:
-    """Returns how many processes torch's launcher started, whether or not this one has called launch() yet."""
+    """Return the number of processes that torch's launcher started, also before launch()."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     return int(world_size) if "RANK" in os.environ and world_size.isdigit() else 1

@@ -1,4 +1,4 @@
-"""A table of what really runs: strategy, ranks, and the number formats of every param group."""
+"""Summary table of a boosted model: strategy, ranks, and the dtypes of every param group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD = ("group", "parameters", "parameter", "compute", "reduction", "master", "
 
 
 def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
-    """Returns the table as text. No communication."""
+    """Return the table as text. No communication."""
     axes = ", ".join(f"{axis}={size}" for axis, size in plugin.axis_sizes().items())
     precision = "fp32" if model.precision is None else model.precision.describe()
     lines = [
@@ -27,7 +27,7 @@ def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper |
 
 
 def _count(model: ModelWrapper) -> str:
-    """Returns how many parameters the user's model has, and how many this rank where that are fewer."""
+    """Return the number of parameters of the user's model, and of this rank where it is smaller."""
     parameters = list(model.parameters())
     whole = _num_logical(model.logical_parameters())
     here = sum(parameter.numel() for parameter in parameters)

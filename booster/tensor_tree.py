@@ -1,4 +1,4 @@
-"""Applies a function to every tensor in a nested batch or model output."""
+"""Mapping a function over all tensors of a nested batch or model output."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["map_tensors"]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Returns `tree` with every tensor replaced by `function(tensor)`; the tree that was given is not changed.
+    """Return `tree` with every tensor replaced by `function(tensor)`, without changing `tree`.
 
-    Looked into are mappings (dict, its subclasses, transformers' ModelOutput and BatchEncoding), lists, tuples,
-    namedtuples and dataclass instances, to any depth. Everything else is returned as it is, and so is every container
-    in which nothing changed.
+    Traverses mappings (dict, its subclasses, transformers' ModelOutput and BatchEncoding), lists, tuples, namedtuples
+    and dataclass instances, to any depth. Other objects, and containers without a changed tensor, are returned
+    unchanged.
 
     Args:
-        function: Called with each tensor.
-        tree: A tensor, a container of tensors, or anything else.
+        function: Function of a tensor.
+        tree: Tensor, container of tensors, or any other object.
 
     Example:
         >>> map_tensors(lambda t: t.double(), {"x": torch.ones(2), "name": "a"})["x"].dtype
@@ -42,7 +42,7 @@ def _map_mapping(function: Callable[[torch.Tensor], Any], tree: MutableMapping[A
     changed = _changes(function, dict(tree.items()))
     if not changed:
         return tree
-    result = copy.copy(tree)  # keeps what the class adds: a default factory, attributes, the order
+    result = copy.copy(tree)  # keeps the default factory, attributes and order of subclasses
     for key, value in changed.items():
         result[key] = value
     return result
@@ -68,7 +68,7 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return tree
     result = copy.copy(tree)
     for name, value in changed.items():
-        object.__setattr__(result, name, value)  # a frozen one refuses setattr, and the copy is ours
+        object.__setattr__(result, name, value)  # frozen dataclasses refuse setattr; the copy is ours
     return result
 
 

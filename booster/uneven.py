@@ -1,4 +1,4 @@
-"""Batches of ranks that have different numbers of them: all stop together after the last one that every rank has."""
+"""Uneven inputs: ranks with different numbers of batches all stop after the last one that every rank has."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from booster.phases import in_phase
 __all__ = ["JoinedBatches"]
 
 # Note [Common end]
-# Before a batch is handed out, the ranks add up three numbers: how many of them have no batch any more, how many have
-# this one as their last, and how many have failed. If any rank has none, all end here; if this is somebody's last, it
-# is everybody's last, and is known as such while it is worked on, so that `accumulate` ends its step there. For that a
-# rank has to know whether a further batch follows. Our own loaders know it; of anything else one batch is read ahead.
-# What is read ahead and fails does so when its turn has come: the batches before it are good ones.
+# Before each batch the ranks sum three numbers: how many ranks have no batch left, how many have their last one, and
+# how many have failed. If any rank has none, all end here. If it is the last one of any rank, it is the last of all,
+# and is marked as such, so that `accumulate` ends its step there. So a rank must know whether another batch follows:
+# our loaders do; from other iterators one batch is prefetched. An error of a prefetched batch is raised in its place,
+# after the batches before it.
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -32,9 +32,9 @@ _MAX_LISTED = 10  # ranks in a message
 
 
 class JoinedBatches(Iterator[T_co]):
-    """One pass over each rank's own batches; see `Booster.join_uneven`. All ranks must take it together."""
+    """Iterator over one epoch of each rank's batches; see `Booster.join_uneven`. Collective."""
 
-    loader = None  # as `booster.data.active.Iteration` has it: there is no loader behind this
+    loader = None  # as in `booster.data.active.Iteration`: it has no loader
 
     def __init__(self, batches: Iterable[T_co]) -> None:
         self._batches: Iterable[T_co] = batches
@@ -59,7 +59,7 @@ class JoinedBatches(Iterator[T_co]):
         return read.batch
 
     def close(self) -> None:
-        """Ends the pass on this rank, and what it reads from. No communication."""
+        """End the epoch on this rank and close its source. No communication."""
         self._is_over = True
         reader, self._reader, self._batches = self._reader, None, ()
         leave_iteration(self)
@@ -67,14 +67,14 @@ class JoinedBatches(Iterator[T_co]):
             reader.close()
 
     def _read_together(self) -> _Read[T_co] | None:
-        """Returns the next batch, and notes whether it is the last one; None: some rank has none. Collective."""
+        """Return the next batch, or None if some rank has none; record whether it is the last one. Collective."""
         read, error = None, None
         try:
             read = self._read()
-        except RankFailedError:  # of a communication within: the others have met it too, or can't be told any more
+        except RankFailedError:  # of a collective inside: the others raise it, too, or cannot be reached
             self.close()
             raise
-        except Exception as caught:  # raised by all ranks, see below
+        except Exception as caught:  # raised on all ranks below
             error = caught
         num_left = 0 if read is None else 1 + read.is_followed
         num_ended, num_ending, num_failed = all_reduce_numbers([num_left == 0, num_left == 1, error is not None])
@@ -107,23 +107,20 @@ def _announce_end(ended: Sequence[int], num_batches: int) -> None:
         logger.warning(f"join_uneven() ends before the first batch: {ranks} had none", ranks=[0])
     else:
         logger.info(
-            f"join_uneven() ends after {num_batches} batches on each rank: {ranks} had no more; what others had is not"
-            " used",
+            f"join_uneven() ends after {num_batches} batches on each rank: {ranks} had no more; remaining batches are"
+            " dropped",
             ranks=[0],
         )
 
 
-# Where the batches come from.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read(Generic[T]):
-    """A batch.
+    """Batch of a reader.
 
     Attributes:
-        batch: What the user gets.
-        is_followed: Whether this rank has a further one, or an error in its place.
-        place: What is known of it; None: the loader that handed it out says so itself.
+        batch: Batch for the user.
+        is_followed: Whether this rank has another one, or an error in its place.
+        place: Position of the batch, or None if its loader reports that itself.
     """
 
     batch: T
@@ -132,30 +129,30 @@ class _Read(Generic[T]):
 
 
 class _Reader(Protocol[T]):
-    """What reads the batches of one rank."""
+    """Reader of one rank's batches."""
 
     def read(self) -> _Read[T] | None:
-        """Returns the next batch; None: there is no more."""
+        """Return the next batch, or None."""
 
     def end_here(self) -> None:
-        """The batch that was read last is the last one that is used."""
+        """Make the last read batch the last one that is used."""
 
     def close(self) -> None:
-        """Lets go of what it reads from."""
+        """Close the source."""
 
 
 def _reader_of(batches: Iterable[T]) -> _Reader[T]:
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
         raise ConfigError(
-            f"join_uneven() was given a {type(batches).__name__}, which has no batches to go through: give it this"
-            " rank's loader, or any iterable of batches, once an epoch: for batch in booster.join_uneven(loader)"
+            f"join_uneven() was given a {type(batches).__name__}, which is not iterable: give it this rank's loader, or"
+            " any iterable of batches, once an epoch: for batch in booster.join_uneven(loader)"
         )
     source = iter(batches)
     return _LoaderReader(source) if isinstance(source, EpochIterator) else _ReaderAhead(source)
 
 
 class _LoaderReader(Generic[T]):
-    """Reads a loader of ours, which counts what it has handed out: reading ahead would spoil its state."""
+    """Reader of our loaders, without prefetching, which would change their saved position."""
 
     def __init__(self, source: EpochIterator[T]) -> None:
         self._source = source
@@ -180,7 +177,7 @@ class _Failed:
 
 
 class _ReaderAhead(Generic[T]):
-    """Reads any iterator, one batch ahead."""
+    """Reader of any iterator that prefetches one batch."""
 
     def __init__(self, source: Iterator[T]) -> None:
         self._source: Iterator[T] | None = source
@@ -203,9 +200,9 @@ class _ReaderAhead(Generic[T]):
             batch = next(self._source)
         except StopIteration:
             return None
-        except Exception as error:  # raised when this batch's turn has come
+        except Exception as error:  # raised in place of this batch
             return _Failed(error=error)
-        # A loader of ours within a generator has just moved on: the batch is of its samples.
+        # If one of our loaders inside of a generator has just advanced, the batch has its samples.
         place = active_place()
         is_its_own = place is not None and place is not before
         return _Read(batch=batch, is_followed=True, place=place if is_its_own else _UNKNOWN_PLACE)
@@ -215,5 +212,5 @@ class _ReaderAhead(Generic[T]):
 
     def close(self) -> None:
         source, self._source, self._next = self._source, None, None
-        if isinstance(source, (Generator, JoinedBatches)):  # a file, say, stays its owner's
+        if isinstance(source, (Generator, JoinedBatches)):  # other sources, such as files, are left to their owners
             source.close()

@@ -16,7 +16,7 @@ SAVES = "Saving and loading are collective: call them on every rank, without `if
 SAVES_OR_BATCHES = f"{SAVES}. If a rank reached it because its batches ended first, {_BATCHES}"
 TRAINING = (
     f"The usual cause is another number of batches or steps on some rank: {_BATCHES}. A call on one rank alone has the"
-    " same effect: a forward, a `clip_grad_norm_` or a `state_dict()` that others don't make, or a `step` that one skips"
+    " same effect: a forward, a `clip_grad_norm_` or a `state_dict()` that others don't make, or a skipped `step`"
 )
 JOIN = (
     "`for batch in booster.join_uneven(batches)` must be around the loop on every rank, and no rank may leave the loop"

@@ -1,4 +1,4 @@
-"""Failure diagnosis: which ranks are missing from a failed collective, and the progress of the others, via the store."""
+"""Failure diagnosis: the ranks missing from a failed collective, and the progress of the others, via the store."""
 
 from __future__ import annotations
 

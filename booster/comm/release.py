@@ -76,8 +76,8 @@ def require_not_released(group: dist.ProcessGroup | None) -> None:
     """Raise `ConfigError` if a group was released by `release_groups`."""
     if group is not None and group in _released:
         raise ConfigError(
-            "this communicates in a process group that Booster.close() has released: close the Booster when nothing that"
-            " it has boosted is used any more, or boost again with a new plugin"
+            "this communicates in a process group that Booster.close() has released: close the Booster when nothing"
+            " that it has boosted is used any more, or boost again with a new plugin"
         )
 
 

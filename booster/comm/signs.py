@@ -135,7 +135,7 @@ def read_signs(ranks: Iterable[int]) -> dict[int, Sign]:
 
 
 def ends_of_ranks() -> dict[int, tuple[str, str]]:
-    """Return state ("ended" or "failed") and reason of the global ranks whose program is over. Raises as `read_signs`."""
+    """Return state ("ended" or "failed") and reason of the ranks whose program is over. Raises as `read_signs`."""
     return _ends(_signs_store(_get_default_store()))
 
 
@@ -251,8 +251,8 @@ class _Speaker:
         lines = [f"  rank {rank}: {_sign_from(note).place}" for rank, note in signs.items()]
         more = [f"  and {self._size - _MAX_LISTED} more ranks"] if self._size > _MAX_LISTED else []
         head = (
-            f"rank {self._rank}: no progress for {self._stands.seconds:.0f} s, and {self._backend} aborts a process that"
-            f" waits for {time_limits().training:g} s in a collective. Progress of the ranks by their last heartbeats:"
+            f"rank {self._rank}: no progress for {self._stands.seconds:.0f} s, and {self._backend} aborts a process"
+            f" that waits for {time_limits().training:g} s in a collective. Progress by the ranks' last heartbeats:"
         )
         return "\n".join((head, *lines, *more))
 

@@ -1,4 +1,4 @@
-"""Pending work: collectives through shared memory that are started now and run at a later wait, in order of their start.
+"""Pending work: collectives through shared memory that are started now and run at a later wait, in starting order.
 
 Shared memory moves nothing by itself: a rank has to copy. So a started operation is only queued, and runs when
 something waits for it. All ranks must then run the same operations in the same order, though they may wait in different
