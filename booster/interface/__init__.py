@@ -1,4 +1,4 @@
-"""The contracts between the facade, the plugins, the number formats and the checkpoints."""
+"""Contracts between the facade, the plugins, mixed precision and the checkpoints."""
 
 from booster.interface.fused_update import FusedUpdate
 from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPrecision

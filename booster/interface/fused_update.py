@@ -1,4 +1,4 @@
-"""The optimizer that unscales, clips, updates and rounds in one pass over its memory."""
+"""Interface of optimizers that unscale, clip, update and round in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FusedUpdate"]
 
 @runtime_checkable
 class FusedUpdate(Protocol):
-    """What a plugin may call in place of `step()`, where it would otherwise go over gradients and weights once more."""
+    """Optimizer with a fused step, which saves a plugin separate passes over gradients and weights."""
 
     def fused_step(
         self,
@@ -23,17 +23,14 @@ class FusedUpdate(Protocol):
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         zero_grads: bool = False,
     ) -> None:
-        """Updates the parameters as `step()` would with gradients that were multiplied before; runs the same hooks.
+        """Update the parameters as `step()` would with unscaled gradients; runs the same hooks.
 
         Args:
-            multiplier: What makes the true gradient of the stored one: 1 / loss scale, 1 / ranks and the like.
-            multiplier_tensor: A further factor with one element, in fp32, that the host need not know: a clip
-                coefficient.
-            working_copies: For parameters that are fp32 masters, the weights that the model computes with: they are
-                rounded from the updated masters.
-            gradients: Used in place of `parameter.grad` where given; may be in lower precision than the parameter.
-            zero_grads: Set the gradients that were used to zero.
-
-        Without `zero_grads` the gradients stay as they are.
+            multiplier: Factor that unscales the stored gradients: 1 / loss scale, 1 / ranks and the like.
+            multiplier_tensor: Further fp32 factor with one element, which is not read on the host: a clip coefficient.
+            working_copies: Low-precision weights by their fp32 master weights; they are rounded from the updated
+                masters.
+            gradients: Gradients used in place of `parameter.grad`; may be of lower precision than the parameter.
+            zero_grads: If True, set the used gradients to zero; by default they are unchanged.
         """
         ...

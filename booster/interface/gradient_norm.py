@@ -1,4 +1,4 @@
-"""The norm of gradients in any number format, and whether all of them are finite."""
+"""Norm of gradients in any dtype, and the check that all of them are finite."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
 __all__ = ["any_nonfinite", "gradient_norm"]
 
 # Note [One decision]
-# Whether a step is skipped is decided by all ranks of the world together, of all axes of a mesh, from every gradient
-# that any of them holds, also from those that others should hold alike. A rank that steps where others skip has other
-# weights from then on, another loss scale, and soon other communication: so a rank where memory, a hook or a parameter
-# that was left out of the averaging made a difference must not be asked alone.
+# All ranks of the world, of all axes of a mesh, decide together whether a step is skipped, from every gradient of every
+# rank, also from those that should be equal on several ranks. A rank that steps where others skip would have other
+# weights, another loss scale, and soon other collectives. So no rank decides alone: bad memory, a hook or a parameter
+# outside of the averaging may make its gradients differ.
 
 
 @torch.no_grad()
 def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the norm of all elements together, as a 0-dim fp32 or fp64 tensor on the gradients' device.
+    """Return the norm of all elements, as a 0-dim fp32 or fp64 tensor on the gradients' device.
 
     Args:
-        gradients: Low precision is summed in fp32.
-        norm_type: Order of the norm, `float("inf")` included.
+        gradients: Gradients; low-precision ones are summed in fp32.
+        norm_type: Order of the norm; may be `float("inf")`.
     """
     if norm_type == 2.0 and takes_sum_of_squares(gradients):
         return torch.tensor(math.sqrt(sum_of_squares(gradients)), dtype=torch.float32)
@@ -35,10 +35,10 @@ def gradient_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
 
 @torch.no_grad()
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Returns whether an element is inf or nan.
+    """Return whether an element is inf or nan.
 
     Args:
-        gradients: Sparse ones may be among them.
+        gradients: Dense or sparse gradients.
     """
     dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     dense = [gradient for gradient in dense if gradient.numel() > 0]

@@ -1,4 +1,4 @@
-"""What backward() asks of a loss."""
+"""Check of the loss of backward()."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ __all__ = ["require_scalar_loss"]
 
 
 def require_scalar_loss(loss: Any) -> None:
-    """Returns if a loss can be differentiated.
-
-    Raises:
-        ConfigError: It is no tensor of one number, or depends on nothing that needs a gradient.
-    """
+    """Raise `ConfigError` unless the loss is a tensor with one element that requires a gradient."""
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
             f"the loss is a {type(loss).__name__}, not a tensor: pass the tensor that the criterion returned"
@@ -28,6 +24,6 @@ def require_scalar_loss(loss: Any) -> None:
         )
     if not loss.requires_grad:
         raise ConfigError(
-            "the loss does not depend on any parameter that needs a gradient: compute it outside of torch.no_grad()"
+            "the loss does not depend on any parameter that requires a gradient: compute it outside of torch.no_grad()"
             " and without detach(), and check requires_grad of the parameters"
         )

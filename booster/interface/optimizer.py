@@ -1,4 +1,4 @@
-"""The optimizer side of a plugin: backward, clip and step by one rule, whatever is scaled, averaged or copied."""
+"""Base class of boosted optimizers: backward, clipping and step with loss scaling, averaging and master weights."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ __all__ = ["OptimizerWrapper"]
 
 
 class OptimizerWrapper(OptimizerMethods):
-    """The boosted optimizer.
+    """Boosted optimizer.
 
     It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are
     those of the user's optimizer. Gradients between `backward` and the first `clip_*`, `get_grad_norm` or `step` are
-    raw; see Note [Gradient window].
+    scaled; see Note [Gradient window].
 
-    Methods that only the user's optimizer has are called on this one; see Note [Methods that write weights].
+    Methods that only the user's optimizer has are called through it; see Note [Methods that write weights].
 
-    A plugin that shards gradients or states subclasses this and overrides the methods under "What a plugin overrides".
+    A plugin that shards gradients or states subclasses this and overrides the methods under "Overridden by plugins".
 
     Args:
         optim: The user's optimizer.
-        model: The boosted model whose parameters it updates.
-        data_parallel_group: The ranks over which the plugin averages gradients; None: the world, or this process
-            alone where nothing was launched.
+        model: Boosted model whose parameters it updates.
+        data_parallel_group: Group over which the plugin averages gradients; optional, defaults to the world.
         is_primary: True on exactly one of the ranks that hold the same optimizer states.
     """
 
@@ -76,10 +75,10 @@ class OptimizerWrapper(OptimizerMethods):
         watch_clipping(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the user's optimizer.
+        """Add a group to the user's optimizer.
 
         Raises:
-            ConfigError: The parameters are kept in fp32 copies, which were made when the optimizer was boosted.
+            ConfigError: The optimizer has master weights, which are made by boost().
         """
         if self.master_weights is not None:
             raise ConfigError(
@@ -87,8 +86,6 @@ class OptimizerWrapper(OptimizerMethods):
                 " group before boost()"
             )
         self.optim.add_param_group(param_group)
-
-    # Backward.
 
     @in_phase("backward")
     def backward(
@@ -99,20 +96,21 @@ class OptimizerWrapper(OptimizerMethods):
         *,
         num_items: float | None = None,
     ) -> None:
-        """Computes gradients of a scalar loss, multiplied by the loss scale if there is one.
+        """Compute gradients of a scalar loss, multiplied by the loss scale if there is one.
 
         Args:
-            loss: A tensor with one element.
-            inputs: Tensors to compute gradients for; None: every leaf.
-            retain_graph: Keep the graph for another backward.
-            num_items: How many items (tokens, samples) this rank's loss *sums* over. The step's gradient then is the
-                sum over all ranks and backward() calls divided by the count over all ranks and calls. None: the
-                gradient is the mean over ranks, and the sum over calls as in torch.
+            loss: Tensor with one element.
+            inputs: Tensors to compute gradients for; optional, defaults to every leaf.
+            retain_graph: If True, keep the graph for another backward.
+            num_items: Number of items (tokens, samples) that this rank's loss *sums* over. The step's gradient then is
+                the sum over all ranks and backward() calls divided by the count over all ranks and calls. Optional; by
+                default the gradient is the mean over ranks, and the sum over calls as in torch.
 
         Collective: every data-parallel rank must call it, as the plugin reduces gradients in it.
 
         Raises:
-            ConfigError: The loss is no scalar or needs no gradient, or the gradients of the window are final already.
+            ConfigError: The loss is not a scalar or requires no gradient, or the accumulated gradients are unscaled
+                already.
         """
         self.model.require_open()
         require_scalar_loss(loss)
@@ -133,13 +131,13 @@ class OptimizerWrapper(OptimizerMethods):
         inputs: Sequence[torch.Tensor] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Computes gradients from that of an inner tensor, which carries the loss scale already.
+        """Compute gradients from that of an inner tensor, which is multiplied by the loss scale already.
 
         Args:
-            tensor: The tensor whose gradient is known.
-            grad: Its gradient, of the same shape, as a scaled backward() elsewhere gave it.
-            inputs: Tensors to compute gradients for; None: every leaf.
-            retain_graph: Keep the graph for another backward.
+            tensor: Tensor whose gradient is known.
+            grad: Its gradient, of the same shape, from a scaled backward() elsewhere.
+            inputs: Tensors to compute gradients for; optional, defaults to every leaf.
+            retain_graph: If True, keep the graph for another backward.
         """
         self._open_window(None)
         with boosted_backward(), self._collecting_gradients():
@@ -148,11 +146,11 @@ class OptimizerWrapper(OptimizerMethods):
 
     def _open_window(self, num_items: float | None) -> None:
         if self._window.is_final and not self._has_gradients():
-            self._window = GradientWindow()  # the user cleared them by model.zero_grad() or by hand
+            self._window = GradientWindow()  # the user cleared the gradients by model.zero_grad() or directly
         if self._window.is_final and self._window.was_multiplied:
             raise ConfigError(
                 "backward() after the gradients of this step were unscaled or averaged (by clip, norm or step()): the"
-                " new ones would not add up with them. Call optimizer.zero_grad() after step(), and clip after the last"
+                " new ones cannot be added to them. Call optimizer.zero_grad() after step(), and clip after the last"
                 " backward()"
             )
         self._hide_mean()
@@ -160,18 +158,18 @@ class OptimizerWrapper(OptimizerMethods):
         self._window.has_stepped = False
         self._window.norm = None
         self._window.count_backward(num_items)
-        if self._counts_next_backward:  # a micro-step may have several backward() calls, and counts once
+        if self._counts_next_backward:  # a microbatch may have several backward() calls, and counts once
             self._window.num_averaged += 1
             self._counts_next_backward = False
 
     @contextmanager
     def micro_step(self, is_last: bool) -> Iterator[None]:
-        """Averages gradients over the micro-steps of a window, and holds back step and clip until the last one.
+        """Average gradients over the microbatches of an accumulation, and defer step and clip to the last one.
+
+        `zero_grad` has no effect before the step.
 
         Args:
-            is_last: This micro-step ends the window: `clip_*` and `step` act.
-
-        `zero_grad` is held back while gradients wait for their step.
+            is_last: If True, this microbatch ends the accumulation: `clip_*` and `step` take effect.
         """
         self._num_micro_steps += 1
         self._defers_step = not is_last
@@ -186,32 +184,30 @@ class OptimizerWrapper(OptimizerMethods):
 
     @property
     def num_steps(self) -> int:
-        """Steps since it was boosted, skipped ones among them."""
+        """Number of steps since boost(), including skipped ones."""
         return self._num_steps
 
     @property
     def num_micro_steps(self) -> int:
-        """Micro-steps of `Booster.accumulate` since the last step."""
+        """Number of microbatches of `Booster.accumulate` since the last step."""
         return self._num_micro_steps
-
-    # Gradients.
 
     @in_phase("clip")
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor | None:
-        """Scales the gradients so that their norm is at most `max_norm`; returns the norm before that.
+        """Scale the gradients so that their norm is at most `max_norm`; return the norm before.
 
-        The norm is that of all parameters of this optimizer over all ranks, of unscaled gradients: equal on every rank
-        and to what one process would compute.
+        The norm is that of the unscaled gradients of all parameters of this optimizer over all ranks. It is equal on
+        every rank, and equal to that of one process.
 
         Args:
-            max_norm: Largest norm allowed.
-            norm_type: Order of the norm, `float("inf")` included.
-            error_if_nonfinite: Raise a RuntimeError if the norm is inf or nan.
+            max_norm: Maximum norm.
+            norm_type: Order of the norm; may be `float("inf")`.
+            error_if_nonfinite: If True, raise a RuntimeError if the norm is inf or nan.
 
         Returns:
-            The norm as a 0-dim tensor; None where `Booster.accumulate` holds the step back.
+            The norm as a 0-dim tensor, or None if `Booster.accumulate` defers the step.
 
         Collective: every rank must call it.
         """
@@ -232,7 +228,7 @@ class OptimizerWrapper(OptimizerMethods):
 
     @in_phase("clip")
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clamps every element of the true gradients to [-clip_value, clip_value].
+        """Clamp every element of the unscaled gradients to [-clip_value, clip_value].
 
         Collective: every rank must call it.
         """
@@ -244,9 +240,9 @@ class OptimizerWrapper(OptimizerMethods):
 
     @in_phase("clip")
     def get_grad_norm(self) -> float | None:
-        """Returns the 2-norm of the window's true gradients before clipping, or of the last step's after zero_grad().
+        """Return the 2-norm of the unscaled gradients before clipping, after zero_grad() that of the last step.
 
-        If `clip_grad_by_norm` computed another norm in this window, that one is returned. None before any gradient.
+        If `clip_grad_by_norm` computed another norm for this step, that one is returned. None before any gradient.
 
         Collective: every rank must call it.
         """
@@ -256,7 +252,7 @@ class OptimizerWrapper(OptimizerMethods):
         return None if self._last_norm is None else float(self._last_norm)
 
     def register_gradient_hook(self, hook: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Has `hook(gradients)` called once a window, with the true gradients that this rank holds."""
+        """Register `hook(gradients)`, called once per step with this rank's unscaled gradients."""
         self._gradient_hooks.append(hook)
 
     def _remember_norm(self, norm_type: float) -> torch.Tensor:
@@ -297,7 +293,7 @@ class OptimizerWrapper(OptimizerMethods):
             observer.gradients_known(self, self._named_gradients)
 
     def _gradients_are_true(self) -> bool:
-        """True where finalising would look at every gradient and change none: the step of a plain fp32 loop."""
+        """Whether unscaling would traverse the gradients and change none: the step of a plain fp32 loop."""
         window = self._window
         is_plain = self.loss_scaler is None and self.master_weights is None and not self._gradient_hooks
         return is_plain and window.num_items is None and window.num_averaged <= 1
@@ -305,25 +301,23 @@ class OptimizerWrapper(OptimizerMethods):
     def _check_nothing_bypassed(self) -> None:
         if (self.loss_scaler is not None or self.master_weights is not None) and self._has_gradients():
             raise ConfigError(
-                "some gradients did not come from booster.backward(loss, optimizer): with this mixed precision"
-                " they lack the loss scale. Replace loss.backward() by booster.backward(loss, optimizer)"
+                "some gradients were not computed by booster.backward(loss, optimizer): with this mixed precision they"
+                " lack the loss scale. Replace loss.backward() by booster.backward(loss, optimizer)"
             )
-
-    # Step.
 
     @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates the parameters, or skips if a loss-scaled gradient overflowed on any rank.
+        """Update the parameters, or skip if a loss-scaled gradient overflowed on any rank.
 
-        `step_was_skipped` tells which; a skipped step changes no parameter and no state but the loss scale.
+        `step_was_skipped` is True after a skipped step, which changes no parameter and no state but the loss scale.
 
         Args:
-            closure: Recomputes the loss, for optimizers that need it (LBFGS).
+            closure: Function that recomputes the loss, for optimizers that need it (LBFGS).
 
         Collective: every rank must call it.
 
         Raises:
-            ConfigError: A closure together with loss scaling or master weights.
+            ConfigError: A closure was given with loss scaling or master weights.
         """
         self.model.require_open()
         if self._defers_step:
@@ -352,13 +346,13 @@ class OptimizerWrapper(OptimizerMethods):
         return result
 
     def _end_step(self) -> None:
-        """Notes that the step is done, or was skipped; last in every `step` that is not held back."""
+        """Record that the step is done or skipped; the last call of every `step` that is not deferred."""
         self._window.has_stepped = True
         self._num_steps += 1
         end_step(self, self._num_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
+        """Clear the gradients and end the accumulation; no effect inside of `Booster.accumulate` before the step."""
         if self._holds_gradients:
             return
         if self.master_weights is not None:
@@ -372,20 +366,18 @@ class OptimizerWrapper(OptimizerMethods):
 
     @property
     def _holds_gradients(self) -> bool:
-        """True while micro-steps of `Booster.accumulate` wait for their step."""
+        """Whether `Booster.accumulate` has accumulated gradients without a step."""
         return self._window.num_averaged > 0 and self._window.is_open
 
-    # State.
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns the user's optimizer's `state_dict`, with the loss scaler's state under "loss_scaler"."""
+        """Return the user's optimizer's `state_dict`, with the loss scaler's state under "loss_scaler"."""
         state = self.optim.state_dict()
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load a result of `state_dict`."""
         state_dict = dict(state_dict)
         scaler_state = state_dict.pop("loss_scaler", None)
         self.optim.load_state_dict(state_dict)
@@ -393,46 +385,46 @@ class OptimizerWrapper(OptimizerMethods):
             self.loss_scaler.load_state_dict(scaler_state)
 
     def checkpoint_state(self) -> OptimizerState:
-        """Returns the view of this optimizer's state that a CheckpointIO reads and fills."""
+        """Return the view of this optimizer's state that a CheckpointIO reads and fills."""
         return OptimizerState(self)
 
     def pending_gradients(self) -> PendingGradients:
-        """Returns the view of gradients that wait for their step, which are part of a whole training state."""
+        """Return the view of accumulated gradients, which are part of a training state."""
         return PendingGradients(self)
 
     @property
     def window(self) -> GradientWindow:
-        """What happened since the last `zero_grad()`; see Note [Gradient window]."""
+        """State of the accumulation since the last `zero_grad()`; see Note [Gradient window]."""
         return self._window
 
     def restore_window(self, window: GradientWindow, num_micro_steps: int) -> None:
-        """Goes on as after these backward() calls and micro-steps; the gradients are filled by the caller."""
+        """Restore the state of an accumulation; the caller fills the gradients."""
         self._window = window
         self._num_micro_steps = num_micro_steps
 
-    # What a plugin overrides.
+    # Overridden by plugins.
 
     def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
-        """Returns True if the optimizer updates fp32 copies of low-precision weights without `master_weights`.
+        """Return True if the optimizer updates its own fp32 master weights, without `master_weights`.
 
         Args:
-            originals: Whole weights from before they were rounded, by the `id` of the user's parameter.
+            originals: Full weights from before they were rounded, by the `id` of the user's parameter.
         """
         return False
 
     def _collecting_gradients(self) -> AbstractContextManager[None]:
-        """Returns the context that autograd runs in."""
+        """Return the context of autograd."""
         return nullcontext()
 
     def _reduce_gradients(self) -> float:
-        """Brings the gradients of all ranks together when the window ends; returns what makes of them the mean.
+        """Reduce gradients over ranks at the end of an accumulation; return the factor that makes them the mean.
 
         Here backward has averaged them. Collective.
         """
         return 1.0
 
     def _update_parameters(self) -> None:
-        """Steps the user's optimizer and brings the result into the model."""
+        """Step the user's optimizer and write the result into the model."""
         if self._window.factors is not None:
             self._run_together(lambda: self._step_fused(self._working_copies(), self._working_gradients()))
             return
@@ -441,9 +433,9 @@ class OptimizerWrapper(OptimizerMethods):
             self.master_weights.write_working()
 
     def _run_together(self, update: Callable[[], Any]) -> None:
-        """Runs the update; one that may fail on this rank alone then fails on all, and is made up for by the next call.
+        """Run `update`; a failure on any rank is raised on all, and the next call retries.
 
-        Collective where `AllocatesStates.can_fail_alone`.
+        Collective if `AllocatesStates.can_fail_alone`.
         """
         if not (isinstance(self.optim, AllocatesStates) and self.optim.can_fail_alone):
             update()
@@ -453,7 +445,7 @@ class OptimizerWrapper(OptimizerMethods):
             if not self._window.was_updated_here:
                 update()
             self._window.was_updated_here = True
-        except (OSError, BoosterError) as error:  # raised by all ranks below
+        except (OSError, BoosterError) as error:  # raised on all ranks below
             failure = error
         raise_on_all_ranks(failure, self.data_parallel_group)
         self._window.was_updated_here = False
@@ -472,26 +464,26 @@ class OptimizerWrapper(OptimizerMethods):
         )
 
     def _defers_factors(self) -> bool:
-        """True where the step itself may multiply the gradients; see Note [Gradient factors]."""
+        """Whether the step itself may multiply the gradients; see Note [Gradient factors]."""
         return self._fused_update is not None and self.master_weights is not None and not self._has_hooks()
 
     def _has_hooks(self) -> bool:
-        """Whether hooks of the user's look at true gradients, or may write weights after the update."""
+        """Whether the user's hooks read unscaled gradients, or may write weights after the update."""
         steps = (*self.optim._optimizer_step_pre_hooks.values(), *self.optim._optimizer_step_post_hooks.values())
         return bool(self._gradient_hooks) or len(steps) > self._num_own_step_hooks
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients that this rank holds, as the optimizer will use them."""
+        """Return this rank's gradients as the optimizer will use them."""
         is_raw = self._window.factors is not None
         parameters = self._working_parameters() if is_raw else self._optimized_parameters()
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
-        """Returns the norm of all true gradients over all ranks, as a 0-dim tensor."""
+        """Return the norm of all unscaled gradients over all ranks, as a 0-dim tensor."""
         if self._window.factors is None:
             return nn.utils.get_total_norm(self._gradients(), norm_type)
         return self._window.factors.true_norm(gradient_norm(self._gradients(), norm_type))
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Returns whether any rank of the world holds an inf or nan; see Note [One decision]. Collective."""
+        """Return whether any rank of the world holds an inf or nan; see Note [One decision]. Collective."""
         return all_reduce_numbers([float(any_nonfinite(gradients))])[0] > 0

@@ -1,4 +1,4 @@
-"""Methods that only the user's optimizer has, as `train` and `eval` of a schedule-free one, called on the wrapper."""
+"""Calls of methods that only the user's optimizer has, such as `train` and `eval` of a schedule-free one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["OptimizerMethods"]
 
 # Note [Methods that write weights]
 # An optimizer may have methods that write weights outside of step(): `train` and `eval` of a schedule-free one swap
-# them, `first_step` of SAM moves them. Where the optimizer updates shards or fp32 copies, the model must follow. Which
-# methods write is not known before, and what a rank sees of it are its own shards. So all ranks call every method that
-# the wrapper lacks, compare a checksum of their shards before and after, agree, and publish if any rank's has changed.
-# The method finds the gradients that step() would use; if it clears them all, the window has ended.
+# them, `first_step` of SAM moves them. If the optimizer updates shards or master weights, the model must follow. Which
+# methods write is unknown, and a rank sees its own shards only. So all ranks call every method that the wrapper lacks,
+# compare a checksum of their shards before and after, and update the model if any rank's has changed. The method gets
+# the gradients of step(); if it clears them all, the accumulation has ended.
 
 
 class OptimizerMethods(OptimizerParameters):
-    """An optimizer whose further methods see true gradients, and whose model follows the weights that they write."""
+    """Optimizer whose further methods get unscaled gradients, and whose model follows the weights that they write."""
 
     data_parallel_group: dist.ProcessGroup | None
     loss_scaler: LossScaler | None
@@ -37,16 +37,14 @@ class OptimizerMethods(OptimizerParameters):
 
     @abstractmethod
     def _finalize_gradients(self) -> None:
-        """Makes raw gradients the true ones, or says what they are still to be multiplied with. Collective."""
+        """Unscale gradients, or record the factors that the step multiplies them with. Collective."""
 
     @abstractmethod
     def _gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients that this rank holds."""
-
-    # Gradients.
+        """Return this rank's gradients."""
 
     def _apply_factors(self) -> None:
-        """Makes the gradients the true ones where that was left to the step; see Note [Gradient factors]."""
+        """Unscale gradients where that was left to the step; see Note [Gradient factors]."""
         factors, self._window.factors = self._window.factors, None
         if factors is None:
             return
@@ -59,14 +57,14 @@ class OptimizerMethods(OptimizerParameters):
             torch._foreach_mul_(list(gradients), factor)
 
     def _multiplier(self, loss_scale: float) -> float:
-        """Returns what makes of the gradients, as they are now, the true ones. Collective if num_items was given."""
+        """Return the factor that unscales the current gradients. Collective if num_items was given."""
         window = self._window
         return 1.0 if window.shown_factor != 1.0 else window.multiplier(loss_scale, self.data_parallel_group)
 
     def _show_mean(self) -> None:
-        """Makes `p.grad` the true gradient after the last micro-step's backward(). Collective if num_items was given.
+        """Unscale `p.grad` after the last microbatch's backward(). Collective if num_items was given.
 
-        A further backward() in the same micro-step takes it back.
+        A further backward() of the same microbatch reverts it.
         """
         if self._ends_micro_steps and self._leaves_gradients():
             self._window.shown_factor = self._multiplier(1.0)
@@ -79,46 +77,44 @@ class OptimizerMethods(OptimizerParameters):
             self._window.shown_factor = 1.0
 
     def _leaves_gradients(self) -> bool:
-        """Whether the gradients that the optimizer uses are those that backward() leaves in `p.grad`."""
+        """Whether the optimizer uses the gradients that backward() leaves in `p.grad`."""
         return self.loss_scaler is None and self.master_weights is None
 
-    # What torch's own clipping asks; see Note [Plain torch].
+    # Called by torch's clipping functions; see Note [Plain torch].
 
     def _holds_any(self, parameters: frozenset[int]) -> bool:
-        """Returns whether any of these is one of the optimizer's, or stands for one; by their `id`."""
+        """Return whether any of these, by `id`, is a parameter of the optimizer or of the model it updates."""
         own = (*self._optimized_parameters(), *self._working_parameters())
         return any(id(one) in parameters for one in own)
 
     def _show_gradients(self, parameters: frozenset[int]) -> None:
-        """Makes `p.grad` of these the true gradients. Collective if backward() was given num_items.
+        """Unscale `p.grad` of these parameters. Collective if backward() was given num_items.
 
         Raises:
-            ConfigError: They are elsewhere, or a part of a sum.
+            ConfigError: Their gradients are stored elsewhere, or the accumulation has not ended.
         """
         if self._defers_step:
             raise ConfigError(
-                "torch's clipping was called inside of accumulate() before the last micro-batch, where gradients are a"
-                " part of a sum: write booster.clip_grad_norm_(optimizer, max_norm), which waits for the last one, or"
-                " clip where accumulate() yields True"
+                "torch's clipping was called inside of accumulate() before the last microbatch, where gradients are"
+                " incomplete: write booster.clip_grad_norm_(optimizer, max_norm), which takes effect with the last one,"
+                " or clip where accumulate() yields True"
             )
         pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
         if any(id(working) in parameters for one, working in pairs if working is not one):
             raise ConfigError(
-                "torch's clipping was given parameters that have fp32 master weights, which other gradients update: it"
-                " would change nothing. Write booster.clip_grad_norm_(optimizer, max_norm)"
+                "torch's clipping was given parameters with fp32 master weights, which have other gradients: it would"
+                " change nothing. Write booster.clip_grad_norm_(optimizer, max_norm)"
             )
         self._finalize_gradients()
         self._apply_factors()
 
-    # Methods.
-
     def _call_own(self, method: Callable[[], Any]) -> Any:
-        """Calls the method with true gradients, and brings weights that it wrote into the model.
+        """Call the method with unscaled gradients, and update the model if it wrote weights.
 
-        Collective where ranks hold shards: every rank must call it.
+        Collective if ranks hold shards: every rank must call it.
 
         Raises:
-            ConfigError: It updates weights from loss-scaled gradients, where an overflow could not be skipped.
+            ConfigError: It updates weights from loss-scaled gradients, where an overflow cannot be skipped.
         """
         has_gradients = self._window.is_open and not self._defers_step
         if has_gradients:
@@ -145,14 +141,14 @@ class OptimizerMethods(OptimizerParameters):
         if has_written and has_gradients and self.loss_scaler is not None:
             raise ConfigError(
                 f"a method of {type(self.optim).__name__} updates weights from gradients with a loss scale outside of"
-                " step(), where an overflow can't be skipped: use bf16 or fp32"
+                " step(), where an overflow cannot be skipped: use bf16 or fp32"
             )
         if has_gradients and not has_gradients_left:
             self.zero_grad()
         return result
 
     def _weights_digest(self) -> int:
-        """Returns a checksum of what the optimizer updates on this rank; writes to `.data` leave no other trace."""
+        """Return a checksum of this rank's optimizer parameters; writes to `.data` change no version counter."""
         digest = 0
         for parameter in self._optimized_parameters():
             if parameter.requires_grad:
@@ -160,23 +156,23 @@ class OptimizerMethods(OptimizerParameters):
                 digest = crc32(content.numpy().data, digest)
         return digest
 
-    # What a plugin overrides.
+    # Overridden by plugins.
 
     def _has_copies(self) -> bool:
-        """Whether the model computes with copies of what the optimizer updates."""
+        """Whether the model computes with copies of the optimizer's parameters."""
         return self.master_weights is not None
 
     def _fetch_weights(self) -> None:
-        """Brings the model's weights to where the optimizer updates them, if they were changed or moved. Collective."""
+        """Copy changed or moved weights of the model into the optimizer's parameters. Collective."""
 
     def _restore_memory(self) -> None:
-        """Brings back what an optimizer has replaced by `p.data = ...` to the memory that the model follows."""
+        """Undo replacements of the optimizer's memory by `p.data = ...`, keeping the values."""
 
     def _publish_weights(self) -> None:
-        """Brings what the optimizer has updated into the model, on all ranks. Collective."""
+        """Write the optimizer's parameters into the model, on all ranks. Collective."""
         if self.master_weights is not None:
             self.master_weights.write_working()
 
     def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
-        """Returns for each fact whether it holds on any rank that might differ. Collective where some might."""
+        """Return for each flag whether it is True on any rank. Collective if ranks may differ."""
         return list(facts)

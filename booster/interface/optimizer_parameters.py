@@ -1,4 +1,4 @@
-"""Which parameters a boosted optimizer updates, and which of the model's they stand for."""
+"""Parameters of a boosted optimizer, and the model's parameters that they are copies of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OptimizerParameters"]
 
 
 class OptimizerParameters(OptimizerPassThrough):
-    """An optimizer whose `param_groups` may hold fp32 copies of the model's parameters."""
+    """Optimizer whose `param_groups` may hold fp32 copies of the model's parameters."""
 
     model: ModelWrapper
     master_weights: MasterWeights | None
@@ -29,29 +29,29 @@ class OptimizerParameters(OptimizerPassThrough):
         return [self.working_parameter(parameter) for parameter in self._optimized_parameters()]
 
     def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Returns the model's parameter for one of `param_groups`, which may hold its fp32 copy."""
+        """Return the model's parameter for one of `param_groups`, which may be its fp32 copy."""
         return parameter if self.master_weights is None else self.master_weights.working_parameter(parameter)
 
     def _working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Returns the rounded weights that are to follow those of `param_groups`."""
+        """Return the low-precision weights by their master weights."""
         pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
         return {one: working.detach() for one, working in pairs if working is not one}
 
     def _working_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Returns the raw gradients of the rounded weights, by what `param_groups` have in their place."""
+        """Return the scaled gradients of the low-precision weights by their master weights."""
         pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
         return {one: working.grad for one, working in pairs if working is not one and working.grad is not None}
 
     def group_parameters(self, index: int) -> list[nn.Parameter]:
-        """Returns the model's parameters of a param group, whole, whatever part of them this rank updates."""
+        """Return the model's full parameters of a param group, whatever shard of them this rank updates."""
         return [self.working_parameter(parameter) for parameter in self.param_groups[index]["params"]]
 
     def group_masters(self, index: int) -> list[nn.Parameter]:
-        """Returns the fp32 copies in a param group that this rank updates in place of the model's parameters."""
+        """Return the fp32 copies in a param group that this rank updates in place of the model's parameters."""
         return [one for one in self.param_groups[index]["params"] if self.working_parameter(one) is not one]
 
     def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the gradients that this rank holds, with the user's names of their parameters."""
+        """Yield this rank's gradients with the user's names of their parameters."""
         is_raw = self._window.factors is not None
         names = {id(one): self.model.logical_name(name) for name, one in self.model.named_parameters()}
         for parameter in self._optimized_parameters():

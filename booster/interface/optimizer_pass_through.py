@@ -1,4 +1,4 @@
-"""What a wrapped optimizer shows of the user's own."""
+"""Attributes of a wrapped optimizer that are the user's optimizer's."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["OptimizerPassThrough"]
 
 
 class OptimizerPassThrough(Optimizer):
-    """An optimizer whose groups, states and hooks are those of another one.
+    """Optimizer whose groups, states and hooks are those of another one.
 
     Args:
         optim: The user's optimizer.
     """
 
     def __init__(self, optim: Optimizer) -> None:
-        # Optimizer.__init__ is not called on purpose: it would make a second set of groups and states.
+        # Optimizer.__init__ is not called: it would make a second set of groups and states.
         self.optim = optim
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The user's optimizer's groups, live: an LR scheduler changes them here."""
+        """The user's optimizer's groups, which LR schedulers change."""
         return self.optim.param_groups
 
     @property
@@ -39,7 +39,7 @@ class OptimizerPassThrough(Optimizer):
         return self.optim.defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not there yet: __init__ did not run
+        if name == "optim":  # not set yet: __init__ did not run
             raise AttributeError(name)
         value = getattr(self.optim, name)
         if not (inspect.isroutine(value) or isinstance(value, functools.partial)):
@@ -52,14 +52,14 @@ class OptimizerPassThrough(Optimizer):
         return call
 
     def _call_own(self, method: Callable[[], Any]) -> Any:
-        """Calls a method that only the user's optimizer has."""
+        """Call a method that only the user's optimizer has."""
         return method()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
 
     def unwrap(self) -> Optimizer:
-        """Returns the user's optimizer."""
+        """Return the user's optimizer."""
         return self.optim
 
 
@@ -68,11 +68,11 @@ def _delegate(name: str) -> Callable[..., Any]:
         return getattr(self.optim, name)(*args, **kwargs)
 
     method.__name__ = name
-    method.__doc__ = f"Calls the user's optimizer's `{name}`."
+    method.__doc__ = f"Call the user's optimizer's `{name}`."
     return method
 
 
-# Optimizer's own versions would write into hook tables that the user's optimizer never reads.
+# The inherited versions would write into hook tables that the user's optimizer never reads.
 for _name in (
     "register_step_pre_hook",
     "register_step_post_hook",

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer: tensors by parameter name, and plain values."""
+"""State of an optimizer in a checkpoint: tensors by parameter name, and plain values."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerState", "TensorSpec"]
 
 MASTER = "master"
-# Hyperparameters that say how a step is computed, not what.
+# Hyperparameters that select an implementation and don't change the result.
 _IMPLEMENTATION_CHOICES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
-_NAME_KEYS = ("params", "param_names")  # of a group; "param_names" is there if torch's optimizer was given names
+_NAME_KEYS = ("params", "param_names")  # of a group; "param_names" exists if torch's optimizer was given names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape and number format of a logical tensor in a checkpoint."""
+    """Shape and dtype of a logical tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,14 +45,14 @@ class TensorSpec:
 
 
 class OptimizerState:
-    """A live view of an optimizer's state for a CheckpointIO.
+    """Live view of an optimizer's state for a CheckpointIO.
 
     Tensors are named `<parameter name>.<state name>`, fp32 master weights `<parameter name>.master`. Everything else
     (hyperparameters, numbers, the loss scaler) is in `values()`. A plugin that shards states overrides the methods
-    under "What a plugin overrides", which say what this rank holds of each logical parameter and its states.
+    under "Overridden by plugins", which return this rank's shards of each logical parameter and its states.
 
     Args:
-        optimizer: The optimizer to read and fill.
+        optimizer: Optimizer to read and fill.
     """
 
     def __init__(self, optimizer: OptimizerWrapper) -> None:
@@ -61,11 +61,11 @@ class OptimizerState:
         self._allocator = own if isinstance(own, AllocatesStates) else None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the optimizer's parameters (masters where it has them) by the user's names, in group order."""
+        """Return the optimizer's parameters (masters where it has them) by the user's names, in group order."""
         return {name: parameter for group in self._groups() for name, parameter in group}
 
     def slices(self) -> list[TensorSlice]:
-        """Returns what this rank holds of every state tensor and master weight; filling them loads the state.
+        """Return this rank's slices of every state tensor and master weight; filling them loads the state.
 
         Raises:
             CheckpointError: A state is neither a tensor nor a plain value (LBFGS keeps lists of tensors).
@@ -75,12 +75,12 @@ class OptimizerState:
         return states + [part for name, parameter in named for part in self._master_slices(name, parameter)]
 
     def values(self) -> dict[str, Any]:
-        """Returns the plain part: param groups with parameter names, shapes, numbers per parameter, the scaler.
+        """Return the plain values: param groups with parameter names, shapes, numbers per parameter, the scaler.
 
-        Collective where the ranks hold states of different parameters. Whatever fails there fails on all ranks.
+        Collective if the ranks hold states of different parameters. A failure there is raised on all ranks.
 
         Raises:
-            CheckpointError: A state is neither a tensor nor a plain value, or it can't be read.
+            CheckpointError: A state is neither a tensor nor a plain value, or is not readable.
         """
         logical = self._groups()
         groups = [
@@ -99,40 +99,40 @@ class OptimizerState:
         }
 
     def check(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> None:
-        """Raises one error that lists everything in a stored state that does not fit this optimizer.
+        """Raise one error that lists all mismatches between a stored state and this optimizer.
 
         Args:
-            specs: The stored tensors by name.
-            values: The stored plain part.
+            specs: Stored tensors by name.
+            values: Stored plain values.
 
         Raises:
-            CheckpointError: Other groups, parameters or shapes.
-            ConfigError: There is no room for the states.
+            CheckpointError: Groups, parameters or shapes differ.
+            ConfigError: There is not enough space for the states.
         """
         problems = list(self._differences(specs, values))
         if problems:
             listed = "".join(f"\n  - {problem}" for problem in problems)
             raise CheckpointError(
-                f"the stored optimizer state does not fit this optimizer, nothing was loaded:{listed}\nBuild the"
+                f"the stored optimizer state does not match this optimizer, nothing was loaded:{listed}\nBuild the"
                 " optimizer with the same param groups over the same model as the one that was saved"
             )
         if self._allocator is not None:
             self._allocator.prepare_states()
 
     def allocate(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> list[TensorSlice]:
-        """Replaces the state by an empty one of the stored names and shapes, takes over the values, returns the slices.
+        """Allocate a state of the stored names and shapes, load the plain values, and return the slices to fill.
+
+        Call `check` first. A loss scaler keeps its values if none are stored, and masters that are not stored are
+        copied from the model's weights. Not collective.
 
         Args:
-            specs: The stored tensors by name.
-            values: The stored plain part.
-
-        Call `check` first: this does not. A loss scaler keeps its own numbers where none are stored, and masters that
-        are not stored follow the model's weights. Not collective.
+            specs: Stored tensors by name.
+            values: Stored plain values.
         """
         self._refresh_masters(specs)
         scaler = self.optimizer.loss_scaler
         if scaler is not None and values["loss_scaler"] is not None:
-            scaler.load_state_dict(values["loss_scaler"])  # first: it refuses a malformed state
+            scaler.load_state_dict(values["loss_scaler"])  # first: it raises for a malformed state
         for group, stored in zip(self.optimizer.param_groups, values["param_groups"], strict=True):
             group.update({key: value for key, value in stored.items() if key not in _NAME_KEYS})
         held = {name: self._held(name, parameter) for name, parameter in self.named_parameters().items()}
@@ -148,10 +148,10 @@ class OptimizerState:
         self.optimizer.num_skipped_steps = int(values["num_skipped_steps"])
         return [part for part in self.slices() if part.name in specs]
 
-    # What a plugin overrides.
+    # Overridden by plugins.
 
     def _groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Returns for every param group its logical parameters by the user's names, the same on all ranks."""
+        """Return the logical parameters of every param group by the user's names, equal on all ranks."""
         names: dict[int, str] = {}
         for name, parameter in self.optimizer.model.named_parameters():
             names.setdefault(id(parameter), name)
@@ -162,11 +162,11 @@ class OptimizerState:
         ]
 
     def _held(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """Returns those of `param_groups` that are this rank's part of a logical parameter, which have the states."""
+        """Return the entries of `param_groups` that are this rank's shards of a logical parameter."""
         return [parameter]
 
     def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
-        """Yields what this rank holds of a logical parameter's states."""
+        """Yield this rank's slices of a logical parameter's states."""
         layout, is_primary = self._layout(parameter), self.optimizer.is_primary
         for key, value in self._state_tensors(parameter):
             if value.shape == layout.local_shape:
@@ -175,13 +175,13 @@ class OptimizerState:
                 yield TensorSlice.whole(f"{name}.{key}", value, primary=is_primary and layout.holds_first())
 
     def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
-        """Yields what this rank holds of a logical parameter's master weights."""
+        """Yield this rank's slices of a logical parameter's master weights."""
         if self.optimizer.working_parameter(parameter) is not parameter:
             layout = self._layout(parameter)
             yield from layout.slices(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.is_primary)
 
     def _all_numbers(self) -> dict[str, dict[str, Any]]:
-        """Returns the states that are plain values by logical parameter, the same on all ranks. May be collective."""
+        """Return the plain values among the states by logical parameter, equal on all ranks. May be collective."""
         return {
             name: numbers
             for name, parameter in self.named_parameters().items()
@@ -189,14 +189,14 @@ class OptimizerState:
         }
 
     def _refresh_masters(self, stored: Collection[str]) -> None:
-        """Has master weights follow the model's weights where not all of them are among the stored tensors."""
+        """Copy the model's weights into the masters unless all of them are among the stored tensors."""
         masters = self.optimizer.master_weights
         names = [part.name for one in self.named_parameters().items() for part in self._master_slices(*one)]
         if masters is not None and any(name not in stored for name in names):
             masters.refresh()
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
-        """Returns a state tensor to be filled where torch's own load_state_dict would put it, in the same format."""
+        """Return an empty state tensor with the device and dtype that torch's load_state_dict would use."""
         spec = self._own_spec(parameter, key, spec)
         memory = None
         if self._allocator is not None:
@@ -206,11 +206,9 @@ class OptimizerState:
         return memory.zero_() if self._layout(parameter).has_padding else memory
 
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
-        """Returns what one of `param_groups` has of a stored state."""
+        """Return the local spec of a stored state for one of `param_groups`."""
         layout = self._layout(parameter)
         return replace(spec, shape=layout.local_shape) if spec.shape == layout.logical_shape else spec
-
-    # What all share.
 
     def _new_memory(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
         if key == "step":
@@ -221,7 +219,7 @@ class OptimizerState:
         return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
 
     def _layout(self, parameter: nn.Parameter) -> ParameterLayout:
-        """Returns what this rank's model has of the parameter that one of `param_groups` is, or is a copy of."""
+        """Return the layout of the model's parameter that one of `param_groups` is, or is a copy of."""
         return layout_of(self.optimizer.working_parameter(parameter), parameter.shape)
 
     def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
@@ -231,26 +229,26 @@ class OptimizerState:
 
     def _numbers(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         if self._allocator is not None:
-            self._allocator.check_states()  # here, as every save asks for numbers first and has its ranks agree on them
+            self._allocator.check_states()  # here, because every save reads numbers first and compares them over ranks
         state = self.optimizer.state.get(parameter, {})
         numbers = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for key, value in numbers.items():
             if value is not None and not isinstance(value, (bool, int, float, str)):
                 raise CheckpointError(
-                    f"{type(self.optimizer.unwrap()).__name__} keeps a {type(value).__name__} as state {key!r} of"
-                    f" {name!r}, and a checkpoint without pickle holds tensors and plain values: save the model alone"
+                    f"{type(self.optimizer.unwrap()).__name__} has a {type(value).__name__} as state {key!r} of"
+                    f" {name!r}, and a checkpoint without pickle stores tensors and plain values: save the model alone"
                 )
         return numbers
 
     def _other_kind(self, values: Mapping[str, Any]) -> Iterator[str]:
-        # Several classes may do the same arithmetic, as Adam and a faster one of another name: they take the same
-        # hyperparameters. One that lacks some of ours computes something else.
+        # Several classes may compute the same update, such as Adam and a faster implementation: they have the same
+        # hyperparameters. A class that lacks some of them computes another update.
         optimizer = self.optimizer.unwrap()
         ours, theirs = type(optimizer).__name__, values.get("optimizer")
         stored = {key for group in values["param_groups"] for key in group}
         lost = sorted(set(self.optimizer.defaults) - stored - _IMPLEMENTATION_CHOICES)
         if theirs != ours and lost and values["param_groups"]:
-            yield f"the state is of a {theirs}, which has no {', '.join(lost)}, and this is a {ours}"
+            yield f"the state is of a {theirs}, which lacks {', '.join(lost)}, and this is a {ours}"
         is_uncorrected = any(group.get("bias_correction") is False for group in values["param_groups"])
         if is_uncorrected and isinstance(optimizer, torch.optim.Adam):
             yield f"the state is of a {theirs} with bias_correction=False, and {ours} always corrects"

@@ -1,4 +1,4 @@
-"""Which blocks of a logical tensor a rank's parameter is made of, where a model is cut over ranks."""
+"""Sharding of a logical tensor over model-parallel ranks: the blocks of it in a rank's parameter."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from booster.interface.tensor_slice import TensorSlice
 __all__ = ["Box", "LayoutPiece", "ParameterLayout", "is_cut", "layout_of", "set_layout"]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Per dimension the offset and the length of a block, in elements."""
+"""Offset and length per dim of a block, in elements (`offsets` and `sizes` of DCP)."""
 
 _ATTRIBUTE = "_booster_layout"
 
 # Note [Layouts]
-# Model parallelism gives each rank a parameter that is smaller than the one that the user made: the *logical* tensor.
-# The rank's *local* tensor is made of blocks of it: one block of a column-parallel weight, three of a fused query, key
-# and value. Elements that are in no block are padding, and always zero. Ranks may hold the same elements; then the
-# block is primary on one of them, which writes and counts them. The layout is attached to the parameter itself, so
-# that whoever shards, clips, saves or loads asks the parameter, and need not know which parallelism cut it.
+# With model parallelism each rank's parameter is a shard of the user's parameter, the *logical* tensor. The rank's
+# *local* tensor consists of blocks of it: one block of a column-parallel weight, three of a fused query, key and value.
+# Elements outside of all blocks are padding, and always zero. If ranks hold the same elements, the block is primary on
+# one of them, which writes and counts them. The layout is attached to the parameter, so that sharding, clipping, saving
+# and loading read it there, whatever parallelism sharded the parameter.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPiece:
-    """A block of this rank's tensor, and where it lies in the logical tensor.
+    """Block of this rank's tensor, and its position in the logical tensor.
 
     Attributes:
-        local: Where the block is in this rank's tensor.
-        logical: Where it is in the logical tensor; of the same lengths.
+        local: Box of the block in this rank's tensor.
+        logical: Box of the block in the logical tensor, of the same lengths.
         is_primary: True on exactly one of the ranks of a model-parallel group that hold the same elements.
     """
 
@@ -44,12 +44,12 @@ class LayoutPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """See Note [Layouts].
+    """Sharding of a parameter; see Note [Layouts].
 
     Attributes:
-        logical_shape: Of the parameter as the user made it.
-        local_shape: Of what this rank holds, padding included.
-        pieces: The blocks; disjoint in the local tensor.
+        logical_shape: Shape of the user's parameter.
+        local_shape: Shape of this rank's tensor, with padding.
+        pieces: Blocks, disjoint in the local tensor.
     """
 
     logical_shape: tuple[int, ...]
@@ -58,42 +58,42 @@ class ParameterLayout:
 
     @classmethod
     def whole(cls, shape: Sequence[int], *, is_primary: bool = True) -> ParameterLayout:
-        """Returns the layout of a parameter that this rank holds whole."""
+        """Return the layout of an unsharded parameter."""
         box = tuple((0, size) for size in shape)
         piece = LayoutPiece(local=box, logical=box, is_primary=is_primary)
         return cls(logical_shape=tuple(shape), local_shape=tuple(shape), pieces=(piece,))
 
     def uncounted(self) -> ParameterLayout:
-        """Returns the same layout of a rank whose elements others write and count, all of them."""
+        """Return the same layout without primary blocks: other ranks write and count all elements."""
         return replace(self, pieces=tuple(replace(piece, is_primary=False) for piece in self.pieces))
 
     @property
     def is_whole(self) -> bool:
-        """True where this rank holds the logical tensor, in its own order."""
+        """Whether this rank's tensor is the logical tensor, in its order."""
         return len(self.pieces) == 1 and self.local_shape == self.logical_shape == _lengths(self.pieces[0].local)
 
     @property
     def counts_all(self) -> bool:
-        """True where no other rank counts an element of this rank's tensor."""
+        """Whether all blocks are primary."""
         return all(piece.is_primary for piece in self.pieces)
 
     @property
     def has_padding(self) -> bool:
-        """True where some elements of this rank's tensor are in no block."""
+        """Whether some elements of this rank's tensor are outside of all blocks."""
         return sum(math.prod(_lengths(piece.local)) for piece in self.pieces) < math.prod(self.local_shape)
 
     def cut(self, logical: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a logical tensor as memory of its own, with zeros as padding."""
+        """Return a copy of this rank's shard of a logical tensor, with zeros as padding."""
         local = logical.new_zeros(self.local_shape)
         for piece in self.pieces:
             local[_index(piece.local)] = logical[_index(piece.logical)]
         return local
 
     def counted(self, tensor: torch.Tensor, span: tuple[int, int]) -> list[torch.Tensor]:
-        """Returns views of a stretch of this rank's tensor that together are the elements that this rank counts.
+        """Return views of the primary elements of a flat range of this rank's tensor.
 
         Args:
-            tensor: The elements of the stretch, of one dimension.
+            tensor: 1-D tensor of the elements of the flat range.
             span: First element and one past the last, in the row-major flattening of this rank's tensor.
         """
         if self.counts_all and not self.has_padding:
@@ -110,15 +110,16 @@ class ParameterLayout:
         primary: bool = True,
         shared: bool = True,
     ) -> list[TensorSlice]:
-        """Returns what this rank holds of a logical tensor with a value per element, as slices of it.
+        """Return this rank's slices of a logical tensor that has one value per element of the parameter.
 
         Args:
-            name: Of the logical tensor.
-            tensor: This rank's values: in the local shape, or the elements of `span` in one dimension. The slices'
-                tensors are views of it, some of which may be strided.
-            span: First element and one past the last, in the row-major flattening of this rank's tensor; None: all.
-            primary: This rank is the one that writes among those that hold the same of this layout.
-            shared: See `TensorSlice`.
+            name: Name of the logical tensor.
+            tensor: This rank's values, in the local shape or as the 1-D elements of `span`. The slices' tensors are
+                views of it, some of which may be strided.
+            span: First element and one past the last, in the row-major flattening of this rank's tensor; optional,
+                defaults to all.
+            primary: Whether this rank is the one that writes, among those that hold the same shard.
+            shared: Value of `TensorSlice.shared`.
         """
         if span is None:
             span = (0, tensor.numel())
@@ -136,9 +137,9 @@ class ParameterLayout:
         return found
 
     def holds_first(self, span: tuple[int, int] | None = None) -> bool:
-        """Returns whether a stretch of this rank's tensor (None: all) counts the logical one's first element.
+        """Return whether a flat range of this rank's tensor, by default all, has the logical tensor's first element.
 
-        Of an empty logical tensor one of the ranks says so, if it counts what they hold.
+        The element must be primary. For an empty logical tensor it is True on one of the ranks.
         """
         span = (0, max(1, math.prod(self.local_shape))) if span is None else span
         if math.prod(self.logical_shape) == 0:
@@ -150,13 +151,13 @@ class ParameterLayout:
         return False
 
     def positions(self, span: tuple[int, int]) -> torch.Tensor:
-        """Returns where the elements of a stretch of this rank's tensor lie in the logical one's row-major flattening.
+        """Return the indices in the logical tensor's row-major flattening of a flat range of this rank's tensor.
 
         Args:
             span: First element and one past the last, in the row-major flattening of this rank's tensor.
 
         Returns:
-            int64, of one dimension; -1 for padding.
+            1-D int64 tensor; -1 for padding.
         """
         numbers = torch.arange(math.prod(self.logical_shape)).view(self.logical_shape)
         local = torch.full(self.local_shape, -1)
@@ -166,25 +167,25 @@ class ParameterLayout:
 
 
 def layout_of(parameter: torch.Tensor, shape: Sequence[int] | None = None) -> ParameterLayout:
-    """Returns which blocks of its logical tensor a parameter is made of; one that nobody cut is whole.
+    """Return the layout of a parameter; without an attached one it is unsharded.
 
     Args:
         parameter: The model's parameter.
-        shape: Of one that nobody cut; None: the parameter's own.
+        shape: Shape of an unsharded parameter; optional, defaults to the parameter's.
     """
     layout = getattr(parameter, _ATTRIBUTE, None)
     return ParameterLayout.whole(parameter.shape if shape is None else shape) if layout is None else layout
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Returns whether a layout was attached to a parameter."""
+    """Return whether a parameter has an attached layout."""
     return hasattr(parameter, _ATTRIBUTE)
 
 
 def set_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
-    """Attaches to a parameter which blocks of its logical tensor it is made of."""
+    """Attach a layout to a parameter."""
     if tuple(parameter.shape) != layout.local_shape:
-        raise ValueError(f"a layout of {layout.local_shape} does not fit a parameter of {tuple(parameter.shape)}")
+        raise ValueError(f"a layout of {layout.local_shape} does not match a parameter of {tuple(parameter.shape)}")
     setattr(parameter, _ATTRIBUTE, layout)
 
 
@@ -227,10 +228,10 @@ def _slice_of(
 def _overlaps(
     piece: LayoutPiece, local_shape: tuple[int, ...], flat: torch.Tensor, span: tuple[int, int]
 ) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Yields what a stretch of the local tensor has of a block: a view of the stretch, and its box in the logical one.
+    """Yield the intersection of a flat range of the local tensor with a block: views, and their logical boxes.
 
-    A stretch of a flattening is a few boxes: some of the first row, whole rows, some of the last row, and so on in the
-    dimensions below. Each of them meets the block in a box.
+    A flat range is a few boxes: some of the first row, complete rows, some of the last row, and so on in the lower
+    dims. The intersection of each of them with the block is a box.
     """
     for box in _boxes(local_shape, *span):
         met = tuple(_intersection(one, other) for one, other in zip(box, piece.local, strict=True))
@@ -252,7 +253,7 @@ def _intersection(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, in
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yields the boxes, in order, that a stretch of the row-major flattening of a shape is made of."""
+    """Yield the boxes, in order, of a flat range of the row-major flattening of a shape."""
     if start >= stop:
         return
     if not shape:
@@ -260,7 +261,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         return
     row = math.prod(shape[1:])
     whole = tuple((0, size) for size in shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = -(-start // row), stop // row  # complete rows
     if first > last:  # inside of one row
         yield from (((last, 1), *box) for box in _boxes(shape[1:], start - last * row, stop - last * row))
         return

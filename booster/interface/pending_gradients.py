@@ -1,4 +1,4 @@
-"""Gradients that wait for their step when a checkpoint is taken in the middle of an accumulation."""
+"""Accumulated gradients in checkpoints that are saved in the middle of an accumulation."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ if TYPE_CHECKING:
 __all__ = ["PendingGradients", "ReducedGradients", "WindowCounts"]
 
 # Note [Gradients of other ranks]
-# Inside of a window a rank holds a raw gradient g_r that the others lack. Ranks that share shards hold together, each a
-# part, the sum R of what they have reduced already; every group of them has its own R. The step uses a number times
-# D = 1/W (sum g_r + sum R) over the W ranks. (It does not matter whether backward() has averaged already: then every
-# g_r is D.) W' ranks that load must arrive at the same gradient of the step, so
-# - without num_items what counts is D. Every rank takes the mean of the stored g_r, and W'/W times the sum of all R is
-#   divided evenly among those that hold sums: 1/W' times (W' mean g_r + W'/W sum R) is D;
-# - with num_items the step multiplies D by W / (items of all ranks): what counts is W D. Every rank takes 1/W' of the
-#   sum of g_r and 1/W' of the sum of items, and the sum of all R is divided evenly, so that what follows adds to the
-#   same two sums, and an item weighs alike before and after the load.
-# A rank without shards shares with nobody: it is a group of one, and adds its part of the R to its own gradient.
-# Ranks that share a model's layers hold between them the same g_r, each a part: they count as one, the *data rank*.
-# Where W' = W every rank takes its own g_r, and where the groups are the same too its own part of R, bit for bit. Raw
-# gradients carry the loss scale they were made with: under another one they are multiplied by the quotient.
+# During an accumulation each rank holds a local scaled gradient g_r. The ranks of a sharding group hold shards of the
+# sum R of gradients that they have reduced already; every group has its own R. The step uses a multiple of D = 1/W (sum
+# g_r + sum R) over the W ranks. (Whether backward() has averaged already does not matter: then every g_r is D.) W'
+# ranks that load must compute the same step, so - without num_items D must be equal. Every rank gets the mean of the
+# stored g_r, and W'/W times the sum of all R is   distributed evenly over the ranks that hold sums: 1/W' times (W' mean
+# g_r + W'/W sum R) is D; - with num_items the step multiplies D by W / (items of all ranks), so W D must be equal.
+# Every rank gets 1/W' of the   sum of g_r and 1/W' of the sum of items, and the sum of all R is distributed evenly.
+# Later gradients then add to the   same two sums, and an item has the same weight before and after the load.
+# A rank without shards is a group of one, and adds its share of the R to its local gradient.
+# Ranks that share a model's layers hold shards of one g_r: they count as one, the *data rank*.
+# If W' = W every rank gets its own g_r, and if the groups are equal, too, its own shard of R, bit for bit. Scaled
+# gradients include their loss scale: under another one they are multiplied by the quotient.
 
 
 @dataclass(slots=True, kw_only=True)
 class WindowCounts:
-    """The numbers of a gradient window that belong to its gradients.
+    """Counters of an accumulation that are stored with its gradients.
 
     Attributes:
-        num_backwards: See `GradientWindow`.
-        num_averaged: See `GradientWindow`.
-        num_micro_steps: Micro-steps of `Booster.accumulate` since the last step.
-        loss_scale: What the losses were multiplied with.
-        num_items: This rank's sum of `num_items`; None where backward() was called without.
-        data_rank: Of the rank, see Note [Gradients of other ranks]; None: its rank.
+        num_backwards: Number of backward() calls, as in `GradientWindow`.
+        num_averaged: Number of averaged microbatches, as in `GradientWindow`.
+        num_micro_steps: Microbatches of `Booster.accumulate` since the last step.
+        loss_scale: Loss scale of the gradients.
+        num_items: This rank's sum of `num_items`, or None if backward() was called without.
+        data_rank: Data rank, see Note [Gradients of other ranks]; optional, defaults to the global rank.
     """
 
     num_backwards: int
@@ -58,15 +57,15 @@ class WindowCounts:
     data_rank: int | None = None
 
     def to_plain(self) -> dict[str, float | None]:
-        """Returns the numbers as JSON has them; `from_plain` reads them."""
+        """Return the counters as JSON values; `from_plain` reads them."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Any) -> WindowCounts:
-        """Returns the counts of what `to_plain` gave.
+        """Return the counters of a result of `to_plain`.
 
         Raises:
-            CheckpointError: It is something else.
+            CheckpointError: The values are malformed.
         """
         names = [field.name for field in fields(cls)]
         given = {"data_rank": None, **plain} if isinstance(plain, dict) else {}  # older files have no data_rank
@@ -75,18 +74,18 @@ class WindowCounts:
             type(given[name]) in (int, float) and 0 <= given[name] < math.inf for name in names if name not in optional
         ):
             raise CheckpointError(
-                f"{str(plain)[:200]} are no counts of stored gradients: take another copy of the checkpoint"
+                f"{str(plain)[:200]} are not counters of stored gradients: use another copy of the checkpoint"
             )
         return cls(**given)
 
     @classmethod
     def of_rank(cls, stored: Sequence[WindowCounts], rank: int, num_ranks: int) -> WindowCounts:
-        """Returns what a rank goes on with; see Note [Gradients of other ranks].
+        """Return the counters of a rank that loads; see Note [Gradients of other ranks].
 
         Args:
-            stored: The counts of all ranks that saved.
-            rank: The rank that loads.
-            num_ranks: How many ranks load.
+            stored: Counters of all ranks that saved.
+            rank: Rank that loads.
+            num_ranks: Number of ranks that load.
         """
         own = stored[rank % len(stored)]
         if num_ranks == len(stored) or own.num_items is None:
@@ -96,11 +95,12 @@ class WindowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedGradients:
-    """Stored sums over ranks, made to fit the ranks that load; see Note [Gradients of other ranks].
+    """Stored sums over ranks, converted for the ranks that load; see Note [Gradients of other ranks].
 
     Attributes:
-        names: Parameters that have them, the same on all ranks.
-        read: Returns the elements of a slice of a parameter's sum, in order. The slice's own tensor is not touched.
+        names: Names of their parameters, equal on all ranks.
+        read: Function that returns the elements of a slice of a parameter's sum, in order. It does not change the
+            slice's tensor.
     """
 
     names: Collection[str]
@@ -111,88 +111,88 @@ NOTHING_REDUCED = ReducedGradients(names=(), read=lambda part: part.tensor)
 
 
 class PendingGradients:
-    """A live view of the gradients that wait for a boosted optimizer's step, and of what is known about them.
+    """Live view of a boosted optimizer's accumulated gradients and their counters.
 
-    Call `synchronize` on all ranks before looking at them. A plugin that shards gradients overrides `synchronize`,
-    `tensors`, `reduced`, `first_rank` and `_replace`; one whose ranks use a parameter in turns `share_of`, `num_shares`
-    and `slices`.
+    Call `synchronize` on all ranks before reading it. A plugin that shards gradients overrides `synchronize`,
+    `tensors`, `reduced`, `first_rank` and `_replace`; one whose ranks compute summands of a parameter's gradient
+    overrides `share_of`, `num_shares` and `slices`.
 
     Args:
-        optimizer: The optimizer to read and fill.
+        optimizer: Optimizer to read and fill.
     """
 
     def __init__(self, optimizer: OptimizerWrapper) -> None:
         self.optimizer = optimizer
 
     def synchronize(self) -> None:
-        """Brings together what single ranks know of the window. Collective; here nothing."""
+        """Synchronize the state of the accumulation over ranks. Collective; does nothing by default."""
 
     @property
     def is_waiting(self) -> bool:
-        """True where gradients are there that no step has used."""
+        """Whether there are gradients that no step has used."""
         window = self.optimizer.window
         if window.has_stepped:
             return False
         gradients = [*self.tensors().values(), *(part.tensor for part in self.reduced())]
         if window.num_backwards > 0:
-            return len(gradients) > 0  # none: the user cleared them by hand
-        # zero_grad(set_to_none=False) leaves zeros, a loss.backward() of the user's own does not.
+            return len(gradients) > 0  # none if the user cleared them directly
+        # zero_grad(set_to_none=False) leaves zeros, the user's loss.backward() does not.
         return any(bool(gradient.any()) for gradient in gradients if not gradient.is_sparse)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the model's parameters that the optimizer updates, by name: those that can hold a gradient."""
+        """Return the model's parameters that the optimizer updates, by name."""
         named = self.optimizer.checkpoint_state().named_parameters()
         return {name: self.optimizer.working_parameter(parameter) for name, parameter in named.items()}
 
     def logical_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the same for all ranks that hold the model between them: `parameters` of each, here this one's."""
+        """Return the union of `parameters` over the ranks of a model-parallel group; by default this rank's."""
         return self.parameters()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's raw gradients by parameter name; parameters without one are left out."""
+        """Return this rank's scaled gradients by parameter name, without parameters that have none."""
         return {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
 
     def reduced(self) -> list[TensorSlice]:
-        """Returns what this rank holds of raw gradients that are summed over ranks already, by parameter name.
+        """Return this rank's slices of scaled gradients that are summed over ranks already, by parameter name.
 
-        The slices of the ranks with the same `first_rank` make up whole tensors, each element on one of them. Here
-        there are none.
+        The slices of the ranks with the same `first_rank` form full tensors, with each element on one of them. None by
+        default.
         """
         return []
 
     @property
     def first_rank(self) -> int:
-        """The first of the ranks that share the sums in `reduced`; here every rank is alone."""
+        """First of the ranks that share the sums in `reduced`; by default every rank is alone."""
         return group_rank()
 
     def share_of(self, name: str) -> int:
-        """Returns which summand of a data rank's gradient of a parameter this rank has, from 0."""
+        """Return the index of this rank's summand of a data rank's gradient of a parameter, from 0."""
         return 0
 
     def num_shares(self, name: str) -> int:
-        """Returns of how many summands, each on another rank, a data rank's gradient of a parameter is made."""
+        """Return the number of summands, each on another rank, of a data rank's gradient of a parameter."""
         return 1
 
     @property
     def data_rank(self) -> int:
-        """Which of the parts of the data this rank's gradients are of; see Note [Gradients of other ranks]."""
+        """Data rank of this rank's gradients; see Note [Gradients of other ranks]."""
         return group_rank(self.optimizer.data_parallel_group)
 
     @property
     def num_data_ranks(self) -> int:
-        """In how many parts the data are divided."""
+        """Number of data ranks."""
         return group_size(self.optimizer.data_parallel_group)
 
     def slices(self) -> list[TensorSlice]:
-        """Returns what this rank holds of its data rank's raw gradients, by parameter name."""
+        """Return this rank's slices of its data rank's scaled gradients, by parameter name."""
         parameters = self.parameters()
         own = self.tensors().items()
         return [part for name, one in own for part in layout_of(parameters[name]).slices(name, one.contiguous())]
 
     def counts(self) -> WindowCounts:
-        """Returns the numbers that belong to the gradients."""
+        """Return the counters of the gradients."""
         window = self.optimizer.window
-        is_shown = window.shown_factor != 1.0  # then they are the mean already
+        is_shown = window.shown_factor != 1.0  # they are the mean already
         return WindowCounts(
             num_backwards=window.num_backwards,
             num_averaged=1 if is_shown else window.num_averaged,
@@ -203,22 +203,21 @@ class PendingGradients:
         )
 
     def check(self) -> None:
-        """Raises if the gradients can't be stored.
+        """Raise if the gradients cannot be stored.
 
         Raises:
-            ConfigError: They were unscaled, averaged or clipped already: a save between clip and step.
-            CheckpointError: One of them is sparse.
+            ConfigError: They are unscaled, averaged or clipped: a save between clip and step.
+            CheckpointError: A gradient is sparse.
         """
         if self.optimizer.window.is_final and self.optimizer.window.was_multiplied:
             raise ConfigError(
-                "a checkpoint was asked for between clipping (or the gradient's norm) and optimizer.step(), where"
-                " gradients are neither raw nor used: save after step(), or before the clipping"
+                "a save between clipping (or the gradient's norm) and optimizer.step() is not possible, as gradients"
+                " are unscaled and not yet used: save after step(), or before the clipping"
             )
         sparse = [name for name, gradient in self.tensors().items() if gradient.is_sparse]
         if sparse:
             raise CheckpointError(
-                f"the gradient of {sparse[0]!r} waits for its step and is sparse, without a place in a checkpoint: save"
-                " after step()"
+                f"the accumulated gradient of {sparse[0]!r} is sparse, which cannot be stored: save after step()"
             )
 
     @torch.no_grad()
@@ -228,12 +227,12 @@ class PendingGradients:
         counts: WindowCounts,
         reduced: ReducedGradients = NOTHING_REDUCED,
     ) -> None:
-        """Replaces all gradients and the window; call it after the loss scaler got its state.
+        """Replace all gradients and the state of the accumulation, after the loss scaler was loaded.
 
         Args:
-            gradients: Names of parameters with this rank's raw gradients; the others get None.
-            counts: The numbers that belong to them.
-            reduced: Raw sums over ranks.
+            gradients: Names of parameters with this rank's scaled gradients; the others get None.
+            counts: Counters of the gradients.
+            reduced: Scaled sums over ranks.
         """
         self.clear()
         factor = self._loss_scale() / counts.loss_scale
@@ -248,14 +247,14 @@ class PendingGradients:
         reduced: ReducedGradients,
         rescaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Fills the gradients, of which there are none, after `rescaled` brought them under this loss scale."""
+        """Set the gradients, converted by `rescaled` to the current loss scale; there must be none before."""
         parameters = self.parameters()
         for name, raw in _with_sums(gradients, reduced, parameters):
             parameter = parameters[name]
             parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(rescaled(raw))
 
     def clear(self) -> None:
-        """Forgets gradients and window, as after a step."""
+        """Clear gradients and the state of the accumulation, as after a step."""
         self.optimizer.restore_window(GradientWindow(), 0)
         self.optimizer.zero_grad()
 
@@ -267,7 +266,7 @@ class PendingGradients:
 def _with_sums(
     gradients: Iterable[tuple[str, torch.Tensor]], reduced: ReducedGradients, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a rank's own gradients with its part of the sums added."""
+    """Yield a rank's local gradients with its shards of the sums added."""
 
     def part_of(name: str) -> torch.Tensor:
         parameter = parameters[name]
@@ -280,6 +279,6 @@ def _with_sums(
     for name, own in gradients:
         if name in left:
             left.remove(name)
-            own = own.double() + part_of(name)  # in fp64: scaled fp16 gradients may overflow their own format
+            own = own.double() + part_of(name)  # in fp64: scaled fp16 gradients may overflow fp16
         yield name, own
     yield from ((name, part_of(name)) for name in reduced.names if name in left)

@@ -1,4 +1,4 @@
-"""torch's own clipping and plain optimizers, where the gradients of a boosted model are not what `p.grad` shows."""
+"""Checks of torch's clipping functions and of plain optimizers on parameters of boosted models."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 # Note [Plain torch]
-# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing where gradients live in the boosted optimizer,
-# and a part of a sum inside of `Booster.accumulate`; a plain optimizer steps each rank's model by that rank's gradient
-# alone where gradients are only averaged for the optimizer that was boosted. Neither fails by itself. torch has a hook
-# for steps of any optimizer. It has none for its clipping functions, so a check is put around what they call: in the
-# closure of the functions themselves, since scripts import them by name before anything is boosted.
+# `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing if the boosted optimizer stores the gradients,
+# and clips incomplete ones inside of `Booster.accumulate`. A plain optimizer steps each rank's model by local gradients
+# if gradients are averaged for boosted optimizers only. Neither raises by itself. torch has a hook for steps of any
+# optimizer. It has none for its clipping functions, so a check wraps the function in their closures: scripts import
+# them by name before anything is boosted.
 
-clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))  # torch's own, without the check
+clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))  # without the check
 clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 
 
@@ -50,11 +50,8 @@ _refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]
 _num_boosted_backwards = 0
 
 
-# Clipping.
-
-
 def watch_clipping(optimizer: _Optimizer) -> None:
-    """Has torch's clipping functions ask a boosted optimizer for its true gradients first."""
+    """Let torch's clipping functions unscale the gradients of a boosted optimizer first."""
     _intercept_clipping()
     _optimizers.add(optimizer)
 
@@ -74,14 +71,14 @@ def _intercept(function: Callable[..., Any]) -> None:
             return own(parameters, *args, **kwargs)
         members = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         _show_gradients(members)
-        # An empty generator goes on as one: torch warns of it.
+        # An empty generator is passed on: torch warns about it.
         return own(members or parameters, *args, **kwargs)
 
     for cell in getattr(function, "__closure__", None) or ():
         if cell.cell_contents is own:
             cell.cell_contents = checked
             return
-    for module in (nn.utils, nn.utils.clip_grad):  # not wrapped: who imported it before is not reached
+    for module in (nn.utils, nn.utils.clip_grad):  # without a closure: earlier imports by name are not covered
         for name, value in list(vars(module).items()):
             if value is function:
                 setattr(module, name, checked)
@@ -94,12 +91,9 @@ def _show_gradients(parameters: Iterable[torch.Tensor]) -> None:
             optimizer._show_gradients(given)
 
 
-# Steps and backwards.
-
-
 @contextmanager
 def boosted_backward() -> Iterator[None]:
-    """Surrounds autograd in the backward of a boosted optimizer."""
+    """Context of autograd in the backward of a boosted optimizer."""
     global _num_boosted_backwards
     _num_boosted_backwards += 1
     try:
@@ -111,12 +105,12 @@ def boosted_backward() -> Iterator[None]:
 def refuse_plain_training(
     model: ModelWrapper, *, untrained: Iterable[nn.Parameter], originals: Iterable[nn.Parameter] = ()
 ) -> None:
-    """Has training by a plain optimizer raise, where gradients reach only the optimizer that was boosted.
+    """Make training by a plain optimizer raise, for models whose gradients are reduced for boosted optimizers only.
 
     Args:
-        model: The boosted model.
+        model: Boosted model.
         untrained: Its parameters, if it was boosted without an optimizer.
-        originals: Parameters from before boost() that it does not show any more.
+        originals: Parameters from before boost() that were replaced.
     """
     _watch_steps()
     _refused[model] = [weakref.ref(one) for one in originals]
@@ -131,19 +125,18 @@ def _watch_steps() -> None:
 
 
 def refuse_plain_gradient(*_: Any) -> None:
-    """Raises where a gradient arrives in a model that was boosted without an optimizer, in a plain backward.
+    """Hook of a gradient of a model that was boosted without an optimizer.
 
-    In the backward of another model's optimizer it is not needed, as the gradient of a teacher's weights.
+    In the backward of another model's optimizer the gradient is not used, such as that of a teacher's weights.
 
     Raises:
-        ConfigError: No boosted optimizer's backward runs.
+        ConfigError: It was not computed in a boosted optimizer's backward.
     """
     if _num_boosted_backwards == 0:
         raise ConfigError(
-            "loss.backward() gives gradients to a model that was boosted without an optimizer, and the ranks' gradients"
-            " are brought together only for an optimizer that boost() got: give the optimizer to boost() as well, as in"
-            " model, optimizer, *_ = booster.boost(model, optimizer), and write booster.backward(loss, optimizer). If"
-            " the model is not to be trained, write model.requires_grad_(False)"
+            "loss.backward() computes gradients of a model that was boosted without an optimizer, and gradients are"
+            " reduced over ranks for boosted optimizers only: write model, optimizer, *_ = booster.boost(model,"
+            " optimizer) and booster.backward(loss, optimizer), or model.requires_grad_(False) if it is not trained"
         )
 
 
@@ -154,7 +147,7 @@ def _refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
     known |= {id(one) for refs in list(_refused.values()) for ref in refs if (one := ref()) is not None}
     if any(id(one) in known and one.requires_grad for group in optimizer.param_groups for one in group["params"]):
         raise ConfigError(
-            f"step() of a {type(optimizer).__name__} that was not boosted, over parameters of a model that was: the"
-            " ranks' gradients are brought together only for the optimizer that boost() got. Give it the optimizer, as"
-            " in model, optimizer, *_ = booster.boost(model, optimizer), and call step() of the one that it returns"
+            f"step() of a {type(optimizer).__name__} that is not boosted, over parameters of a boosted model: gradients"
+            " are reduced over ranks for boosted optimizers only. Write model, optimizer, *_ = booster.boost(model,"
+            " optimizer), and call step() of the returned one"
         )

@@ -1,4 +1,4 @@
-"""One strategy for running one training job over the ranks."""
+"""Interface of plugins: a parallel strategy for a training job."""
 
 from __future__ import annotations
 
@@ -32,98 +32,91 @@ Boosted: TypeAlias = tuple[
     DataLoader[Any] | None,
     LRScheduler | None,
 ]
-"""What `Plugin.configure` returns: model, optimizer, criterion, dataloader, scheduler."""
+"""Result of `Plugin.configure`: model, optimizer, criterion, dataloader, scheduler."""
 
 
 class Plugin(ABC):
-    """What the facade asks of a strategy.
+    """Parallel strategy.
 
-    `Booster.boost` calls, on every rank and in this order: `check` and `agreement_facts`, after which it goes on if all
-    ranks are well and agree; `place` on the user's own objects, `MixedPrecision.prepare` unless the plugin controls
-    precision, `configure`, `MixedPrecision.configure`.
+    `Booster.boost` calls, on every rank and in this order: `check` and `agreement_facts`, compared over ranks; `place`
+    on the user's objects, `MixedPrecision.prepare` unless the plugin controls precision, `configure`,
+    `MixedPrecision.configure`.
     """
-
-    # What the strategy can do.
 
     @abstractmethod
     def supported_devices(self) -> list[str]:
-        """Returns the device types it runs on, such as ["cpu", "cuda"]."""
+        """Return the supported device types, such as ["cpu", "cuda"]."""
 
     @abstractmethod
     def supported_precisions(self) -> list[str]:
-        """Returns the names of the number formats it runs with."""
+        """Return the names of the supported precisions."""
 
     @abstractmethod
     def control_precision(self) -> bool:
-        """Returns True if the plugin has a precision argument of its own, and takes none of the Booster's."""
+        """Return whether the plugin has its own precision argument, in place of the Booster's."""
 
     @abstractmethod
     def control_device(self) -> bool:
-        """Returns True if the plugin decides the device, and takes none of the Booster's."""
+        """Return whether the plugin selects the device, in place of the Booster's argument."""
 
     def support_no_sync(self) -> bool:
-        """Returns whether `no_sync` works; it may save communication or not."""
+        """Return whether `no_sync` works, with or without saving communication."""
         return True
 
     def support_lora(self) -> bool:
-        """Returns whether low-rank adapters can be enabled."""
+        """Return whether low-rank adapters can be enabled."""
         return False
-
-    # Where this rank stands.
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
+        """Device of this rank."""
 
     @property
     @abstractmethod
     def dp_size(self) -> int:
-        """Number of parts that the data is split into."""
+        """Number of data-parallel ranks."""
 
     @property
     @abstractmethod
     def dp_rank(self) -> int:
-        """Which part of the data this rank reads."""
+        """Data-parallel rank of this process."""
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks, this one among them, that read the `dp_size` parts of the data, each one part; None: the world."""
+        """Data-parallel group of this rank: `dp_size` ranks with different data; None for the world."""
         return None
 
     def axis_sizes(self) -> dict[str, int]:
-        """Returns the number of ranks along each axis of the device mesh, by the axis's name."""
+        """Return the number of ranks along each axis of the device mesh, by name."""
         return {"dp": self.dp_size}
 
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        """Returns the number format in which gradients of such parameters are summed over ranks."""
+        """Return the dtype in which gradients of such parameters are summed over ranks."""
         return parameter_dtype
 
     def agreement_facts(self) -> list[str]:
-        """Returns lines of text that must be the same on all ranks, such as "stage=1"; compared by every boost().
+        """Return lines of text that must be equal on all ranks, such as "stage=1"; compared by every boost().
 
-        The class is compared in any case. What may differ, as a device or a directory does, stays out; so do addresses
-        in texts of objects. No communication.
+        The class is always compared. Values that may differ, such as a device or a directory, are left out, and so are
+        addresses in texts of objects. No communication.
         """
         return []
 
-    # What it does.
-
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:  # noqa: B027
-        """Raises for what this rank can tell can't be boosted; changes nothing. Default: nothing.
+        """Raise for a model or optimizer that cannot be boosted; changes nothing. Does nothing by default.
 
-        No communication: what it raises on one rank, boost() raises on all.
+        No communication: boost() raises an error of one rank on all.
 
         Raises:
-            ConfigError: The plugin can't train the model, or update it with the optimizer.
+            ConfigError: The plugin cannot train the model, or update it with the optimizer.
         """
 
     @abstractmethod
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Moves the user's model to its device and makes all ranks start from the same weights, in place.
+        """Move the user's model to its device and synchronize the weights of all ranks, in place.
 
-        Collective; all ranks have models of the same names, shapes and dtypes. `nn.Parameter` objects stay the same
-        ones.
+        Collective; all ranks have models of the same names, shapes and dtypes. `nn.Parameter` objects are not replaced.
         """
 
     @abstractmethod
@@ -135,12 +128,12 @@ class Plugin(ABC):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        """Wraps the five; what was left out stays None. Collective."""
+        """Wrap the five arguments; omitted ones stay None. Collective."""
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Returns a context in which backward() adds up gradients without needing the other ranks' part yet."""
+        """Return a context in which backward() accumulates local gradients."""
         return nullcontext()
 
     def execute_pipeline(
@@ -154,7 +147,7 @@ class Plugin(ABC):
         *,
         num_items: float | None = None,
     ) -> dict[str, Any]:
-        """Runs forward and backward for the next batch; here as one stage. See `Booster.execute_pipeline`."""
+        """Run forward and backward for the next batch, by default as one stage. See `Booster.execute_pipeline`."""
         batch = next(data_iter)
         with nullcontext() if optimizer is not None else torch.no_grad():
             outputs = call_with_batch(model, batch)
@@ -164,35 +157,35 @@ class Plugin(ABC):
         return {"loss": loss.detach() if return_loss else None, "outputs": outputs if return_outputs else None}
 
     def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
-        """Returns what training a model takes on the rank that needs the most. See `booster.estimate_memory`.
+        """Return the memory of training a model on the rank that needs the most. See `booster.estimate_memory`.
 
-        Called on one rank, while the others are imagined: see Note [Imagined ranks].
+        Called on one rank with a fake process group: see Note [Imagined ranks].
 
         Raises:
-            ConfigError: The plugin can't tell, or can't train the model.
+            ConfigError: The plugin has no estimate, or cannot train the model.
         """
         raise ConfigError(
-            f"{type(self).__name__} does not say how much memory it needs: ask about another plugin, or give the class"
-            " a method estimate_memory()"
+            f"{type(self).__name__} has no memory estimate: choose another plugin, or define its method"
+            " estimate_memory()"
         )
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:
-        """Returns arguments of the plugin that are worth a look on so many ranks, for `booster estimate`."""
+        """Return candidate arguments of the plugin on `num_ranks` ranks, for `booster estimate`."""
         return [{}]
 
     @abstractmethod
     def control_checkpoint_io(self) -> bool:
-        """Returns True if `get_checkpoint_io` gives a CheckpointIO of the plugin's own."""
+        """Return whether `get_checkpoint_io` returns the plugin's own CheckpointIO class."""
 
     @abstractmethod
     def get_checkpoint_io(self) -> CheckpointIO:
-        """Returns what saves and loads objects that this plugin boosted."""
+        """Return the CheckpointIO of objects that this plugin boosted."""
 
     def close(self) -> None:  # noqa: B027
-        """Gives back what the plugin holds beside memory, as groups of ranks; see `Booster.close`. Default: nothing.
+        """Release the plugin's process groups and other resources; see `Booster.close`. Does nothing by default.
 
-        Collective; nothing that the plugin boosted is used any more.
+        Collective; objects that the plugin boosted are no longer used.
         """
 
     def prepare_dataloader(
@@ -207,25 +200,25 @@ class Plugin(ABC):
         distributed_sampler_cls: type | None = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """Returns a loader of this rank's part of the dataset, reshuffled every epoch, resumable in mid-epoch.
-
-        Args:
-            dataset: A map-style dataset, equal on all ranks.
-            batch_size: Samples per batch and rank.
-            shuffle: A new order every epoch, derived from the seed and the epoch alone.
-            seed: Of the order and of the workers' random numbers.
-            drop_last: Drop an incomplete last global batch; False: fill it by repeating samples.
-            pin_memory: As `DataLoader`.
-            num_workers: As `DataLoader`.
-            distributed_sampler_cls: A sampler class with `DistributedSampler`'s arguments to use instead.
-            **kwargs: Further arguments of `DataLoader`.
+        """Return a loader of this rank's samples of the dataset, resumable within an epoch.
 
         Call it on every rank with the same arguments; no communication.
 
+        Args:
+            dataset: Map-style dataset, equal on all ranks.
+            batch_size: Samples per batch and rank.
+            shuffle: If True, reshuffle every epoch, by the seed and the epoch alone.
+            seed: Seed of the order and of the workers' generators.
+            drop_last: If True, drop an incomplete last global batch, else pad it by repeating samples.
+            pin_memory: Argument of `DataLoader`.
+            num_workers: Argument of `DataLoader`.
+            distributed_sampler_cls: Sampler class with `DistributedSampler`'s arguments, optional.
+            **kwargs: Further arguments of `DataLoader`.
+
         Raises:
-            ConfigError: An empty dataset, or `drop_last` leaves no batch.
+            ConfigError: The dataset is empty, or `drop_last` leaves no batch.
         """
-        from booster.data import prepare_dataloader  # the loader logs, and the logger asks where it runs
+        from booster.data import prepare_dataloader
 
         return prepare_dataloader(
             dataset,

@@ -1,4 +1,4 @@
-"""What a plugin says about the memory that a rank will need, before there is a model in memory."""
+"""Interface of memory estimates: requests to a plugin, and its estimate of the memory of a rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["ActivationProfile", "MemoryParts", "MemoryQuestion", "RankMemory", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """What a rank holds at one moment, in bytes.
+    """Memory of a rank at one time, in bytes.
 
     Attributes:
-        parameters: The weights that the model computes with, as the rank keeps them between steps.
+        parameters: Weights that the model computes with, as the rank stores them between steps.
         gradients: Gradients of parameters.
-        optimizer_states: The optimizer's, and fp32 masters.
-        activations: What forward and backward keep and compute; while the optimizer steps, what that computes with.
-        buffers: The model's buffers, gathered weights, and what is under way between ranks.
+        optimizer_states: Optimizer states and fp32 master weights.
+        activations: Tensors that forward and backward save and compute; in the optimizer's step, its temporaries.
+        buffers: The model's buffers, gathered weights, and communication buffers.
     """
 
     parameters: int = 0
@@ -34,20 +34,20 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """Sum of all."""
         return sum(getattr(self, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What training takes on the rank that needs the most.
+    """Memory of training on the rank that needs the most.
 
     Attributes:
-        backward: At the worst moment of forward and backward.
-        step: At the worst moment of the optimizer's step.
-        kept: Between steps.
+        backward: Peak of forward and backward.
+        step: Peak of the optimizer's step.
+        kept: Steady state between steps.
         sent: Bytes that the rank sends in a step.
-        elsewhere: Bytes kept in another tier: in host memory beside an accelerator, or in files.
+        elsewhere: Bytes offloaded to another tier: host memory beside an accelerator, or files.
     """
 
     backward: MemoryParts
@@ -58,22 +58,22 @@ class RankMemory:
 
     @property
     def peak(self) -> MemoryParts:
-        """The worst moment of all."""
+        """Peak of all."""
         return max((self.backward, self.step, self.kept), key=lambda parts: parts.total)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of a forward and backward, from one event to the next.
+    """Interval of a forward and backward, from one event to the next.
 
     Attributes:
-        event: What begins it: "enter" and "leave", a module's forward begins and has ended, by an exception too;
-            "backward", the gradient of what a module returned is there; "gradient", one of a parameter is, and counts
-            as an activation no more. Activation checkpointing has modules enter and leave again amid the backward.
-        name: Of the module or parameter in the model, its first one.
-        begin: Bytes of activations at its begin.
-        activations: The most of them until the next event.
-        returned: With "leave", bytes of the tensors that the module returned.
+        event: Event at its start: "enter" and "leave" of a module's forward, also by an exception; "backward" when the
+            gradient of a module's output is computed; "gradient" when that of a parameter is, which no longer counts as
+            an activation. With activation checkpointing modules enter and leave again during backward.
+        name: First name of the module or parameter in the model.
+        begin: Bytes of activations at its start.
+        activations: Peak bytes of activations until the next event.
+        returned: Bytes of the tensors that the module returned, for "leave".
     """
 
     event: str
@@ -85,15 +85,14 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class ActivationProfile:
-    """What a forward and backward of one batch take beside the model's own tensors, in bytes.
+    """Memory of a forward and backward of one batch beside the model's tensors, in bytes.
 
     Attributes:
-        moments: (activations, parameters' gradients) at the moments that matter: those at which no other moment has
-            more of the one and not less of the other.
+        moments: Pareto-maximal pairs of (activations, parameters' gradients) over time.
         kept: Activations at the end of the forward.
         gradients: Parameters' gradients at the end of the backward.
-        sent: What this rank sent meanwhile, where the model communicates.
-        course: All of it, in the order of time.
+        sent: Bytes that this rank sent meanwhile, if the model communicates.
+        course: All intervals, in order of time.
     """
 
     moments: tuple[tuple[int, int], ...]
@@ -103,17 +102,17 @@ class ActivationProfile:
     course: tuple[Stretch, ...] = ()
 
     def worst_moment(self, share_of_gradients: float = 1.0) -> tuple[int, int]:
-        """Returns the moment at which activations and this share of the gradients take the most together."""
+        """Return the pair with the largest sum of activations and this share of the gradients."""
         return max(self.moments, key=lambda moment: moment[0] + share_of_gradients * moment[1])
 
 
 class MemoryQuestion(ABC):
-    """What a plugin is asked about, and what it may ask back.
+    """Request for a plugin's memory estimate, with measurements that the plugin may call.
 
     Attributes:
-        model: The user's model, whole, on the meta device, and not to be changed.
-        trained: Parameters of it that the optimizer updates, tied ones once.
-        precision: The Booster's; None: none, or the plugin has one of its own.
+        model: The user's full model on the meta device; must not be changed.
+        trained: Parameters that the optimizer updates, tied ones once.
+        precision: Precision of the Booster, or None.
     """
 
     model: nn.Module
@@ -122,42 +121,42 @@ class MemoryQuestion(ABC):
 
     @abstractmethod
     def state_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, share: float = 1.0) -> int:
-        """Returns what the optimizer keeps for parameters, its step's counters left out.
+        """Return the bytes of optimizer states, without step counters.
 
         Args:
-            shapes: Of the whole parameters.
-            dtype: That it updates: of masters, where there are.
-            share: The part of the elements that the rank updates. Of what is kept for whole parameters, such as means
-                over rows, every rank keeps all.
+            shapes: Shapes of the full parameters.
+            dtype: Dtype of the updated tensors: of master weights, if there are any.
+            share: Fraction of the elements that the rank updates. States of full parameters, such as means over rows,
+                are stored by every rank.
         """
 
     @abstractmethod
     def step_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:
-        """Returns what the optimizer's step computes with for a moment.
+        """Return the bytes of temporaries of the optimizer's step.
 
         Args:
-            shapes: Of what is in its param groups: of shards, where parameters are divided.
-            dtype: Of these.
+            shapes: Shapes of the entries of its param groups: of shards, if parameters are sharded.
+            dtype: Dtype of the entries.
         """
 
     @abstractmethod
     def prepared_model(self) -> nn.Module:
-        """Returns a copy of the model as the Booster's precision makes it."""
+        """Return a copy of the model, prepared by the Booster's precision."""
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """Samples in this rank's batch."""
+        """Number of samples of this rank's batch."""
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the Booster's precision has the optimizer update fp32 copies of the weights."""
+        """Whether the Booster's precision uses fp32 master weights."""
         return self.precision is not None and self.precision.keeps_masters
 
     @property
     @abstractmethod
     def is_fused(self) -> bool:
-        """Whether the optimizer updates from gradients as they are, and rounds into the weights, in one pass."""
+        """Whether the optimizer unscales, updates and rounds into the weights in one pass."""
 
     @abstractmethod
     def activations(
@@ -169,12 +168,13 @@ class MemoryQuestion(ABC):
         num_micro_batches: int = 1,
         outputs_fp32: bool = True,
     ) -> ActivationProfile:
-        """Returns what a forward and backward of this rank's batch take.
+        """Return the memory of a forward and backward of this rank's batch.
 
         Args:
-            dtype: Format that the plugin casts the model and its inputs to; None: none.
-            divide: Makes of a whole copy of the model, in place, what this rank has of it.
-            divided_as: What tells this division from others, so that it is not measured twice; None: it is.
-            num_micro_batches: Into how many parts the batch is divided; measured is the largest one.
-            outputs_fp32: Whether the plugin gives the criterion outputs in fp32, where it casts the model.
+            dtype: Dtype that the plugin casts the model and its inputs to, optional.
+            divide: Function that shards a copy of the full model in place, optional.
+            divided_as: Key of this sharding, so that it is measured once; optional, by default it is measured each
+                time.
+            num_micro_batches: Number of microbatches; the largest one is measured.
+            outputs_fp32: Whether a plugin that casts the model passes fp32 outputs to the criterion.
         """

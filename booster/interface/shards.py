@@ -1,8 +1,8 @@
-"""What an optimizer that is not elementwise has to know when each rank updates parts of parameters only.
+"""Interface of optimizers that are not elementwise and run on shards of parameters.
 
 An elementwise optimizer computes every element of a parameter from that element, its gradient and its state alone, so
-it can't tell a part of a parameter from a whole one. LAMB, LARS and Adafactor can: they need norms or means over whole
-parameters. `ShardAware` is how such an optimizer says that it puts these together from the parts.
+it works on shards unchanged. LAMB, LARS and Adafactor need norms or means over full parameters. A `ShardAware`
+optimizer computes these from the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Block", "SeesWholeSteps", "Shard", "ShardAware", "Shards"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """Elements of a shard that are a block of the parameter as the user made it.
+    """Elements of a shard that form a block of the user's parameter.
 
     Attributes:
-        view: The elements, in the block's shape; with as many dimensions as the parameter.
-        box: Per dimension of the parameter the offset and the length of the block.
+        view: View of the elements in the block's shape, with the parameter's number of dims.
+        box: Offset and length per dim of the parameter.
         is_counted: True on exactly one of the ranks that hold the same elements.
     """
 
@@ -41,18 +41,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:
-    """A part of a logical parameter that this rank's optimizer updates.
+    """Shard of a logical parameter that this rank's optimizer updates.
 
     Attributes:
         name: The user's name of the parameter.
-        global_shape: The parameter's shape, as the user made it.
-        span: First element and one past the last, counted in the row-major flattening of `working`; that is the whole
-            parameter, unless the model itself is cut over ranks, see `layout`.
-        parameter: What the optimizer's `param_groups` hold: one dimension, `span[1] - span[0]` elements.
-        working: The model's whole parameter, in the format that the model computes in. It changes after the step.
-        group_index: Which of `param_groups` it is in.
-        has_master: `parameter` is an fp32 copy apart from the model's weights.
-        is_primary: True on exactly one of the ranks that hold this span, as where shards are replicated over nodes.
+        global_shape: Shape of the user's parameter.
+        span: First element and one past the last, in the row-major flattening of `working`; that is the full parameter,
+            unless the model itself is sharded, see `layout`.
+        parameter: 1-D entry of the optimizer's `param_groups`, with `span[1] - span[0]` elements.
+        working: The model's parameter, in the model's dtype. It changes after the step.
+        group_index: Index of its param group.
+        has_master: Whether `parameter` is an fp32 master weight, separate from the model's weights.
+        is_primary: True on exactly one of the ranks that hold this span, if shards are replicated.
     """
 
     name: str
@@ -65,26 +65,26 @@ class Shard:
     is_primary: bool
 
     def __post_init__(self) -> None:
-        # An optimizer may ask for what the user has marked parameters with, before boost() or later.
+        # An optimizer may read attributes that the user sets on parameters, before boost() or later.
         self.parameter.__dict__ = self.working.__dict__
 
     @property
     def layout(self) -> ParameterLayout:
-        """Which blocks of the parameter as the user made it `working` consists of."""
+        """Layout of `working` in the user's parameter."""
         return layout_of(self.working, self.global_shape)
 
     def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a tensor of the shard's shape: the elements that count in a sum over the whole parameter.
+        """Return views of the elements of a tensor of the shard's shape that count in a sum over the full parameter.
 
-        All of them, but for padding and for what another rank of a tensor-parallel group counts.
+        That is all elements but padding and those that another rank of a tensor-parallel group counts.
         """
         return self.layout.counted(tensor, self.span) if is_cut(self.working) else [tensor]
 
     def blocks(self, tensor: torch.Tensor) -> list[Block]:
-        """Returns views of a tensor of the shard's shape by where they lie in the parameter: a few, without padding.
+        """Return views of a tensor of the shard's shape with their positions in the parameter, without padding.
 
-        A stretch of a matrix is some of its first row, whole rows, and some of its last row. Unlike `positions()` this
-        takes no memory.
+        A flat range of a matrix is some of its first row, complete rows, and some of its last row. Unlike `positions()`
+        this takes no memory.
         """
         layout = self.layout
         return [
@@ -94,28 +94,28 @@ class Shard:
         ]
 
     def positions(self) -> torch.Tensor:
-        """Returns where the shard's elements lie in the row-major flattening of the parameter as the user made it.
+        """Return the indices of the shard's elements in the row-major flattening of the user's parameter.
 
         Returns:
-            int64, of one dimension; -1 for padding.
+            1-D int64 tensor; -1 for padding.
         """
         return self.layout.positions(self.span)
 
     def slices(self, name: str, tensor: torch.Tensor) -> list[TensorSlice]:
-        """Returns a tensor with one value per element of the shard as slices of the logical tensor `name`."""
+        """Return a tensor with one value per element of the shard as slices of the logical tensor `name`."""
         return self.layout.slices(name, tensor, span=self.span, primary=self.is_primary)
 
 
 class Shards:
-    """All shards of this rank, and sums over the ranks that share the parameters.
+    """All shards of this rank, and sums over the ranks of the sharding group.
 
     A rank may hold no shard of a parameter, one, or several.
 
     Args:
         parts: This rank's shards.
-        names: The names of all sharded parameters, of all param groups in turn; the same on all ranks.
-        group: The ranks that hold the parameters between them; None: the world.
-        shapes: The shape of every name's parameter; None: those of `parts` alone are known.
+        names: Names of all sharded parameters, in order of param groups, equal on all ranks.
+        group: Sharding group, None for the world.
+        shapes: Shapes of the parameters by name; optional, defaults to those of `parts`.
     """
 
     def __init__(
@@ -135,28 +135,28 @@ class Shards:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the parameters between them; None: the world."""
+        """Sharding group, None for the world."""
         return self._group
 
     def of(self, parameter: torch.Tensor) -> Shard | None:
-        """Returns the shard that an entry of `param_groups` is; None for a parameter that is whole."""
+        """Return the shard of an entry of `param_groups`, or None for an unsharded parameter."""
         return self._by_parameter.get(id(parameter))
 
     def sum_over_ranks(
         self, values: Mapping[str, torch.Tensor], lengths: int | Mapping[str, int] = 1
     ) -> dict[str, torch.Tensor]:
-        """Returns for every name the sum of what the ranks give for it, as fp32 vectors, equal on all ranks.
+        """Return the sums of the ranks' values by name, as fp32 vectors, equal on all ranks.
 
         Args:
-            values: By parameter name a tensor of this rank: the contribution of all of its shards of that parameter. A
-                name that is left out counts as zeros.
-            lengths: How many numbers there are for every name, or for each. A rank without shards can't see it from its
-                values, so every rank says it.
+            values: Tensors by parameter name: the contribution of all of this rank's shards of that parameter. Missing
+                names count as zeros.
+            lengths: Number of elements for every name, or for each. Every rank passes it, as a rank without shards does
+                not know it from its values.
 
-        Collective: every rank of the group must call it with the same lengths. One all-reduce of all vectors together.
+        Collective: every rank of the group must call it with the same lengths. One all-reduce of all vectors.
 
         Raises:
-            ConfigError: A value is of no sharded parameter, or has another number of elements than `lengths` says.
+            ConfigError: A name is not a sharded parameter, or a value has another number of elements than `lengths`.
         """
         sizes = [lengths if isinstance(lengths, int) else lengths[name] for name in self.names]
         self._check(values, sizes)
@@ -181,24 +181,24 @@ class Shards:
         foreign = sorted(values.keys() - set(self.names))
         if foreign:
             raise ConfigError(
-                f"sum_over_ranks() got a value for {foreign[0]!r}, which is no sharded parameter: give values by"
-                " Shard.name, and keep parameters for which Shards.of() returns None to yourself"
+                f"sum_over_ranks() got a value for {foreign[0]!r}, which is not a sharded parameter: pass values by"
+                " Shard.name, without parameters for which Shards.of() returns None"
             )
         for name, size in zip(self.names, sizes, strict=True):
             if name in values and values[name].numel() != size:
                 raise ConfigError(
                     f"sum_over_ranks() got {values[name].numel()} numbers for {name!r} where {size} are summed: pass"
-                    " lengths=, the same on all ranks, as a rank without shards can't tell how many there are"
+                    " lengths=, equal on all ranks, as a rank without shards has no values"
                 )
 
 
 @runtime_checkable
 class ShardAware(Protocol):
-    """An optimizer that is not elementwise, and runs on shards all the same.
+    """Optimizer that is not elementwise and supports shards.
 
-    Without `use_shards` it is an ordinary `torch.optim.Optimizer` on whole parameters. After it, `param_groups` hold
-    one-dimensional shards (and, whole, parameters that don't train), and what it used to compute over a whole parameter
-    it puts together from all shards of the parameter:
+    Without `use_shards` it is an ordinary `torch.optim.Optimizer` on full parameters. After it, `param_groups` hold 1-D
+    shards (and, unsharded, parameters that don't train), and the optimizer computes reductions over a full parameter
+    from all of its shards:
 
     - LAMB (You et al., 2020, Algorithm 2) computes its update per element as Adam does, then sums the squares of the
       weights and of the update over each of its shards (over `shard.counted(...)` of them: a tensor-parallel rank may
@@ -206,41 +206,42 @@ class ShardAware(Protocol):
       `shards.sum_over_ranks(squares, lengths=2)` once, and scales every shard by the ratio of the two roots.
     - LARS (You et al., 2017, section 5) does the same with weights and gradients before it applies momentum.
     - Adafactor (Shazeer and Stern, 2018, Algorithm 4) sums the squared gradient of a matrix by rows and by columns:
-      `shard.blocks(gradient)` says of which, and `lengths={name: rows + columns}` comes from `shards.shapes`. Its
-      clipping by the root mean square of the update takes a second call with `lengths=1`.
+      `shard.blocks(gradient)` has their indices, and `lengths={name: rows + columns}` is known from `shards.shapes`.
+      Its clipping by the root mean square of the update takes a second call with `lengths=1`.
 
-    What `step()` has to keep to:
+    Requirements of `step()`:
 
     - Every rank calls `sum_over_ranks` equally often and with the same lengths, also a rank that has no shard, or none
-      with a gradient. Whether a parameter has a gradient (`shard.parameter.grad`) is the same on all ranks.
-    - A state tensor of the shard's own shape holds one value per element, and is stored and re-cut with the elements.
-      Every other state must be equal on all ranks that hold shards of the parameter. It has two dimensions at least
-      (or none, or is no tensor), as in one it might be as long as a shard.
-    - A plugin may call it several times for one step, every time with the gradients of some parameters; all shards of
-      a parameter are in the same call. What has to see all gradients at once is `SeesWholeSteps` besides.
-    - State belongs to the shard in `param_groups`; `Shard.working` is not to be changed.
+      with a gradient. Whether a parameter has a gradient (`shard.parameter.grad`) is equal on all ranks.
+    - A state tensor of the shard's shape has one value per element, and is stored and resharded with the elements.
+        Every
+      other state must be equal on all ranks that hold shards of the parameter. It has at least two dims (or none, or is
+      not a tensor): a 1-D one might have the length of a shard.
+    - A plugin may call it several times per step, each time with the gradients of some parameters; all shards of a
+      parameter are in the same call. An optimizer that needs all gradients at once also is a `SeesWholeSteps`.
+    - State belongs to the shard in `param_groups`; `Shard.working` must not be changed.
 
-    An optimizer that is elementwise, but draws random numbers or can't be tried out on small tensors, says so by a
+    An elementwise optimizer that draws random numbers, or cannot be probed on small tensors, declares itself by a
     `use_shards` that does nothing.
     """
 
     def use_shards(self, shards: Shards) -> None:
-        """Takes over which parts of which parameters `param_groups` hold from now on.
+        """Set the shards that `param_groups` hold from now on.
 
-        Called once when the groups were re-pointed to shards, after state of earlier steps was cut; and again with new
-        `Shards` when the groups changed. Not collective, so it must not communicate.
+        Called once when the groups have shards, after existing state was sharded, and again with new `Shards` when the
+        groups change. Not collective, so it must not communicate.
         """
         ...
 
 
 @runtime_checkable
 class SeesWholeSteps(Protocol):
-    """A `ShardAware` optimizer that looks at all gradients together, as for a norm over all of them."""
+    """`ShardAware` optimizer that needs all gradients at once, as for a norm over all of them."""
 
     def whole_step(self) -> AbstractContextManager[None]:
-        """Returns a context in which all calls of `step()` are parts of one step.
+        """Return a context in which all calls of `step()` belong to one step.
 
-        It is entered when all gradients are where they belong. In each call some of them are shown, and the parameters
-        of the others have none. Not collective.
+        It is entered when all gradients are set. In each call some parameters have theirs, and the others have none.
+        Not collective.
         """
         ...

@@ -1,4 +1,4 @@
-"""The optimizer that says itself where its states lie, as one that keeps them on a disk."""
+"""Interface of optimizers that allocate their own states, such as those with states on NVMe."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ __all__ = ["AllocatesStates"]
 
 @runtime_checkable
 class AllocatesStates(Protocol):
-    """What a checkpoint asks of such an optimizer before it reads or replaces the states."""
+    """Optimizer that allocates its own states; called by a checkpoint before it reads or replaces them."""
 
     def prepare_states(self) -> None:
-        """Makes room for the states of all parameters, so that what can fail does before any state is replaced.
+        """Allocate the states of all parameters, so that failures happen before any state is replaced.
 
         Raises:
-            ConfigError: There is no room.
+            ConfigError: There is not enough space.
         """
         ...
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory for a state that is about to be filled; None: any memory in the usual format will do.
+        """Return the memory of a state that is about to be filled, or None for ordinary memory.
 
         Args:
-            parameter: One of `param_groups`.
-            key: The state's name.
-            shape: Of the state.
-            dtype: In which it is stored.
+            parameter: Parameter of `param_groups`.
+            key: Name of the state.
+            shape: Shape of the state.
+            dtype: Dtype of the stored state.
         """
         ...
 
     @property
     def can_fail_alone(self) -> bool:
-        """True where a step may fail on this rank and on no other, as a disk does."""
+        """Whether a step may fail on one rank alone, as a disk access does."""
         ...
 
     def check_states(self) -> None:
-        """Returns if the states are whole and can be read now.
-
-        Raises:
-            CheckpointError: They are not.
-        """
+        """Raise `CheckpointError` unless the states are complete and readable."""
         ...

@@ -1,4 +1,4 @@
-"""Which part of which logical tensor a rank holds: the one description that all layouts share."""
+"""Description of the elements of a logical tensor that a rank holds, shared by all layouts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ __all__ = ["TensorSlice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlice:
-    """A part of a logical tensor that this rank holds in memory.
+    """Shard of a logical tensor in this rank's memory.
 
-    The part is a span of the row-major flattening of a box of the logical tensor. A tensor-parallel layer holds a box
-    that is smaller than the tensor, with the whole box as its span; a ZeRO shard holds the whole tensor as its box and
-    a span that may begin and end in the middle; ZeRO over tensor parallelism holds both. A replicated tensor is the
-    whole box and the whole span on every rank, `primary` on one of them. Padding never appears in a slice.
+    It is a flat range (`span`) of the row-major flattening of a box of the logical tensor; box and span correspond to
+    DCP's `offsets`/`sizes` and to DeepSpeed's partitions. A tensor-parallel layer holds a box that is smaller than the
+    tensor, with the full box as its span. A ZeRO shard has the full tensor as its box and any span. ZeRO over tensor
+    parallelism has both. A replicated tensor is the full box and the full span on every rank, `primary` on one of them.
+    Slices contain no padding.
 
     Attributes:
-        name: The user's own name of the parameter, buffer or state, without any wrapper's prefix.
-        dtype: Number format of the logical tensor in a checkpoint.
+        name: The user's name of the parameter, buffer or state, without any wrapper's prefix.
+        dtype: Dtype of the logical tensor in a checkpoint.
         global_shape: Shape of the logical tensor, in elements.
-        box: Per dimension the offset and the length of the block, in elements.
-        span: First element and one past the last, counted in the row-major flattening of the box.
-        tensor: What this rank holds: `span[1] - span[0]` elements in that order, on any device or memory tier.
+        box: Offset and length per dim of the block, in elements.
+        span: First element and one past the last, in the row-major flattening of the box.
+        tensor: The `span[1] - span[0]` elements in that order, on any device or memory tier.
         primary: True on exactly one of the ranks that hold the same elements; that rank writes and counts them.
-        shared: Every rank that holds these elements holds them bit for bit alike, so they may divide the writing among
-            themselves. False: only the primary's count, as with buffers, which may drift apart.
+        shared: Whether all ranks that hold these elements have equal bits, so that they may share the writing. If
+            False, only the primary's count, as with buffers, which may drift apart.
     """
 
     name: str
@@ -54,7 +55,7 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, *, primary: bool, shared: bool = True) -> TensorSlice:
-        """Returns the slice of a tensor that this rank holds whole."""
+        """Return the slice of an unsharded tensor."""
         shape = tuple(tensor.shape)
         return cls(
             name=name,
@@ -74,5 +75,5 @@ class TensorSlice:
 
     @property
     def is_whole(self) -> bool:
-        """True where this rank holds every element of the logical tensor."""
+        """Whether this rank holds every element of the logical tensor."""
         return self.span == (0, math.prod(self.global_shape))
