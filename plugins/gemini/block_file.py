@@ -1,4 +1,4 @@
-"""The file of a disk tier: its room, requests under way, and memory that shows it."""
+"""File of a disk tier: free space, requests in flight, and memory mappings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from booster.kernels.disk_io import ALIGNMENT, DiskQueue, Ticket, aligned_buffer
 __all__ = ["BlockFile", "DiskTransfer", "whole_pages"]
 
 # Note [Two ways to the file]
-# Requests go past the page cache (the direct way) where the file system can do that, or through it (the cached way).
-# The system keeps the two coherent one after another, but not at the same time: pages of the cache come in groups, so
-# that a page which is changed through a mapping may be written back together with older neighbours, over what another
-# request writes directly. So all requests under way go the same way, and before one goes the other way, those under
-# way are waited for. The cached way is for files that know no other, for as long as a tensor over the file lives, and
-# for tensors in memory whose address the direct way doesn't take.
+# Requests bypass the page cache (direct I/O, O_DIRECT) if the file system supports it, or else use it (cached I/O).
+# The kernel keeps the two coherent in sequence, but not concurrently: the cache writes back pages in groups, so that a
+# page that was changed through a mapping may be written together with stale neighbours, over the data of a concurrent
+# direct write. So all requests in flight use the same mode, and a switch waits for them. Cached I/O is used if the file
+# does not support O_DIRECT, while a tensor maps the file, and for unaligned tensors in memory.
 #
-# The direct way moves whole pages. What is left at the end of a tensor goes through a page of its own, and so do small
-# tensors at addresses that are not aligned.
+# Direct I/O moves full pages. The tail of a tensor goes through a bounce buffer, and so do small unaligned tensors.
 _DETOUR_BYTES = 64 << 10
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,10 +34,10 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
 
 class DiskTransfer:
-    """A read or write of a block: its parts, and the page that the end of what is read comes in.
+    """Read or write of a block: its requests, and the bounce buffer of the tail of a read.
 
     Attributes:
-        error: What failed, once it is settled.
+        error: First error of a request, set by `settle`.
     """
 
     def __init__(
@@ -50,22 +48,22 @@ class DiskTransfer:
         self._end = end
 
     def is_done(self) -> bool:
-        """Returns True if `settle` would return at once."""
+        """Return True if `settle` would not block."""
         return all(ticket.done() for ticket in self._tickets)
 
     def settle(self) -> None:
-        """Waits until nothing of it is under way, for somebody who only wants to go on."""
+        """Wait until no request is in flight, without raising errors."""
         for ticket in self._tickets:
             try:
                 ticket.wait()
             except OSError as error:
-                self.error = self.error or error  # raised by `wait`, when all parts have ended
+                self.error = self.error or error  # raised by `wait`, after all requests have finished
 
     def wait(self) -> None:
-        """Waits, fills in the end of what is read, and raises what failed; any number of times.
+        """Wait, and copy the tail of a read from its bounce buffer. Idempotent.
 
         Raises:
-            OSError: A part failed.
+            OSError: A request failed.
         """
         self.settle()
         end, self._end = self._end, None
@@ -77,11 +75,11 @@ class DiskTransfer:
 
 
 class BlockFile:
-    """The file: its room, and the requests under way. See Note [Two ways to the file].
+    """File of a disk tier, with its free list and the requests in flight (Note [Two ways to the file]).
 
     Args:
-        path: Where it is made.
-        queue: What does the requests; closed before the file is.
+        path: Path of the file, which is created.
+        queue: Queue of the requests. It is closed before the file.
     """
 
     def __init__(self, path: Path, queue: DiskQueue) -> None:
@@ -90,7 +88,7 @@ class BlockFile:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._is_closed = False
-        # One page, on which the direct way is tried.
+        # One page, to probe for O_DIRECT.
         self._direct, self._is_direct = open_data_file(path, ALIGNMENT)
         self._cached = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._is_cached_way = not self._is_direct
@@ -100,7 +98,7 @@ class BlockFile:
         self._room = _Room()
 
     def take(self, num_bytes: int) -> tuple[int, bool]:
-        """Returns the offset of whole pages that are reserved, and whether they are known to be zero."""
+        """Reserve full pages; return their offset and whether they are known to be zero."""
         with self._open():
             offset = self._room.take(num_bytes)
             if offset is not None:
@@ -110,11 +108,11 @@ class BlockFile:
             return offset, True
 
     def give_back(self, extent: tuple[int, int]) -> None:
-        """Lets the pages (offset and number of bytes) be taken again; also from inside of a garbage collection."""
+        """Free pages (offset and number of bytes). Safe to call during a garbage collection."""
         self._room.given_back.append(extent)
 
     def read(self, data: Tensor, offset: int) -> DiskTransfer:
-        """Starts to fill bytes in memory with those at an offset."""
+        """Start a read at an offset into `data`."""
         with self._open():
             num_direct = self._choose_way(data)
             if self._is_cached_way:
@@ -127,7 +125,7 @@ class BlockFile:
             return self._started(tickets, None if page is None else (end, page))
 
     def write(self, data: Tensor, offset: int) -> DiskTransfer:
-        """Starts to write bytes from memory to an offset."""
+        """Start a write of `data` at an offset."""
         with self._open():
             num_direct = self._choose_way(data)
             if self._is_cached_way:
@@ -141,10 +139,10 @@ class BlockFile:
             return self._started(tickets)
 
     def show(self, offset: int, num_bytes: int) -> mmap.mmap:
-        """Returns memory that is the file's from an offset on, rounded down to what the system can map."""
+        """Return a shared mapping of the file from `offset`, rounded down to the allocation granularity."""
         with self._open():
             self._go(is_cached=True)
-            # Touching a page that the file doesn't have would end the process.
+            # An access beyond the end of the file would raise SIGBUS.
             if os.fstat(self._cached).st_size < offset + num_bytes:
                 raise OSError(errno.EIO, "the file is shorter than it should be", os.fspath(self._path))
             start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -153,7 +151,7 @@ class BlockFile:
             return memory
 
     def close(self) -> None:
-        """Closes the file; nothing may be under way."""
+        """Close the file. No request may be in flight."""
         with self._lock:
             self._is_closed = True
             self._under_way.clear()
@@ -161,10 +159,10 @@ class BlockFile:
             os.close(self._cached)
 
     def _open(self) -> threading.Lock:
-        """Returns the lock; before it is taken, as another thread may have held it when the process was forked.
+        """Check the file and return the lock, not acquired: in a forked child another thread may have held it.
 
         Raises:
-            ConfigError: The file is closed, or another process's.
+            ConfigError: The file is closed or belongs to another process.
         """
         if os.getpid() != self._process:
             raise ConfigError(
@@ -176,7 +174,7 @@ class BlockFile:
         return self._lock
 
     def _choose_way(self, data: Tensor) -> int:
-        """Chooses the way for bytes in memory, and returns how many of the first go directly, if they do."""
+        """Choose direct or cached I/O for `data`; return the length of its direct prefix in bytes."""
         num_bytes = data.numel()
         num_direct = num_bytes // ALIGNMENT * ALIGNMENT if data.data_ptr() % ALIGNMENT == 0 else 0
         is_detour_long = num_bytes - num_direct > _DETOUR_BYTES
@@ -204,7 +202,7 @@ class BlockFile:
         try:
             _reserve(self._cached, self._end, num_bytes)
         except OSError as error:
-            os.ftruncate(self._cached, self._end)  # a part may have been reserved
+            os.ftruncate(self._cached, self._end)  # the reservation may be partial
             if error.errno in _FULL:
                 free = shutil.disk_usage(self._path.parent).free
                 raise ConfigError(self._no_room(num_bytes, free)) from error
@@ -220,11 +218,11 @@ class BlockFile:
 
 
 class _Room:
-    """Pages that were given back, as stretches of whole pages.
+    """Free list of extents of full pages.
 
     Attributes:
-        given_back: Offsets and numbers of bytes that are not sorted in yet. Appending to it needs no lock, which the
-            thread that collects garbage may hold already.
+        given_back: Freed extents (offset, bytes) that are not merged yet. Appending needs no lock, which the thread
+            that runs a garbage collection may already hold.
     """
 
     def __init__(self) -> None:
@@ -232,7 +230,7 @@ class _Room:
         self._stretches: list[tuple[int, int]] = []  # by offset; no two touch
 
     def take(self, num_bytes: int) -> int | None:
-        """Returns the offset of pages of the first stretch that has enough of them; None: there is none."""
+        """Allocate from the first extent that is large enough (first fit); return its offset, or None."""
         self._sort_in()
         for index, (offset, length) in enumerate(self._stretches):
             if length >= num_bytes > 0:
@@ -255,12 +253,12 @@ class _Room:
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Returns a number of bytes rounded up to what the direct way moves."""
+    """Round a number of bytes up to the alignment of direct I/O."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _reserve(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Makes the file longer, with its space reserved where the system can do that."""
+    """Extend the file, with its space reserved if the system supports that."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, offset, num_bytes)

@@ -1,4 +1,4 @@
-"""A chunk: the weights of some parameters, of which each rank owns a piece and gathers the rest when they are used."""
+"""Chunks: flat buffers of parameters that are sharded over the ranks and all-gathered for use."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from booster.plugins.sharding.buffer_pool import Buffer
 __all__ = ["Chunk", "Slot", "placeholder", "was_written_unseen"]
 
 # Note [Chunk lifetime]
-# Between two steps a rank has its *piece* of a chunk's weights, in memory or in the offload tier, and the parameters
-# show a placeholder: their shape, with nan in every place. `start_gather` brings all pieces into a buffer of the pool,
-# the *payload*, and `finish_gather` points the parameters into it; `release` takes them out again, and nothing need be
-# written back, as weights change in the step alone. A *kept* chunk stays gathered; its piece is part of its payload.
-# In backward every gradient is moved from `.grad` into a flat buffer. That is the payload itself where the parameter's
-# weights are not needed any more and nobody else looks at them, else a second buffer. The weights of the others are
-# still there; who asks for weights that a gradient has replaced has the chunk gathered once more, elsewhere.
-# `start_reduce` sends the gradients, `finish_reduce` adds this rank's piece of their sum to `sums`.
+# Between two steps a rank holds its shard of a chunk's weights, in memory or in the offload tier. The parameters are
+# bound to a placeholder: a nan that is expanded to their shape. `start_gather` all-gathers the shards into a buffer of
+# the pool (`payload`), and `finish_gather` binds the parameters to views of it. `release` unbinds them without a
+# write-back, as weights change in `step` only. A chunk that is kept gathered (`is_kept`) has its shard inside
+# `payload`. In backward every gradient moves from `.grad` into a flat buffer. That buffer is `payload` itself if the
+# parameter's weights are no longer needed and no other tensor views them, else a second buffer. The other parameters'
+# weights stay valid. Reading weights that a gradient has overwritten gathers the chunk again into another buffer.
+# `start_reduce` starts the reduce-scatter, and `finish_reduce` adds this rank's gradient shard to `sums`.
 
 
 @dataclass(slots=True, eq=False)
@@ -35,18 +35,18 @@ class Slot:
     """One parameter of a chunk.
 
     Attributes:
-        name: The user's name of it.
+        name: Name in the user's model.
         parameter: The model's parameter.
-        place: Where it lies in the chunk.
+        place: Region of the parameter in the chunk.
         chunk: The chunk.
-        state: Where it stands.
-        num_pins: Modules that are running and use it.
-        num_saved: Operators of graphs that are alive which will ask for its weights in backward.
-        is_expected: Its gradient arrived in some backward, so that the chunk is not complete without it.
-        is_used: A gradient arrived in this window.
-        has_gradient: Its gradient is in the chunk's gradient buffer.
-        is_watched: Its gradients are taken when they arrive.
-        is_overwritten: The gradient took the place of its weights in the payload.
+        state: Current state.
+        num_pins: Number of running modules that use the parameter.
+        num_saved: Number of operators in live graphs whose backward will read the weights.
+        is_expected: True if the chunk is incomplete without this gradient, as it arrived in an earlier backward.
+        is_used: True if a gradient arrived in this accumulation.
+        has_gradient: True if the gradient is in the chunk's gradient buffer.
+        is_watched: True if a hook takes the gradients as they arrive.
+        is_overwritten: True if the gradient has overwritten the weights in the gathered buffer.
     """
 
     name: str
@@ -63,30 +63,30 @@ class Slot:
     is_overwritten: bool = False
 
     def go(self, state: TensorState) -> None:
-        """Changes the state.
+        """Change the state.
 
         Raises:
-            RuntimeError: The change is illegal.
+            RuntimeError: The transition is illegal.
         """
         self.state = checked_transition(self.name, self.state, state)
 
     def hide(self) -> None:
-        """Lets the parameter show a placeholder."""
+        """Bind the parameter to the placeholder."""
         self.parameter.data = self.chunk.blank.expand(self.place.shape)
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the parameter's place in a flat buffer, in its shape."""
+        """Return the parameter's region of a flat buffer as a view in its shape."""
         return flat[self.place.start : self.place.stop].view(self.place.shape)
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns what parameters show in all places while their weights are not here: nan, or 0 of integers."""
+    """Return the 0-dim placeholder of sharded parameters: nan, or 0 for integer dtypes."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def was_written_unseen(chunks: Sequence[Chunk]) -> bool:
-    """Whether `Chunk.was_written_unseen` is true of any; an accelerator is waited for once."""
+    """Whether `Chunk.was_written_unseen` is true of any chunk, with one device sync per dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for chunk in chunks:
         by_dtype.setdefault(chunk.layout.dtype, []).append(chunk.blank)
@@ -99,17 +99,17 @@ def was_written_unseen(chunks: Sequence[Chunk]) -> bool:
 
 
 class Chunk:
-    """See Note [Chunk lifetime].
+    """Chunk of parameters, sharded over a group. Note [Chunk lifetime] describes its states.
 
     Args:
-        index: Of the chunk.
-        layout: Where its parameters lie.
-        named: Its parameters with their names, in the layout's order.
-        rank: Of this process in the shard group.
-        group: The shard group; None: the world.
-        device: Where it is gathered.
-        sum_dtype: The format in which gradients are summed.
-        sum_device: Where the sums are.
+        index: Index of the chunk.
+        layout: Layout of the parameters in the chunk.
+        named: Names and parameters, in the layout's order.
+        rank: Rank of this process in the shard group.
+        group: Shard group. None is the world group.
+        device: Device of the gathered weights.
+        sum_dtype: Dtype in which gradients are summed.
+        sum_device: Device of the gradient shard.
     """
 
     def __init__(
@@ -154,30 +154,30 @@ class Chunk:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the parameters show weights, but for those that gradients have replaced."""
+        """Whether the parameters are bound to weights, except those that gradients have overwritten."""
         return self.payload is not None and self._gather is None
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether a gathering was started and not ended."""
+        """Whether an all-gather is in flight."""
         return self._gather is not None
 
     @property
     def has_all_weights(self) -> bool:
-        """Whether it is gathered and no gradient has replaced weights."""
+        """Whether the chunk is gathered and no gradient has overwritten weights."""
         return self.is_gathered and not self.was_replaced
 
     @property
     def can_be_released(self) -> bool:
-        """Whether it is gathered, nobody needs it just now, and no gradients are in it."""
+        """Whether the chunk is gathered, unused, and free of gradients."""
         is_idle = self.is_gathered and not self.is_kept and self.num_pins == 0
         return is_idle and not self.holds_gradients_in_payload
 
     def keep(self, weights: torch.Tensor) -> None:
-        """Makes this rank hold all weights from now on; its piece becomes part of them.
+        """Keep the full weights on this rank; its shard becomes a view of them.
 
         Args:
-            weights: All of them, flat, the waste included; the chunk takes the memory over if its format is the same.
+            weights: Full flat weights including padding. The chunk takes over the memory if the dtype is the same.
         """
         self.is_kept = True
         self.payload = weights.to(self.layout.dtype)
@@ -185,7 +185,7 @@ class Chunk:
         self.show()
 
     def stop_keeping(self) -> None:
-        """Lets this rank hold its piece alone again."""
+        """Free the full weights and hold only this rank's shard again."""
         assert self.weights.tensor is not None, "a kept chunk is in memory"
         self.weights.tensor = self.weights.tensor.clone()
         self.is_kept = False
@@ -193,21 +193,21 @@ class Chunk:
         self.payload = None
 
     def make_main(self, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
-        """Makes room for the piece that an optimizer updates, where it is not the weights themselves."""
+        """Allocate the master shard, unless the optimizer updates the weights themselves."""
         if dtype != self.layout.dtype or device != self.weights.device:
             self.main = Piece(self.layout.piece_numel, dtype, device)
             self.main.allocate(tier if tier is not None and tier.name == "disk" else None)
 
     def start_gather(self, buffer: Buffer | None, take_buffer: Callable[[int], Buffer]) -> Buffer | None:
-        """Starts to bring all pieces of the weights together. Collective over the shard group.
+        """Start the all-gather of the weights. Collective over the shard group.
 
         Args:
-            buffer: Room for them, which the chunk keeps until `release`; None: where they are already, so that this
-                rank takes part for the sake of others, or where the chunk is kept.
-            take_buffer: Returns a further buffer of so many bytes.
+            buffer: Output buffer, which the chunk holds until `release`. None reuses the gathered buffer, for a chunk
+                that is kept gathered or that only other ranks need.
+            take_buffer: Function that returns another buffer of the given bytes.
 
         Returns:
-            A buffer that the chunk has no more use for.
+            A buffer that the chunk no longer needs, if any.
         """
         unused: Buffer | None = None
         if buffer is not None:
@@ -224,14 +224,14 @@ class Chunk:
         return unused
 
     def finish_gather(self) -> None:
-        """Waits for the weights and lets the parameters show them."""
+        """Wait for the weights and bind the parameters to them."""
         assert self._gather is not None, "nothing was started"
         self._gather.wait()
         self._gather = None
         self.show()
 
     def was_written_unseen(self) -> bool:
-        """Whether somebody wrote to a parameter while its weights were not here; what was written is lost."""
+        """Whether a parameter was modified while it was sharded. Such a write is lost."""
         value = self.blank.item()
         is_number = self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
         was_written = value == value if is_number else value != 0
@@ -240,7 +240,7 @@ class Chunk:
         return bool(was_written)
 
     def show(self) -> None:
-        """Points the parameters into the payload."""
+        """Bind the parameters to views of the gathered weights."""
         assert self.payload is not None, "there are no weights"
         for slot in self.slots:
             slot.parameter.data = slot.within(self.payload)
@@ -248,8 +248,8 @@ class Chunk:
                 slot.go(TensorState.HOLD)
 
     def release(self) -> Buffer | None:
-        """Takes the weights from the parameters; returns the buffer, which nobody here looks into any more."""
-        assert self.can_be_released, "it is kept, on its way, or in use"
+        """Unbind the parameters and return the buffer, which has no views left in this class."""
+        assert self.can_be_released, "the chunk is kept gathered, in flight, or in use"
         self._hide()
         return self._drop_payload()
 
@@ -267,7 +267,7 @@ class Chunk:
         return buffer
 
     def pin(self, slots: Iterable[Slot]) -> None:
-        """Says that a module which uses these parameters is running."""
+        """Mark these parameters as used by a running module."""
         self.num_pins += 1
         for slot in slots:
             slot.num_pins += 1
@@ -275,7 +275,7 @@ class Chunk:
                 slot.go(TensorState.COMPUTE)
 
     def unpin(self, slots: Iterable[Slot]) -> None:
-        """Says that the module has ended."""
+        """Undo `pin` when the module has finished."""
         self.num_pins -= 1
         for slot in slots:
             slot.num_pins -= 1
@@ -283,7 +283,7 @@ class Chunk:
                 slot.go(TensorState.HOLD)
 
     def remove(self, slot: Slot) -> None:
-        """Gives up a parameter; what it had here is waste from now on."""
+        """Remove a parameter; its region becomes padding."""
         self.slots = [one for one in self.slots if one is not slot]
         self.starts = [one.place.start for one in self.slots]
 
@@ -291,28 +291,28 @@ class Chunk:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients of this backward wait to be reduced."""
+        """Whether gradients of this backward are not reduced yet."""
         return self._gradient is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients have arrived that are expected, and at least one."""
+        """Whether all expected gradients have arrived, and at least one."""
         return self._gradient is not None and self._num_arrived >= self._num_expected
 
     def expect(self) -> None:
-        """Takes note that other gradients are expected than before; between backwards."""
+        """Recount the expected gradients. Call between backwards."""
         self._num_expected = sum(slot.is_expected for slot in self.slots)
 
     @torch.no_grad()
     def receive(self, slot: Slot, take_buffer: Callable[[int], Buffer]) -> None:
-        """Moves a gradient that has arrived from `.grad` into the gradient buffer.
+        """Move a gradient from `.grad` into the gradient buffer.
 
         Args:
-            slot: Whose gradient.
-            take_buffer: Returns a buffer of so many bytes.
+            slot: Parameter of the gradient.
+            take_buffer: Function that returns a buffer of the given bytes.
         """
         gradient = slot.parameter.grad
-        assert gradient is not None, "it has arrived"
+        assert gradient is not None, "the gradient has arrived"
         if slot.state is not TensorState.HOLD_AFTER_BWD:
             slot.go(TensorState.HOLD_AFTER_BWD)
         if self._gradient is None:
@@ -321,7 +321,7 @@ class Chunk:
             self._move_gradients(take_buffer)
         place = slot.within(self._gradient)
         if slot.has_gradient:
-            place.add_(gradient)  # it arrived before in this backward: of an inner one
+            place.add_(gradient)  # a nested backward produced an earlier gradient
         elif gradient.is_sparse:
             place.zero_().add_(gradient)
         else:
@@ -340,14 +340,14 @@ class Chunk:
         return self._gradient_buffer.view(self.layout.numel, self.layout.dtype)
 
     def _may_overwrite(self, slot: Slot) -> bool:
-        """Whether a parameter's weights in the payload are of no more use to anybody."""
+        """Whether no module, graph or view needs the weights in the gathered buffer."""
         if self._buffer is None or self.num_pins > 0 or slot.num_saved > 0 or self._gather is not None:
             return False
-        # One view for each parameter, and the payload.
+        # One view per parameter, and the flat one.
         return self._buffer.num_views == len(self.slots) + 1
 
     def _move_gradients(self, take_buffer: Callable[[int], Buffer]) -> None:
-        """Brings gradients that are in the payload to a buffer of their own: the weights beside them are looked at."""
+        """Move gradients out of the gathered buffer into a dedicated one, as weights beside them are still in use."""
         buffer = take_buffer(self.layout.num_bytes)
         moved = buffer.view(self.layout.numel, self.layout.dtype)
         assert self.payload is not None
@@ -358,11 +358,11 @@ class Chunk:
 
     @property
     def holds_gradients_in_payload(self) -> bool:
-        """Whether the payload can't be given back before the gradients in it are reduced."""
+        """Whether the gathered buffer holds gradients, so that it must not be freed before their reduction."""
         return self._gradient is not None and self._gradient is self.payload
 
     def _part_gradients(self, take_buffer: Callable[[int], Buffer]) -> None:
-        """Takes gradients out of the payload: it becomes their buffer, unless somebody looks at weights in it."""
+        """Turn the gathered buffer into the gradient buffer, or move the gradients if weights in it are in use."""
         assert self._buffer is not None
         if self.num_pins > 0 or self._buffer.num_views != len(self.slots) + 1:
             self._move_gradients(take_buffer)
@@ -374,7 +374,7 @@ class Chunk:
 
     @torch.no_grad()
     def start_reduce(self, take_buffer: Callable[[int], Buffer]) -> None:
-        """Starts to sum gradients over the ranks, zeros where this rank has none. Collective over the shard group."""
+        """Start the reduce-scatter, with zeros for missing gradients. Collective over the shard group."""
         if self._gradient is None:
             self._gradient_buffer = take_buffer(self.layout.num_bytes)
             self._gradient = self._gradient_buffer.view(self.layout.numel, self.layout.dtype)
@@ -389,7 +389,7 @@ class Chunk:
         self._reduction.aim(sums, accumulate=self.has_sums)
 
     def _sums_at_hand(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
-        """Returns the sums, as far as there are any: themselves, or a copy in memory if they are offloaded."""
+        """Return the gradient shard, or a copy in memory if it is offloaded."""
         if self.sums.tensor is not None:
             return self.sums.tensor
         self._sums_buffer = take_buffer(self.sums.num_bytes)
@@ -399,19 +399,19 @@ class Chunk:
         return sums
 
     def _room_for_copies(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
-        """Returns room for what messages bring of other ranks' gradients; called where gradients go by messages."""
+        """Return the receive buffer of a reduce-scatter by point-to-point messages."""
         numel = self.layout.numel - self.layout.piece_numel
         self._copies_buffer = take_buffer(numel * self.layout.dtype.itemsize)
         return self._copies_buffer.view(numel, self.layout.dtype)
 
     @property
     def is_reducing(self) -> bool:
-        """Whether a reduction was started and not ended."""
+        """Whether a reduce-scatter is in flight."""
         return self._reduction is not None
 
     @torch.no_grad()
     def finish_reduce(self) -> list[Buffer]:
-        """Waits, and adds this rank's piece of the sum to `sums`; returns the buffers that were used."""
+        """Wait for the reduce-scatter, accumulate this rank's shard in `sums`, and return the buffers used."""
         assert self._reduction is not None
         if self._sums_buffer is None:
             assert self.sums.tensor is not None
@@ -432,7 +432,7 @@ class Chunk:
         return [buffer for buffer in used if buffer is not None]
 
     def forget_gradients(self) -> Buffer | None:
-        """Lets go of all gradients of the window; returns the buffer of those that were not reduced, if any."""
+        """Drop all gradients of the accumulation; return the buffer of unreduced ones, if any."""
         if self.holds_gradients_in_payload:
             self._hide()
             self._gradient_buffer = self._drop_payload()
@@ -448,13 +448,13 @@ class Chunk:
         return buffer
 
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
-        """Returns this rank's gradient of a parameter that was not reduced yet, in its shape; None: there is none."""
+        """Return this rank's unreduced gradient of a parameter, in its shape, or None."""
         if slot.has_gradient and self._gradient is not None:
             return slot.within(self._gradient)
         return slot.parameter.grad
 
     @property
     def bytes_in_memory(self) -> int:
-        """Bytes of its own memory in the compute tier, without buffers of the pool."""
+        """Bytes in the compute tier, without buffers of the pool."""
         own = self.payload.nbytes if self.is_kept and self.payload is not None else self.weights.bytes_in_memory
         return own + self.sums.bytes_in_memory

@@ -1,4 +1,4 @@
-"""Which chunks are gathered: the one place where weights are gathered, prefetched and released."""
+"""Chunk manager: gathers, prefetches and releases the weights of chunks."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from booster.plugins.sharding.buffer_pool import Buffer, BufferPool
 __all__ = ["ChunkManager"]
 
 # Note [Room]
-# The placement says how many bytes of buffers may be in the compute tier at a moment. A buffer is made room for by
-# giving up, in this order: weights that this iteration needs no more; reductions under way, which are waited for; and
-# weights whose next use is farthest away. What a running module uses, what arrives, and gradients that are not reduced
-# yet stay: if nothing else is left, the buffer is taken all the same, as no operator runs on a part of its weights.
+# The placement limits the bytes of buffers in the compute tier at each point of an iteration. To allocate a buffer, the
+# manager frees, in this order: weights that this iteration no longer needs; buffers of reductions in flight, after a
+# wait; and weights whose next use is farthest away. It never evicts weights of running modules, chunks in flight and
+# unreduced gradients. If nothing else is left, the budget is exceeded, as operators need their full weights.
 
 
 class ChunkManager:
-    """The chunks of a model.
+    """Manager of a model's chunks.
 
     Args:
-        chunks: All of them, by index.
-        meeting: Of the ranks that share them.
-        device: The compute tier's.
-        placement: What may be in the compute tier.
-        agreement_group: All data-parallel ranks, on the CPU; None: the world.
-        make_tier: Makes where the rest goes.
-        max_prefetch: How many chunks are gathered ahead.
-        reduces_asynchronously: Whether a reduction goes on while backward does.
-        other_bytes: Returns the bytes of everything in the compute tier that is not of chunks, as far as it is known.
+        chunks: All chunks, by index.
+        meeting: Negotiation between the ranks of the shard group.
+        device: Device of the compute tier.
+        placement: Placement policy, which sets the memory budget.
+        agreement_group: All data-parallel ranks, with a CPU backend. None is the world group.
+        make_tier: Factory of the offload tier.
+        max_prefetch: Maximum number of chunks to prefetch.
+        reduces_asynchronously: If True, reductions overlap with backward.
+        other_bytes: Function that returns the known non-chunk bytes in the compute tier.
 
     Attributes:
-        state_bytes: Returns for a chunk the bytes of this rank's masters and optimizer states.
+        state_bytes: Function that returns the bytes of this rank's master weights and optimizer states of a chunk.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class ChunkManager:
         self.reduction = GradientReduction(self, is_asynchronous=reduces_asynchronously)
 
     def note_filled(self) -> None:
-        """Called when the chunks have got their memory."""
+        """Register the chunks' addresses once their memory is allocated."""
         for chunk in self.chunks:
             self._note_address(chunk)
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """Takes further chunks, with memory, behind the others; what was recorded is recorded anew."""
+        """Append allocated chunks. The trace is dropped and recorded again."""
         self.chunks += chunks
         self._last_use += [0] * len(chunks)
         for chunk in chunks:
@@ -106,13 +106,13 @@ class ChunkManager:
     # Placement.
 
     def needed_tier(self) -> Tier:
-        """Returns the offload tier, which is made when it is asked for first."""
+        """Return the offload tier, created on first use."""
         if self.tier is None:
             self.tier = self._make_tier()
         return self.tier
 
     def sizes(self) -> list[ChunkBytes]:
-        """Returns what each chunk takes, as it was when `choose_homes` was called last."""
+        """Return the sizes of all chunks as of the last `choose_homes` call."""
         if self._sizes is None:
             self._sizes = [self._size_of(chunk) for chunk in self.chunks]
         return self._sizes
@@ -126,7 +126,7 @@ class ChunkManager:
         )
 
     def choose_homes(self) -> Homes:
-        """Returns what the placement says about where pieces are kept now. Collective: an error is raised on all ranks.
+        """Return the locations of all shards by the placement policy. Collective: an error is raised on all ranks.
 
         Raises:
             ConfigError: The budget is too small.
@@ -142,21 +142,21 @@ class ChunkManager:
         return found
 
     def sums_tier(self, chunk: Chunk) -> Tier | None:
-        """Returns where the sums of a chunk's gradients go; None: into memory."""
+        """Return the tier of a chunk's gradient shard, or None for memory."""
         return self.tier if chunk.index in self.homes.weights else None
 
     @property
     def bytes_in_memory(self) -> int:
-        """Bytes that chunks take in the compute tier, buffers included, masters and states not."""
+        """Bytes of chunks and buffers in the compute tier, without master weights and optimizer states."""
         return self.pool.bytes_held + sum(chunk.bytes_in_memory for chunk in self.chunks)
 
     # Iterations.
 
     def begin_forward(self, *, trains: bool) -> None:
-        """Called when the outermost module starts.
+        """Start a forward of the outermost module.
 
         Args:
-            trains: A backward will follow.
+            trains: If True, a backward follows.
         """
         self._current = ()
         if self.record is None:
@@ -167,15 +167,15 @@ class ChunkManager:
         self._awaits_backward = trains
 
     def end_forward(self, *, trains: bool) -> None:
-        """Called when the outermost module has ended: takes part in what other ranks still need. Collective."""
-        if self.is_whole:  # all weights are here, and what this rank computes is its own affair
+        """Finish a forward of the outermost module, and serve the pending requests of other ranks. Collective."""
+        if self.is_whole:  # all weights are gathered, so that ranks may run different code
             return
         self.close()
         if not trains:
             self.release_all()
 
     def end_backward(self) -> None:
-        """Called when autograd has ended: reduces what is left, and lets go of all weights. Collective."""
+        """Finish a backward: reduce late gradients and release all weights. Collective."""
         self.close()
         self.reduction.finish_backward()
         self.release_all()
@@ -187,18 +187,17 @@ class ChunkManager:
         self._begin_anew()
 
     def give_up_forward(self) -> None:
-        """Called when the outermost module has failed: what was recorded of it is forgotten."""
+        """Reset after a failed forward; its trace is dropped."""
         self._tracer = Tracer()
         self._begin_anew()
 
     def give_up_backward(self) -> None:
-        """Called when autograd has failed."""
+        """Reset after a failed backward."""
         self._tracer = Tracer()
         self._begin_anew()
         self.reduction.give_up()
 
     def _begin_anew(self) -> None:
-        """Makes ready for the next iteration."""
         self.phase = Phase.FORWARD
         self._current = ()
         self._awaits_backward = False
@@ -209,7 +208,7 @@ class ChunkManager:
             self._cursor.restart()
 
     def close(self) -> None:
-        """Meets until every rank has come to the end of its phase."""
+        """Negotiate until every rank has finished its pass. Collective."""
         while True:
             posts = self.meet((), is_closing=True)
             if all(post.is_closing for post in posts):
@@ -218,7 +217,7 @@ class ChunkManager:
             self.reduction.reduce_leftovers(posts)
 
     def release_all(self) -> None:
-        """Releases every chunk that is not kept, and frees the buffers."""
+        """Release every chunk that is not kept gathered, and free the buffers."""
         for chunk in list(self._gathered.values()):
             if chunk.is_on_its_way:
                 chunk.finish_gather()
@@ -229,7 +228,7 @@ class ChunkManager:
     # Weights.
 
     def need(self, slots: Sequence[Slot]) -> None:
-        """Makes the weights of some parameters be here. Collective where some are not; see Note [Meetings]."""
+        """Gather the weights of some parameters. Collective unless all are gathered (Note [Meetings])."""
         chunks = {slot.chunk.index: slot.chunk for slot in slots}
         self._note_use(tuple(chunks))
         for chunk in chunks.values():
@@ -249,7 +248,7 @@ class ChunkManager:
             self._protected = before
 
     def meet(self, wants: Sequence[int], *, is_closing: bool = False) -> list[Post]:
-        """Meets the other ranks, and does what follows from it. Collective; see Note [Meetings]."""
+        """Negotiate with the other ranks and run the resulting collectives. Collective (Note [Meetings])."""
         reduction = self.reduction
         wants = tuple(wants[: self.meeting.max_wants])
         posts = self.meeting.hold(
@@ -267,7 +266,7 @@ class ChunkManager:
         return posts
 
     def _gather(self, chunk: Chunk, *, is_own_wish: bool) -> None:
-        if chunk.is_on_its_way:  # another rank had none of it yet, or lost it
+        if chunk.is_on_its_way:  # another rank has not gathered it, or has released it
             chunk.finish_gather()
         if chunk.has_all_weights:
             chunk.start_gather(None, self.take_buffer)
@@ -287,7 +286,7 @@ class ChunkManager:
         return [*missing, *self._ahead(skip=missing)]
 
     def _prefetch(self) -> None:
-        """Has chunks gathered that are needed soon, if there is room."""
+        """Prefetch upcoming chunks if the memory budget allows."""
         ahead = self._ahead(skip=())
         if ahead:
             self.meet(ahead)
@@ -310,16 +309,16 @@ class ChunkManager:
         return found
 
     def release(self, chunk: Chunk) -> None:
-        """Lets go of a chunk's weights."""
+        """Release the gathered weights of a chunk."""
         buffer = chunk.release()
         self._gathered.pop(chunk.index, None)
         if buffer is not None:
             self.pool.give_back(buffer)
 
-    # Room.
+    # Memory budget.
 
     def take_buffer(self, num_bytes: int) -> Buffer:
-        """Returns a buffer, for which room is made; see Note [Room]."""
+        """Return a buffer from the pool, after evictions in the order of Note [Room]."""
         room = self._room()
         self._evict(num_bytes, room, only_unneeded=True)
         while self.pool.bytes_in_use + num_bytes > room and self.reduction.finish_oldest():
@@ -349,7 +348,7 @@ class ChunkManager:
         return [chunk for chunk in gathered if chunk.can_be_released and chunk.index not in self._protected]
 
     def _unneeded(self) -> list[Chunk]:
-        """Returns the gathered chunks that this iteration needs no more, as far as the record tells."""
+        """Gathered chunks without another use in this iteration, according to the trace."""
         if self.record is None or self._cursor is None:
             return []
         end = len(self.record.moments)
@@ -362,26 +361,26 @@ class ChunkManager:
     def _next_use(self, index: int) -> int | None:
         if self.record is not None and self._cursor is not None:
             return self.record.next_use(index, self._cursor.now + 1)
-        # No record: in a forward the least recently used comes last again; a backward goes the other way.
+        # Without a trace, backward visits chunks in reverse, so the least recently used one is needed last.
         return self._clock - self._last_use[index]
 
     def is_needed_again(self, chunk: Chunk) -> bool:
-        """Whether this iteration will use a chunk's weights once more, as far as the record tells."""
+        """Whether this iteration uses a chunk's weights again, according to the trace."""
         if self.record is None or self._cursor is None:
             return any(slot.num_saved > 0 for slot in chunk.slots)
         next_use = self.record.next_use(chunk.index, self._cursor.now + 1)
         return next_use is not None and next_use < len(self.record.moments)
 
-    # What happens.
+    # Events.
 
     def chunk_at(self, address: int) -> Chunk | None:
-        """Returns the chunk whose payload begins at an address in memory; None: there is no chunk's."""
+        """Return the chunk whose gathered buffer starts at a memory address, or None."""
         chunk = self._chunk_at.get(address)
         is_there = chunk is not None and chunk.payload is not None and chunk.payload.data_ptr() == address
         return chunk if is_there else None
 
     def note_use(self, chunk: Chunk) -> None:
-        """Has the record follow that the weights of a chunk, which are here, are used."""
+        """Record a use of a gathered chunk, and prefetch."""
         self._note_use((chunk.index,))
         before, self._protected = self._protected, self._protected | {chunk.index}
         try:
@@ -395,7 +394,7 @@ class ChunkManager:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Surrounds what needs weights outside of training: it is not recorded, and nothing is prefetched for it."""
+        """Use weights outside of training: without tracing and prefetching."""
         self._is_aside = True
         try:
             yield
@@ -417,32 +416,31 @@ class ChunkManager:
             self._cursor.advance(indices, is_backward)
 
     def note_other_bytes(self) -> None:
-        """Has the record take note of memory that is not of chunks."""
+        """Record the non-chunk memory in the trace."""
         if self._tracer.is_recording:
             self._tracer.note_other_bytes(self.other_bytes())
 
     def note_complete(self, chunk: Chunk) -> None:
-        """Has the record take note that a chunk's gradients are complete."""
+        """Record in the trace that a chunk's gradients are complete."""
         if self._tracer.is_recording:
             self._tracer.note_complete(chunk.index)
 
     @property
     def is_recording(self) -> bool:
-        """Whether this is the iteration that the record is made of."""
+        """Whether the current iteration is being traced."""
         return self._tracer.is_recording
 
 
 def _nothing() -> None:
-    """Does nothing: there is no optimizer."""
+    """Default of `on_record` without an optimizer."""
 
 
 def adam_state_bytes(chunk: Chunk) -> int:
-    """Returns what Adam keeps of a chunk on this rank, masters of low-precision weights included: an estimate."""
+    """Estimate the bytes of Adam states and master weights of a chunk on this rank."""
     if not chunk.layout.trains:
         return 0
     return chunk.layout.piece_numel * (8 if chunk.layout.dtype.itemsize == 4 else 12)
 
 
 def _missing(slots: Iterable[Slot]) -> list[int]:
-    """Returns the chunks that have to be gathered for these parameters, each once."""
     return list(dict.fromkeys(slot.chunk.index for slot in slots if not slot.chunk.is_gathered or slot.is_overwritten))

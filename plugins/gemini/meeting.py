@@ -1,4 +1,4 @@
-"""Where the ranks agree on what they do together: each says what it needs and has, and all do the same for all."""
+"""Negotiation of the collective order of a shard group: every rank sends a request, and all derive the same list."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from booster.plugins.sharding.checks import UNEVEN_CALLS
 __all__ = ["Meeting", "Phase", "Post"]
 
 # Note [Meetings]
-# A rank may use parts of a model that another one does not, as data decide, and then needs weights at a moment when the
-# others need different ones or none. So no rank starts a collective alone. Whenever one needs chunks that it does not
-# have, or has the gradients of a chunk complete, it goes to a *meeting*: a few numbers of every rank are gathered.
-# From them each rank computes the same list of collectives: the reductions for which every rank is ready, then the
-# gatherings that any rank wants. A rank that wanted nothing takes part for the others' sake. Who has come to the end of
-# a forward or backward keeps meeting until all have. Ranks that do the same things meet as often as they would have
-# communicated anyway; a meeting moves some 100 bytes, a chunk some 10 million.
+# Control flow that depends on data may make a rank use modules that another rank skips, so ranks can need different
+# chunks at the same time. Therefore no rank starts a collective alone. When a rank needs chunks that are not gathered,
+# or when the gradients of a chunk are complete, it enters a negotiation: an all-gather of a few integers per rank.
+# From these each rank computes the same list of collectives: first the reductions for which every rank is ready, then
+# the all-gathers that any rank requests. Ranks without a request participate as well. A rank that has finished its
+# forward or backward keeps negotiating until all have. Ranks with equal control flow negotiate as often as they would
+# have communicated anyway. A negotiation moves some 100 bytes, a chunk some 10 million.
 
 
 class Phase(IntEnum):
-    """What a rank is in the middle of."""
+    """The pass that a rank is running."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -34,14 +34,14 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """What one rank says.
+    """Request of one rank in a negotiation.
 
     Attributes:
-        phase: What it is doing.
-        wants: Chunks to be gathered, the most urgent first.
-        num_ready: How many chunks, in the order of reductions, it has ready.
-        is_closing: It has come to the end of its phase.
-        has_leftovers: Gradients wait that arrived after their chunk was reduced, or whose chunk is not complete.
+        phase: The pass that the rank is running.
+        wants: Indices of the chunks to gather, the most urgent first.
+        num_ready: Number of chunks, in the order of reductions, that are ready to be reduced.
+        is_closing: True at the end of the pass.
+        has_leftovers: True if gradients arrived after the reduction of their chunk, or their chunk is incomplete.
     """
 
     phase: Phase
@@ -52,11 +52,11 @@ class Post:
 
 
 class Meeting:
-    """The ranks of a shard group.
+    """Negotiation between the ranks of a shard group.
 
     Args:
-        group: On the CPU, so that nobody waits for an accelerator; None: the world.
-        max_wants: How many chunks a rank can want at once.
+        group: Process group with a CPU backend, which avoids device syncs. None is the world group.
+        max_wants: Maximum number of chunks in one request.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, max_wants: int) -> None:
@@ -65,16 +65,16 @@ class Meeting:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """Whether the group has a single rank."""
         return group_size(self.group) == 1
 
     @property
     def max_wants(self) -> int:
-        """How many chunks a rank can want at once."""
+        """Maximum number of chunks in one request."""
         return self._max_wants
 
     def hold(self, post: Post) -> list[Post]:
-        """Returns what every rank says, in rank order. Collective over the group."""
+        """Return the requests of all ranks, in rank order. Collective over the group."""
         if self.is_alone:
             return [post]
         wants = list(post.wants[: self._max_wants])
@@ -90,7 +90,7 @@ class Meeting:
             return
         backward = [global_rank_of(rank, self.group) for rank, post in enumerate(posts) if post.phase]
         raise DesyncError(
-            f"ranks {backward} have ended a backward while the others have ended a forward: {UNEVEN_CALLS}"
+            f"ranks {backward} have finished a backward while the others have finished a forward: {UNEVEN_CALLS}"
         )
 
 

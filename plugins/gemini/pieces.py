@@ -1,4 +1,4 @@
-"""What this rank owns of a chunk, in memory or in the offload tier."""
+"""This rank's shard of a chunk, in memory or in the offload tier."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["Piece"]
 
 
 class Piece:
-    """One flat piece of weights, gradients or states, in one of two places.
+    """Flat shard of weights, gradients or optimizer states, in memory or in the offload tier.
 
     Args:
         numel: Number of elements.
-        dtype: Their format.
-        device: Where it is while it is in memory.
+        dtype: Dtype of the elements.
+        device: Device of the shard while it is in memory.
 
     Attributes:
-        tensor: The elements while they are in memory; None: they are in the offload tier, or nothing was made yet.
+        tensor: The elements while they are in memory. None if they are offloaded or not allocated yet.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,21 +32,21 @@ class Piece:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the offload tier has it."""
+        """Whether the shard is in the offload tier."""
         return self._block is not None
 
     @property
     def bytes_in_memory(self) -> int:
-        """Bytes of the compute tier that it takes."""
+        """Bytes in the compute tier."""
         return 0 if self.tensor is None else self.tensor.nbytes
 
     @property
     def num_bytes(self) -> int:
-        """Its size, wherever it is."""
+        """Size in bytes, in memory or offloaded."""
         return self.numel * self.dtype.itemsize
 
     def allocate(self, tier: Tier | None) -> None:
-        """Makes room for it, with any content: in the tier, or (None) in memory."""
+        """Allocate the shard uninitialized, in `tier` or, if that is None, in memory."""
         if tier is None:
             self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         else:
@@ -58,7 +58,7 @@ class Piece:
         return self._block
 
     def load(self, target: torch.Tensor) -> None:
-        """Copies it into a flat tensor, from wherever it is."""
+        """Copy the shard into a flat tensor."""
         if self.tensor is not None:
             target.copy_(self.tensor)
             return
@@ -71,7 +71,7 @@ class Piece:
             self._block.read_into(target).wait()
 
     def store(self, source: torch.Tensor) -> None:
-        """Copies a flat tensor over it, wherever it is."""
+        """Overwrite the shard with a flat tensor."""
         if self.tensor is not None:
             self.tensor.copy_(source)
             return
@@ -79,7 +79,7 @@ class Piece:
         self._block.write_from(source.cpu() if self._takes_host_memory else source).wait()
 
     def as_tensor(self) -> torch.Tensor:
-        """Returns it as live memory: itself, or a mapping of the offload tier that takes no memory of its own."""
+        """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy."""
         if self.tensor is not None:
             return self.tensor
         assert self._block is not None, "nothing was made yet"
@@ -88,14 +88,14 @@ class Piece:
         return self._mapped
 
     def offload(self, tier: Tier) -> None:
-        """Moves it to the offload tier."""
+        """Move the shard to the offload tier."""
         if self.tensor is not None:
             tensor, self.tensor = self.tensor, None
             self._use_block(tier)
             self.store(tensor)
 
     def fetch(self) -> None:
-        """Moves it to memory."""
+        """Move the shard to memory."""
         if self._block is not None:
             tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self.load(tensor)
@@ -103,7 +103,7 @@ class Piece:
             self.tensor = tensor
 
     def drop(self) -> None:
-        """Forgets it and gives its room back."""
+        """Free the memory or the block of the shard."""
         self.tensor = self._mapped = None
         if self._block is not None:
             self._block.free()

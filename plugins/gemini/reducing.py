@@ -1,4 +1,4 @@
-"""Gradients: collected chunk by chunk as backward gives them, and summed over the ranks in one order on all of them."""
+"""Gradient reduction: reduce-scatters gradients chunk by chunk during backward, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["GradientReduction"]
 
 # Note [Order of reductions]
-# Chunks are reduced in one order, the same on all ranks: at first from the last chunk to the first, and after the first
-# backward as rank 0 completed them there. A rank is *ready* for the first n of them. What no meeting could agree on
-# because some rank has no gradients of it (it went another way through the model) is left over until backward ends;
-# then one all-reduce of a byte per chunk says what is left anywhere, and it is reduced, with zeros from those who have
-# nothing. After the first backward only parameters are waited for whose gradients arrived once on some rank.
+# All ranks reduce chunks in the same order: from the last chunk to the first in the first backward, and afterwards in
+# the order in which rank 0 completed them. A rank is *ready* for the first n of them. A chunk of which some rank has no
+# gradients, because of other control flow, is reduced late, when backward ends: one all-reduce of a byte per chunk
+# determines the chunks left on any rank, and ranks without gradients contribute zeros. After the first backward a chunk
+# is complete without parameters whose gradients have never arrived on any rank.
 
 
 class GradientReduction:
-    """The gradients of all chunks.
+    """Gradient reduction of all chunks.
 
     Args:
-        manager: Of the chunks.
-        is_asynchronous: Whether a reduction goes on while backward does.
+        manager: Manager of the chunks.
+        is_asynchronous: If True, reductions overlap with backward.
     """
 
     def __init__(self, manager: ChunkManager, *, is_asynchronous: bool) -> None:
@@ -49,17 +49,17 @@ class GradientReduction:
         self.num_ready = 0
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """Takes note of further chunks."""
+        """Add chunks behind the others."""
         self._order += [chunk.index for chunk in chunks if chunk.layout.trains]
         self._is_ready += [False] * len(chunks)
 
     # During backward.
 
     def receive(self, slot: Slot) -> None:
-        """Takes a gradient that has arrived in `.grad`."""
+        """Handle a gradient that has arrived in `.grad`."""
         chunk, manager = slot.chunk, self._manager
         self._has_news = self._has_news or not slot.is_expected
-        if chunk.is_reducing:  # a second gradient in the same backward must not be added to what is being summed
+        if chunk.is_reducing:  # a second gradient in the same backward must not change a buffer in flight
             self._finish_all()
         chunk.receive(slot, manager.take_buffer)
         if chunk.is_complete and not self._is_ready[chunk.index]:
@@ -79,7 +79,7 @@ class GradientReduction:
             manager.meet(())
 
     def start_agreed(self, num_ready: int) -> None:
-        """Starts the reductions for which every rank is ready. Collective: all ranks come with the same number."""
+        """Start the reductions for which every rank is ready. Collective: `num_ready` is the same on all ranks."""
         while self._num_issued < num_ready:
             chunk = self._manager.chunks[self._order[self._num_issued]]
             self._num_issued += 1
@@ -95,12 +95,12 @@ class GradientReduction:
             self._finish_all()
 
     def allocate_sums(self, chunk: Chunk) -> None:
-        """Makes room for a chunk's sums, with any content, if there is none."""
+        """Allocate a chunk's gradient shard uninitialized, unless it exists."""
         if chunk.sums.tensor is None and not chunk.sums.is_offloaded:
             chunk.sums.allocate(self._manager.sums_tier(chunk))
 
     def finish_oldest(self) -> bool:
-        """Waits for the reduction that was started first; returns False if there is none."""
+        """Wait for the oldest reduction in flight; return False if there is none."""
         if not self._flights:
             return False
         chunk = self._flights.popleft()
@@ -112,23 +112,23 @@ class GradientReduction:
         while self.finish_oldest():
             pass
 
-    # At its end.
+    # At the end of backward.
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether there is something to agree on when backward ends."""
+        """Whether the ranks have to synchronize gradients at the end of backward."""
         is_left = any(chunk.has_gradients and not chunk.is_reducing for chunk in self._manager.chunks)
         return is_left or self._has_news or not self._knows_order
 
     def reduce_leftovers(self, posts: Sequence[Post]) -> None:
-        """Reduces what is left on any rank. Collective over the shard group."""
+        """Reduce late gradients of any rank. Collective over the shard group."""
         if any(post.has_leftovers for post in posts):
             for index in self._agree():
                 self._start(self._manager.chunks[index])
         self._finish_all()
 
     def _agree(self) -> list[int]:
-        """Returns the chunks of which some rank has gradients left; agrees on which gradients to expect."""
+        """Return the chunks with late gradients on any rank, and synchronize which gradients are expected."""
         chunks = self._manager.chunks
         slots = [slot for chunk in chunks for slot in chunk.slots]
         left = [chunk.has_gradients and not chunk.is_reducing for chunk in chunks]
@@ -157,7 +157,7 @@ class GradientReduction:
             self._order_to_come = order
 
     def finish_backward(self) -> None:
-        """Makes ready for the next backward."""
+        """Finish all reductions and reset for the next backward."""
         self._finish_all()
         if self._order_to_come is not None:
             self._order, self._knows_order, self._order_to_come = self._order_to_come, True, None
@@ -168,7 +168,7 @@ class GradientReduction:
         self._has_news = False
 
     def give_up(self) -> None:
-        """Forgets how far the backward came; what has arrived stays until it is reduced or forgotten."""
+        """Reset the progress of the backward. Gradients that have arrived are kept."""
         self._completed.clear()
         self._is_ready = [False] * len(self._manager.chunks)
         self._num_issued = self.num_ready = 0
@@ -177,21 +177,21 @@ class GradientReduction:
 
     @property
     def has_local(self) -> bool:
-        """Whether this rank has gradients that were not reduced."""
+        """Whether this rank has unreduced gradients."""
         return any(chunk.has_gradients for chunk in self._manager.chunks)
 
     def reduce_local(self) -> None:
-        """Reduces gradients that any rank has and that were not reduced. Collective over the shard group."""
+        """Reduce the unreduced gradients of all ranks. Collective over the shard group."""
         for index in self._agree():
             self._start(self._manager.chunks[index])
         self._finish_all()
         self._manager.pool.trim()
 
     def reset(self, *, keeps_use: bool = False) -> None:
-        """Forgets the window's gradients.
+        """Drop the gradients of the accumulation.
 
         Args:
-            keeps_use: Parameters that had a gradient go on with a gradient of zero.
+            keeps_use: If True, parameters that had a gradient continue with a zero gradient.
         """
         self._finish_all()
         for chunk in self._manager.chunks:

@@ -1,4 +1,4 @@
-"""Moves pieces of chunks between the tiers when the placement wants them elsewhere."""
+"""Migration of chunk shards between memory and the offload tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["is_updated_elsewhere", "move_main", "move_states", "move_weights"]
 
 
 def move_weights(chunk: Chunk, tier: Tier | None) -> None:
-    """Moves a chunk's piece of the weights to a tier, or (None) to memory; no backward is under way."""
+    """Move a chunk's weight shard to `tier` or, if that is None, to memory. Must not run during a backward."""
     if tier is None and chunk.weights.is_offloaded:
         chunk.weights.fetch()
         if chunk.layout.num_shards == 1 and chunk.weights.tensor is not None:
@@ -26,18 +26,18 @@ def move_weights(chunk: Chunk, tier: Tier | None) -> None:
 
 
 def is_updated_elsewhere(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether an optimizer is to update a chunk in another format or on another device than it does."""
+    """Whether the master shard of a chunk must change its dtype or device."""
     return chunk.main.dtype != dtype or chunk.main.device != device
 
 
 def move_main(update: ChunkUpdate, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
-    """Moves what an optimizer updates, where that is not the weights themselves.
+    """Move the master shard of a chunk, unless the weights themselves are updated.
 
     Args:
-        update: Of the chunk.
-        dtype: In which it is updated.
-        device: Where.
-        tier: Which holds it; None: memory.
+        update: Update of the chunk.
+        dtype: Dtype of the master shard.
+        device: Device of the update.
+        tier: Tier that stores the master shard, or None for memory.
     """
     chunk = update.chunk
     if is_updated_elsewhere(chunk, dtype, device):
@@ -57,7 +57,7 @@ def move_main(update: ChunkUpdate, dtype: torch.dtype, device: torch.device, tie
 
 
 def move_states(update: ChunkUpdate, optimizer: Optimizer, tier: Tier | None) -> None:
-    """Moves per-element states: to a disk, or (None, or host memory) to where the shards are."""
+    """Move per-element states to a disk tier or, for any other tier, to the device of the shards."""
     if tier is not None and tier.name == "disk":
         update.offload_states(optimizer, tier)
     else:

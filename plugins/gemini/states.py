@@ -1,4 +1,4 @@
-"""What a checkpoint reads and fills of an optimizer over chunks."""
+"""Checkpoint view of an optimizer over chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["GeminiOptimizerState"]
 
 
 class GeminiOptimizerState(ShardedOptimizerState):
-    """The view of an optimizer of which some states are on a disk: they are read and filled there.
+    """Checkpoint view of an optimizer whose states may be offloaded to disk, where they are read and filled.
 
     Args:
         optimizer: The optimizer to read and fill.
@@ -33,7 +33,7 @@ class GeminiOptimizerState(ShardedOptimizerState):
         dtype = parameter.dtype if is_converted else own.dtype
         if self._allocator is not None:
             given = super()._new_state_tensor(parameter, key, spec)
-            if self._allocator.can_fail_alone:  # it has a disk of its own
+            if self._allocator.can_fail_alone:  # the allocator uses a separate disk
                 return given
             dtype = given.dtype
         room = self.optimizer.new_state(parameter, key, dtype)

@@ -1,4 +1,4 @@
-"""Where a parameter stands between two steps, and what may follow on what."""
+"""States of a parameter between two steps, and the legal transitions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["TensorState", "checked_transition"]
 
 
 class TensorState(Enum):
-    """What a chunk's payload holds in a parameter's place.
+    """State of a parameter in its chunk.
 
-    FREE: nothing, this rank has its piece of the weights alone. HOLD: the weights, which no operator uses now.
-    COMPUTE: the weights, and a module that uses them is running. HOLD_AFTER_BWD: the gradient has arrived in `.grad`,
-    and this backward needs the weights no more. READY_FOR_REDUCE: the gradient is in the chunk's gradient buffer.
+    FREE: sharded, this rank holds its shard only. HOLD: gathered and idle. COMPUTE: gathered, and a module that uses
+    the weights is running. HOLD_AFTER_BWD: the gradient has arrived in `.grad`, and this backward no longer needs the
+    weights. READY_FOR_REDUCE: the gradient is in the chunk's gradient buffer.
     """
 
     FREE = "free"
@@ -22,8 +22,8 @@ class TensorState(Enum):
     READY_FOR_REDUCE = "ready_for_reduce"
 
 
-# A gradient may arrive while the weights are not there: an embedding's backward never looks at them. And weights whose
-# gradient is complete may be asked for again, by a graph that was retained or a second use behind a detach().
+# A gradient may arrive while the weights are sharded: an embedding's backward does not read them. Weights whose
+# gradient is complete may be read again, by a retained graph or by a second use behind a detach().
 _LEGAL: dict[TensorState, frozenset[TensorState]] = {
     TensorState.FREE: frozenset({TensorState.HOLD, TensorState.HOLD_AFTER_BWD}),
     TensorState.HOLD: frozenset({TensorState.COMPUTE, TensorState.FREE, TensorState.HOLD_AFTER_BWD}),
@@ -34,15 +34,15 @@ _LEGAL: dict[TensorState, frozenset[TensorState]] = {
 
 
 def checked_transition(name: str, before: TensorState, after: TensorState) -> TensorState:
-    """Returns the new state of a parameter.
+    """Return `after` if the transition is legal.
 
     Args:
-        name: Of the parameter.
-        before: Its state.
-        after: The state that is to follow; the same one is always allowed.
+        name: Name of the parameter.
+        before: Current state.
+        after: Next state. An unchanged state is always legal.
 
     Raises:
-        RuntimeError: `after` can't follow on `before`: a bug of this package.
+        RuntimeError: The transition is illegal, which is a bug of this package.
     """
     if after is not before and after not in _LEGAL[before]:
         raise RuntimeError(f"parameter {name!r} can't go from {before.name} to {after.name}")

@@ -119,7 +119,7 @@ def test_ends_of_different_phases_raise_on_all_ranks(phases):
     errors = run_ranks(_close, len(phases), phases)
     behind = [rank for rank, phase in enumerate(phases) if phase is BACKWARD]
     for error in errors:
-        assert error.startswith(f"ranks {behind} have ended a backward while the others have ended a forward")
+        assert error.startswith(f"ranks {behind} have finished a backward while the others have finished a forward")
         assert "every rank must call the model and backward() equally often and in the same order" in error
 
 
