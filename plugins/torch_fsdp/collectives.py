@@ -1,4 +1,4 @@
-"""What FSDP2 communicates through: the collectives of `booster.comm`, each when it is its turn."""
+"""FSDP2's custom all-gather and reduce-scatter on the collectives of `booster.comm`, in a common order."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["UnitAllGather", "UnitReduceScatter", "room"]
 
 
 def room(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns memory for a collective that goes back to the pool by itself when nobody looks at it any more.
+    """Return memory for a collective; the pool reuses it when no tensor refers to it any more.
 
-    Accelerators have an allocator that knows of streams; there the memory is its.
+    On accelerators the caching allocator is used instead, which is stream-aware.
     """
     numel = math.prod(int(one) for one in size)
     if device.type != "cpu" or numel == 0:
@@ -35,17 +35,17 @@ def room(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torc
 
 
 class UnitAllGather(AllGather):
-    """Brings a unit's weights.
+    """All-gather of a parameter group's weights.
 
     Args:
-        unit: The unit.
+        unit: Parameter group.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns room for what is gathered."""
+        """Return the output buffer."""
         return room(self._unit.pool, [int(one) for one in size], dtype, device)
 
     def __call__(
@@ -55,7 +55,7 @@ class UnitAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Starts to gather when it is this unit's turn; the input lies in its place in the output already."""
+        """Start the all-gather, in the collective order; it is in place, the input is a view of the output."""
         self._unit.arrive_to_gather()
         flight = start_all_gather(output_tensor, group)
         if async_op:
@@ -65,12 +65,12 @@ class UnitAllGather(AllGather):
 
 
 class UnitReduceScatter(ReduceScatter):
-    """Sums a unit's gradients into its own memory for them.
+    """Reduce-scatter into a parameter group's buffer of reduced gradients.
 
-    FSDP2 allocates the input, which is given by every rank, then the output, which is this rank's part of the sums.
+    FSDP2 calls `allocate` for the input (unsharded), then for the output (this rank's shard).
 
     Args:
-        unit: The unit.
+        unit: Parameter group.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -78,7 +78,7 @@ class UnitReduceScatter(ReduceScatter):
         self._has_input = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns room for the input, or the unit's sums."""
+        """Return an input buffer, or the group's reduced gradients as output."""
         sizes = [int(one) for one in size]
         self._has_input = not self._has_input
         if self._has_input:
@@ -93,13 +93,11 @@ class UnitReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sums when it is this unit's turn. Sums are never averaged, whatever the operator says."""
+        """Reduce-scatter in the collective order. `op` is ignored: the reduction is always a sum."""
         self._unit.reduce(input_tensor, output_tensor)
 
 
 class _GatheringWork(dist.Work):
-    """A gathering as torch waits for it."""
-
     def __init__(self, flight: Gathering) -> None:
         super().__init__()
         self._flight = flight

@@ -1,4 +1,4 @@
-"""Which collective comes next, where ranks may use different parts of a model."""
+"""Common order of collectives where ranks may use different modules of a model."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from booster.plugins.sharding.checks import UNEVEN_CALLS
 __all__ = ["Coordinator", "Served", "Task", "TaskKind"]
 
 # Note [Whose turn it is]
-# FSDP2 gathers a unit's weights when the unit runs, and reduces its gradients when they are there. Where data decide
-# which units run (experts, dropped layers), ranks come to different collectives, and wait for each other for ever or
-# mix up each other's bytes. So before each collective of a unit all ranks of the shard group say which one they have
-# come to, a single number each, and the smallest is performed by all: numbers grow in the order in which a forward and
-# its backward come by the units. Who has come to that one performs it; who has not *serves* it, with its shard of the
-# weights or with zeros, and asks again. So a rank that skips a unit costs one more round, and ranks are in step again
-# behind it. Who has come to the end of a forward or backward serves until all have; where these are ends of different
-# things, as where one rank has evaluated alone, all ranks raise. A round moves 16 bytes per rank.
+# FSDP2 gathers the weights of a parameter group when its module runs, and reduces its gradients when they are ready.
+# Where the data decide which modules run (experts, dropped layers), ranks reach different collectives, which would
+# deadlock or mix up their bytes. So before each collective all ranks of the shard group all-reduce the sequence number
+# of the one that they have reached, and all perform the smallest; numbers increase in the order of a forward and its
+# backward. A rank that has reached a later collective participates passively, with its shard of the weights or with
+# zeros, and synchronizes again. So a skipped module costs one more round. A rank at the end of a forward or backward
+# participates passively until all ranks are there. If these are different ends, as after an evaluation on one rank
+# only, all ranks raise. A round moves 16 bytes per rank.
 
 
 class TaskKind(IntEnum):
-    """What a rank has come to; see Note [Whose turn it is]."""
+    """Kind of collective; see Note [Whose turn it is]."""
 
     FORWARD_GATHER = 0
     BACKWARD_GATHER = 1
     REDUCE = 2
     FORWARD_END = 3
     BACKWARD_END = 4
-    COLLECTION = 5  # gradients are asked for, by a step, clipping or a save
+    COLLECTION = 5  # gradients are read, by a step, clipping or a save
 
 
 _ENDS = {
@@ -54,18 +54,18 @@ _ENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A collective of a unit, or an end that all ranks come to.
+    """A collective of a parameter group, or an end that all ranks reach.
 
     Attributes:
-        kind: Which collective.
-        unit: The unit's index in the model.
+        kind: Kind of collective.
+        unit: Index of the parameter group in the model.
     """
 
     kind: TaskKind
     unit: int = 0
 
     def number(self, num_units: int) -> int:
-        """Returns its place in the order of a forward and backward."""
+        """Return the sequence number in a forward and backward of `num_units` parameter groups."""
         from_behind = num_units - 1 - self.unit
         if self.kind is TaskKind.FORWARD_GATHER:
             return self.unit
@@ -75,7 +75,7 @@ class Task:
 
     @classmethod
     def of_number(cls, number: int, num_units: int) -> Task:
-        """Returns the task whose place it is."""
+        """Return the request with this sequence number."""
         if number >= 3 * num_units:
             return cls(TaskKind(TaskKind.FORWARD_END + number - 3 * num_units))
         if number < num_units:
@@ -86,11 +86,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """How a rank takes part in a unit's collectives for the others' sake.
+    """Passive participation in a parameter group's collectives, for ranks that need them.
 
     Attributes:
-        gather: Gives its shard of the weights; told whether in a backward.
-        reduce: Gives zeros, and takes its part of the sums.
+        gather: Contributes the shard of the weights; the argument is True in a backward.
+        reduce: Contributes zeros and accumulates the shard of the reduced gradients.
     """
 
     gather: Callable[[bool], None]
@@ -98,10 +98,10 @@ class Served:
 
 
 class Coordinator:
-    """The ranks of a shard group.
+    """Fixes the order of collectives over a shard group.
 
     Args:
-        group: On the CPU, so that nobody waits for an accelerator; None: the world.
+        group: CPU process group, to avoid device syncs; None for the world group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -111,14 +111,14 @@ class Coordinator:
         self.is_off = group_size(group) == 1
 
     def serve_with(self, units: Sequence[Served]) -> None:
-        """Says what serves each unit, by index."""
+        """Set the passive callbacks of the parameter groups, by index."""
         self._units = units
 
     def arrive(self, task: Task) -> None:
-        """Returns when it is this task's turn. Collective over the group.
+        """Return when `task` is next; participate passively in earlier ones. Collective over the group.
 
         Raises:
-            DesyncError: The ranks have come to the ends of different things.
+            DesyncError: The ranks have reached different ends.
         """
         while not self.is_off:
             first, last = self._choose(task)
@@ -129,27 +129,27 @@ class Coordinator:
             self._serve(first)
 
     def close(self, kind: TaskKind) -> None:
-        """Returns when all ranks have come to this end. Collective over the group.
+        """Return when all ranks have reached this end. Collective over the group.
 
         Raises:
-            DesyncError: They have come to the ends of different things.
+            DesyncError: The ranks have reached different ends.
         """
         self.arrive(Task(kind))
         self.finish_flight()
 
     def fly(self, finish: Callable[[], None]) -> None:
-        """Notes what ends a reduction that has started, while the backward goes on; the one before ends first."""
+        """Keep one reduction in flight while the backward continues; `finish` completes it, the previous one first."""
         self.finish_flight()
         self._in_flight = finish
 
     def finish_flight(self) -> None:
-        """Ends the reduction that is under way."""
+        """Complete the reduction in flight, if any."""
         finish, self._in_flight = self._in_flight, None
         if finish is not None:
             finish()
 
     def _choose(self, task: Task) -> tuple[Task, Task]:
-        """Returns the first and the last of the ranks' tasks."""
+        """Return the earliest and the latest of the ranks' requests."""
         num_units = len(self._units)
         number = task.number(num_units)
         # The largest of the negative numbers is the smallest number.
@@ -158,7 +158,7 @@ class Coordinator:
         return Task.of_number(-first, num_units), Task.of_number(last, num_units)
 
     def _raise_desync(self, task: Task) -> NoReturn:
-        """Raises what says where each rank is. Collective over the group: all ranks have found it."""
+        """Raise with the position of each rank. Collective over the group: all ranks have detected the desync."""
         mine = torch.tensor([[task.kind, global_rank_of(group_rank(self._group), self._group)]])
         kinds = all_gather_equal(mine.to(collective_device(self._group)), self._group).tolist()
         places = ", ".join(f"rank {rank} is at {_ENDS[TaskKind(kind)]}" for kind, rank in kinds)

@@ -1,4 +1,4 @@
-"""A parameter that FSDP2 has cut into rows."""
+"""A parameter that FSDP2 has sharded on dim 0."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 __all__ = ["Member", "without_reduced_gradient_hooks"]
 
-# Note [Tensors of one parameter]
-# One parameter is several tensors: the user's from before boost(), the sharded one that the model shows between
-# forwards, and the gathered one that forwards use and autograd gives this rank's gradient of the whole parameter to.
-# The user sees one parameter, so all of them share the dictionaries of its attributes and of its hooks: whichever of
-# them is marked, given a hook, or has one removed. Whether it trains is what was said last of any of them. FSDP2 calls
-# hooks of the sharded tensor as well, when it has reduced a gradient (here a sum that is still in flight); those are
-# kept from it.
 
-
+# One parameter has several tensors: the user's from before boost(), the sharded one that the model shows between
+# forwards, and the gathered one that forwards use and that autograd accumulates the unreduced gradient into. The user
+# sees one parameter. So all of them share one dictionary of attributes and of hooks, and the last assignment to
+# requires_grad of any of them holds for all.
 def _share(original: torch.Tensor, other: torch.Tensor) -> None:
-    """Has two tensors share attributes and hooks, and gives the other the user's class of parameters."""
     if other.__dict__ is original.__dict__:
         return
     original.__dict__.update(other.__dict__)
@@ -40,7 +35,10 @@ def _share(original: torch.Tensor, other: torch.Tensor) -> None:
 
 @contextmanager
 def without_reduced_gradient_hooks(members: Iterable[Member]) -> Iterator[None]:
-    """Keeps hooks from FSDP2, which would call them with reduced gradients; see Note [Tensors of one parameter]."""
+    """Hide the hooks of sharded parameters from FSDP2.
+
+    FSDP2 would call them with the reduced gradient, which is still in flight here.
+    """
     kept = [(one.parameter, hooks) for one in members if (hooks := one.parameter._post_accumulate_grad_hooks)]
     for parameter, _ in kept:
         parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -53,17 +51,17 @@ def without_reduced_gradient_hooks(members: Iterable[Member]) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A parameter of a unit.
+    """A sharded parameter of a parameter group.
 
     Attributes:
-        name: Its first name in the model.
-        names: All of them.
-        original: The user's tensor from before boost(), without elements by now.
-        parameter: What the model shows of it between forwards, a DTensor.
-        state: FSDP2's.
-        rank: This rank's place among those that share it.
-        is_used: A backward of this window gave it a gradient.
-        address: Where this rank's rows were when the model was boosted.
+        name: First name in the model.
+        names: All names in the model.
+        original: The user's tensor from before boost(), emptied.
+        parameter: DTensor that the model shows between forwards.
+        state: FSDP2's `FSDPParam`.
+        rank: This rank's index in the group that the parameter is sharded over.
+        is_used: Whether a backward of this accumulation produced a gradient.
+        address: Data pointer of this rank's shard when the model was boosted.
     """
 
     name: str
@@ -83,53 +81,53 @@ class Member:
         self.state._setattr_on_modules = self._show  # type: ignore[assignment, method-assign]
 
     def _show(self, parameter: nn.Parameter) -> None:
-        """Takes the place of FSDP2's function that sets what the modules show."""
+        """Replacement of `FSDPParam._setattr_on_modules`."""
         _share(self.original, parameter)
         parameter.requires_grad_(self.trains)
         FSDPParam._setattr_on_modules(self.state, parameter)
 
     @property
     def has_moved(self) -> bool:
-        """Whether this rank's rows were replaced."""
+        """Whether this rank's shard was reallocated."""
         return self.state._sharded_param_data.data_ptr() != self.address
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the unsharded parameter."""
         return tuple(self.parameter.shape)
 
     @property
     def piece_numel(self) -> int:
-        """Elements that every rank has, with padding."""
+        """Elements of every rank's shard, with padding."""
         return self.state.padded_sharded_param_size.numel()
 
     @property
     def span(self) -> tuple[int, int]:
-        """This rank's elements of the row-major parameter."""
+        """This rank's flat range of the row-major parameter."""
         numel = math.prod(self.shape)
         start = min(numel, self.rank * self.piece_numel)
         return start, min(numel, start + self.piece_numel)
 
     @property
     def piece(self) -> torch.Tensor:
-        """This rank's elements, flat, in the memory that FSDP2 gathers from."""
+        """This rank's shard without padding, flat, in the memory that FSDP2 gathers from."""
         start, stop = self.span
         return self.state._sharded_param_data[: stop - start]
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """This rank's rows as offset and length per dimension."""
+        """Offset and size of this rank's shard, per dimension."""
         rest = math.prod(self.shape[1:])
         start, stop = (bound // rest for bound in self.span) if rest else (0, 0)
         return ((start, stop - start), *((0, size) for size in self.shape[1:]))
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are wanted."""
+        """Whether the parameter requires gradients."""
         return self.settle_training()
 
     def settle_training(self) -> bool:
-        """Returns whether gradients are wanted: what was said last of any of its tensors, and holds for all now."""
+        """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
         info = self.state._module_info
         tensors = [self.original, self.parameter, getattr(info.module, info.param_name)]
         if any(one.requires_grad != self._trained for one in tensors):
@@ -140,17 +138,17 @@ class Member:
 
     @property
     def was_gathered(self) -> bool:
-        """Whether FSDP2 has gathered it once, before which it has no place for gradients."""
+        """Whether FSDP2 has gathered the parameter before; until then it cannot hold gradients."""
         return hasattr(self.state, "_unsharded_param")
 
     @property
     def has_local_gradient(self) -> bool:
-        """Whether this rank has a gradient that was not reduced yet."""
+        """Whether this rank has an unreduced gradient."""
         whole = getattr(self.state, "_unsharded_param", None)
         return self.state.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
     def local_gradient(self) -> torch.Tensor | None:
-        """Returns this rank's own raw gradient that was not reduced yet, whole."""
+        """Return this rank's unreduced, unsharded gradient, still scaled."""
         kept = self.state.unsharded_accumulated_grad
         whole = getattr(self.state, "_unsharded_param", None)
         fresh: torch.Tensor | None = None if whole is None else whole.grad
@@ -159,7 +157,7 @@ class Member:
         return kept + fresh
 
     def forget_local_gradient(self) -> None:
-        """Drops it."""
+        """Drop the unreduced gradient."""
         self.state.unsharded_accumulated_grad = None
         whole = getattr(self.state, "_unsharded_param", None)
         if whole is not None:

@@ -1,4 +1,4 @@
-"""What a unit returns, in a form that FSDP2 can put its hooks on."""
+"""Module outputs that FSDP2 can register its backward hooks on."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from booster.tensor_tree import map_tensors
 
 __all__ = ["SafeOutputs"]
 
-# Note [Outputs of units]
-# FSDP2 gathers a unit's weights for its backward when the gradient of what the unit returned arrives, by a hook on each
-# tensor that it finds in there. Two things go wrong silently with that: where a returned tensor is a view, and the
-# caller changes it in place, autograd replaces the node that the hook is on; and in objects other than containers and
-# dataclasses no tensor is found. In both cases backward reads weights that were freed. So views are returned as tensors
-# of their own, and where nothing is found the weights stay until they have been through backward.
-
-
-# What FSDP2 finds tensors with; before torch 2.13 it looked where pytrees do.
+# FSDP2's search for tensors in outputs; before torch 2.13 it searched pytrees.
 _collect: Callable[[Any], Sequence[torch.Tensor]] | None = getattr(_common_utils, "collect_grad_tensors", None)
 
 
 class SafeOutputs:
-    """A forward hook of a unit, to come before FSDP2's own; see Note [Outputs of units].
+    """Forward hook that runs before FSDP2's own.
+
+    FSDP2 gathers weights for backward in a hook on each output tensor that it finds. This fails silently in two cases:
+    if an output is a view that the caller modifies in place, autograd replaces the node that the hook is on; and in
+    objects other than containers and dataclasses no tensor is found. In both, backward would read freed weights. So
+    views are cloned, and where no tensor is found the weights stay gathered until after backward.
 
     Args:
-        module: What `fully_shard` is about to be applied to.
-        copies_views: Whether the unit's weights are freed after forward, so that views matter.
+        module: Module that `fully_shard` is about to be applied to.
+        copies_views: If True, views are cloned; needed where the weights are freed after forward.
     """
 
     def __init__(self, module: nn.Module, *, copies_views: bool) -> None:
@@ -43,7 +40,7 @@ class SafeOutputs:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", module="torch")
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns the output that goes to FSDP2 and the caller."""
+        """Return the output for FSDP2 and the caller."""
         if not torch.is_grad_enabled():
             return output
         tensors = _tensors_with_gradients(output)

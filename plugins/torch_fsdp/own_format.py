@@ -1,4 +1,4 @@
-"""Modules that compute in the format of their weights inside of a model that computes in another one."""
+"""Modules that compute in the dtype of their weights inside a model that computes in another dtype."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["OwnFormat", "modules_with_forward"]
 
 
 class OwnFormat:
-    """Casts what goes into a module to the format of its weights, and what comes out to the others'.
+    """Casts a module's inputs to the dtype of its weights, and its outputs to the dtype of the model.
 
     FSDP1 does so for `_module_classes_to_ignore`; FSDP2 leaves it to the user.
 
     Args:
-        module: With weights, not sharded yet.
-        outside: The format that the rest of the model computes in.
+        module: Module with weights, not sharded yet.
+        outside: Compute dtype of the rest of the model.
     """
 
     def __init__(self, module: nn.Module, outside: torch.dtype) -> None:
@@ -39,7 +39,7 @@ class OwnFormat:
 
 
 def modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module, or those in it if it is a container that nobody calls."""
+    """Yield the module, or its children if it is a container without a forward."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for child in module.children():
             yield from modules_with_forward(child)

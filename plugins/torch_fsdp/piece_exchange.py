@@ -1,4 +1,4 @@
-"""Brings parameters that are cut by rows together at one owner each, and back: for updates that need whole matrices."""
+"""Redistribution of row-sharded parameters to one owner each, and back, for updates that need full matrices."""
 
 from __future__ import annotations
 
@@ -13,24 +13,17 @@ from booster.comm import all_to_all_single, collective_device, group_rank, group
 
 __all__ = ["Divided", "PieceExchange", "choose_owners", "row_span"]
 
-# Note [Owners]
-# Rank r of P has the same share of the rows of every parameter, and is the owner of some parameters. What goes to the
-# owners is, on each rank, its rows of all parameters that it doesn't own, and comes to it as the other rows of those
-# that it does: with well-divided owners (P-1)/P of a P-th of all bytes each way, as a reduce-scatter would. It is one
-# all-to-all of bytes, whatever the dtypes are. The way back is the same with the two directions exchanged.
-# Peak bytes of a rank: what it sends, and twice what it receives.
-
-_MAX_ROUTES = 32  # that are remembered, where other parameters have gradients at every step
+_MAX_ROUTES = 32  # plans in the cache; needed where each step has gradients of other parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided:
-    """A parameter that is cut by rows over the ranks.
+    """A parameter that is sharded by rows over the ranks.
 
     Attributes:
-        name: The user's name of it.
-        shape: Of the whole.
-        dtype: Of the pieces, where an exchange is not told another one.
+        name: Name in the user's model.
+        shape: Unsharded shape.
+        dtype: Default dtype of the shards.
     """
 
     name: str
@@ -39,19 +32,19 @@ class Divided:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
 
 def row_span(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
-    """Returns the first element, and one past the last, that a rank has of a row-major parameter.
+    """Return start and stop of a rank's flat range of a row-major parameter.
 
-    Each rank has as many whole rows, of which the last ranks may lack some or all. A scalar counts as one row.
+    Shards have equally many full rows, except that the last ranks may have fewer or none. A scalar counts as one row.
 
     Args:
-        shape: Of the whole parameter.
-        rank: In the group that the rows are divided over.
-        num_ranks: Of that group.
+        shape: Unsharded shape.
+        rank: Rank in the group that the rows are sharded over.
+        num_ranks: Size of that group.
     """
     rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     rows_each = -(-rows // num_ranks)
@@ -59,14 +52,14 @@ def row_span(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]
 
 
 def choose_owners(members: Sequence[Divided], num_ranks: int) -> list[int]:
-    """Returns for every parameter the rank that gets it whole.
+    """Return the owner rank of every parameter.
 
-    The largest is given away first, each to the rank with the fewest bytes so far: no rank has more than 4/3 of what
-    the best division would give it (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 2).
+    Longest processing time first: in order of size, each to the rank with the fewest bytes so far. No rank has more
+    than 4/3 of the optimum (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 2).
 
     Args:
-        members: The parameters; the same on all ranks.
-        num_ranks: Of the group that the rows are divided over.
+        members: Parameters, equal on all ranks.
+        num_ranks: Size of the group that the rows are sharded over.
     """
     sizes = [member.numel * member.dtype.itemsize for member in members]
     owners, loads = [0] * len(members), [0] * num_ranks
@@ -79,13 +72,13 @@ def choose_owners(members: Sequence[Divided], num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Route:
-    """What is exchanged for some of the parameters; all sizes are bytes.
+    """All-to-all plan for a subset of the parameters; all sizes are bytes.
 
     Attributes:
-        members: The parameters that are exchanged, those of one owner together, in the order of the owners.
-        to_owners: What this rank has of every rank's own parameters; none of its own.
-        from_ranks: What every rank has of this rank's own parameters; without this rank's part.
-        largest: The largest of such sizes between any two ranks.
+        members: Indices of the parameters, sorted by owner.
+        to_owners: Bytes that this rank sends to each owner, 0 to itself.
+        from_ranks: Bytes that this rank receives from each rank as the owner, 0 from itself.
+        largest: Largest size between any two ranks.
     """
 
     members: tuple[int, ...]
@@ -95,13 +88,17 @@ class _Route:
 
 
 class PieceExchange:
-    """Exchanges pieces of parameters for wholes at their owners: see Note [Owners].
+    """Redistributes row-sharded parameters to their owners, and back.
+
+    Each direction is one all-to-all of bytes, whatever the dtypes are. A rank sends its rows of all parameters that it
+    does not own: with balanced owners (P-1)/P of 1/P of all bytes on P ranks, as in a reduce-scatter. Peak bytes of a
+    rank: the bytes that it sends, and twice those that it receives.
 
     Args:
-        members: The parameters; the same on all ranks. Elsewhere they are known by their place in here.
-        owners: For each the rank of the group that gets it whole, as `choose_owners` returns them.
-        group: The ranks that the rows are divided over; None: the world.
-        device: Where the wholes are to lie.
+        members: Parameters, equal on all ranks; other arguments refer to them by index.
+        owners: Owner rank of each parameter, as returned by `choose_owners`.
+        group: Group that the rows are sharded over; None for the world group.
+        device: Device of the unsharded tensors.
     """
 
     def __init__(
@@ -117,12 +114,12 @@ class PieceExchange:
         self._device = device
         self._rank, self._num_ranks = group_rank(group), group_size(group)
         if len(self._owners) != len(self._members) or not set(self._owners) <= set(range(self._num_ranks)):
-            raise AssertionError(f"{self._owners} are no owners of {len(members)} members on {self._num_ranks} ranks")
+            raise AssertionError(f"invalid owners {self._owners} of {len(members)} members on {self._num_ranks} ranks")
         self._routes: dict[tuple[tuple[int, ...], torch.dtype | None], _Route] = {}
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """The parameters that this rank gets whole."""
+        """Indices of the parameters that this rank owns."""
         return tuple(index for index, owner in enumerate(self._owners) if owner == self._rank)
 
     def to_owners(
@@ -132,14 +129,14 @@ class PieceExchange:
         indices: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Returns the whole tensors of the parameters that this rank owns, in their shapes and in new memory.
+        """Return the unsharded tensors of the parameters that this rank owns, in newly allocated memory.
 
         Args:
-            pieces: By parameter this rank's rows of it, contiguous; where it has none, it may be left out.
-            indices: The parameters that are exchanged; None: all of them. The same on all ranks.
-            dtype: Of all pieces, as a rank that has no rows can't see it; None: each parameter's own.
+            pieces: This rank's contiguous shards, by index; an empty shard may be omitted.
+            indices: Parameters to redistribute, equal on all ranks; optional, defaults to all.
+            dtype: Dtype of all shards; optional, defaults to each parameter's own.
 
-        Collective: every rank of the group must call it. One all-to-all; none where every owner has all rows already.
+        Collective: every rank of the group must call it. One all-to-all, or none if every owner has all rows already.
         """
         route = self._route(indices, dtype)
         mine = {index: self._bytes_of_piece(index, pieces, dtype) for index in route.members}
@@ -164,15 +161,15 @@ class PieceExchange:
         indices: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Fills this rank's pieces, in place, from the whole tensors at their owners: the way back of `to_owners`.
+        """Fill this rank's shards in place from the owners' unsharded tensors; the inverse of `to_owners`.
 
         Args:
-            wholes: By parameter the whole tensors of those that this rank owns, contiguous.
-            pieces: As in `to_owners`.
-            indices: As in `to_owners`.
-            dtype: Of all pieces and wholes; None: each parameter's own.
+            wholes: Contiguous unsharded tensors of the parameters that this rank owns, by index.
+            pieces: This rank's contiguous shards, by index; an empty shard may be omitted.
+            indices: Parameters to redistribute, equal on all ranks; optional, defaults to all.
+            dtype: Dtype of all tensors; optional, defaults to each parameter's own.
 
-        Collective: every rank of the group must call it. One all-to-all; none where every owner has all rows already.
+        Collective: every rank of the group must call it. One all-to-all, or none if every owner has all rows already.
         """
         route = self._route(indices, dtype)
         mine = {index: self._bytes_of_piece(index, pieces, dtype) for index in route.members}
@@ -189,7 +186,7 @@ class PieceExchange:
         sizes_from: Sequence[int],
         largest: int,
     ) -> None:
-        """Sends bytes, in the order of the ranks that they are for, and puts what comes where it belongs."""
+        """All-to-all of bytes, ordered by rank; `targets` are filled in place."""
         if largest == 0:
             return
         device = collective_device(self._group)
@@ -211,7 +208,7 @@ class PieceExchange:
         return self._routes[chosen, dtype]
 
     def _plan(self, chosen: Sequence[int], dtype: torch.dtype | None) -> _Route:
-        sizes = [[0] * self._num_ranks for _ in range(self._num_ranks)]  # by the rank that has them, and the owner
+        sizes = [[0] * self._num_ranks for _ in range(self._num_ranks)]  # bytes by source rank and owner
         for index in chosen:
             owner, itemsize = self._owners[index], (dtype or self._members[index].dtype).itemsize
             for rank in range(self._num_ranks):
@@ -230,7 +227,7 @@ class PieceExchange:
     def _parts_of(
         self, wholes: Mapping[int, torch.Tensor], route: _Route
     ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-        """Returns the bytes of whole tensors that are this rank's rows, and those that are the others', by rank."""
+        """Return byte views of this rank's rows by index, and of the other ranks' rows ordered by rank."""
         parts = {
             (rank, index): _bytes(wholes[index].reshape(-1)[slice(*self._span(index, rank))])
             for rank in range(self._num_ranks)
@@ -250,7 +247,7 @@ class PieceExchange:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         if piece is None or (piece.numel(), piece.dtype) != (stop - start, expected) or not piece.is_contiguous():
             found = None if piece is None else f"{piece.numel()} {piece.dtype} of stride {piece.stride()}"
-            raise AssertionError(f"rank {self._rank} has {found} of {member}, not {stop - start} {expected} in a row")
+            raise AssertionError(f"rank {self._rank} has {found} of {member}, not {stop - start} contiguous {expected}")
         return _bytes(piece)
 
     def _checked_wholes(

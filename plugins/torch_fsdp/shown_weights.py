@@ -1,4 +1,4 @@
-"""Shows whole weights in a module that FSDP2 has sharded, and takes FSDP2 off a module for as long as it is copied."""
+"""Unsharded weights in an FSDP2 module, and a temporary removal of FSDP2 from a module while it is copied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from booster.plugins.torch_fsdp.watching import InputWatch
 
 __all__ = ["COPYING", "shown_whole", "without_fsdp"]
 
-COPYING = "__deepcopy__"  # in a module's own attributes, which `copy` asks before the class
+COPYING = "__deepcopy__"  # in the instance's attributes, which `copy` looks up before the class
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -30,20 +30,20 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _MARK = "_is_fsdp_managed_module"
-# Rooms whose hooks do nothing in a copy.
+# Modules of this package whose hooks do not belong into a copy.
 _OUR_OWN = frozenset({SafeOutputs.__module__, OwnFormat.__module__, InputWatch.__module__, Unit.__module__})
 
 
 @contextmanager
 def shown_whole(units: Sequence[Unit]) -> Iterator[Callable[[], None]]:
-    """Shows whole weights, in the shards' format, and has FSDP2 take them for gathered ones.
+    """Expose unsharded weights, in the dtype of the shards, in the FSDP2 state "unsharded".
 
-    Gives a function that brings what is shown into the shards; without it changes are lost.
+    Yields a function that writes changes back to the shards; unless it is called, changes are lost.
 
     Args:
-        units: All units of a model, none of them gathered.
+        units: All parameter groups of a model, none of them gathered.
 
-    Collective at its begin over the ranks that share the units.
+    Collective on entry, over the ranks that the parameters are sharded over.
     """
     with ExitStack() as shown:
         for unit in units:
@@ -77,7 +77,7 @@ def _shown(unit: Unit) -> Iterator[None]:
 
 @contextmanager
 def _unmarked(model: nn.Module) -> Iterator[None]:
-    """Takes away the mark by which transformers has all ranks generate equally long."""
+    """Clear the flag by which transformers synchronizes the length of `generate` over ranks."""
     marked = [module for module in model.modules() if getattr(module, _MARK, False)]
     for module in marked:
         setattr(module, _MARK, False)
@@ -89,7 +89,7 @@ def _unmarked(model: nn.Module) -> Iterator[None]:
 
 
 def _stay() -> None:
-    """Takes the place of what would take whole weights away."""
+    """No-op replacement of FSDP2's resharding methods."""
 
 
 @torch.no_grad()
@@ -104,10 +104,10 @@ def _take_back(units: Sequence[Unit]) -> None:
 
 @contextmanager
 def without_fsdp(model: nn.Module) -> Iterator[None]:
-    """Takes what `fully_shard` has added off all modules of a model.
+    """Remove temporarily what `fully_shard` has added to the modules of a model.
 
     Args:
-        model: A model that shows whole weights, see `shown_whole`.
+        model: Model with unsharded weights, see `shown_whole`.
     """
     undo: list[Callable[[], None]] = []
     try:
@@ -137,6 +137,6 @@ def _take_off(module: nn.Module, undo: list[Callable[[], None]]) -> None:
 
 
 def _is_of_fsdp(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # some are wrapped by torch
+    function = getattr(hook, "hook", hook)  # torch wraps some hooks
     where = getattr(function, "__module__", None) or ""
     return where.startswith("torch.distributed.fsdp") or where in _OUR_OWN

@@ -1,4 +1,4 @@
-"""A unit: parameters that FSDP2 gathers in one collective, and whose gradients it reduces in one."""
+"""FSDP2 parameter groups: one all-gather for the weights, one reduce-scatter for the gradients."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from booster.plugins.torch_fsdp.watching import InputWatch
 __all__ = ["Unit", "groups_of", "units_of"]
 
 # Note [Sums of a unit]
-# FSDP2 allocates memory for the sums of a backward, rounds them to the weights' format, and adds them to what earlier
-# backwards left. Here a unit has one flat buffer for sums, in fp32 or wider, that lives as long as the model; the
-# reduction adds straight into it, and the gradients that FSDP2 then makes of it are dropped. All parameters that train
-# take part in every reduction, with zeros where this rank has not used them, as the ranks' inputs must be of one
-# length; which were used on any rank is agreed upon when the gradients are asked for.
+# FSDP2 allocates memory for the reduced gradients of each backward, casts them to the weights' dtype and adds them to
+# those of earlier backwards. Here a parameter group has one flat buffer for reduced gradients, in fp32 or wider, that
+# lives as long as the model. The reduce-scatter accumulates straight into it, and the gradients that FSDP2 then makes
+# of it are dropped. All trainable parameters take part in every reduce-scatter, with zeros where this rank has not used
+# them, because the ranks' inputs must have equal lengths. Which ones were used on any rank is all-reduced when the
+# gradients are read.
 
 
 class Unit:
-    """One of FSDP2's groups of parameters, whose collectives are taken over.
+    """An FSDP2 parameter group with this library's collectives.
 
     Args:
-        index: Its place in the model.
-        name: Of the module in the model.
-        module: What `fully_shard` was applied to.
-        group: FSDP2's.
-        members: Its parameters.
-        coordinator: Of all units of the model.
-        pool: Memory for collectives, shared by all units of the model.
+        index: Index among the parameter groups of the model.
+        name: Name of the module in the model.
+        module: Module that `fully_shard` was applied to.
+        group: FSDP2's parameter group.
+        members: Parameters of the group.
+        coordinator: Coordinator of all parameter groups of the model.
+        pool: Memory for collectives, shared by all parameter groups of the model.
 
     Attributes:
-        device: What its weights are gathered on.
-        on_gradients: Called in a backward that gives it gradients; None: nothing is.
+        device: Device that the weights are gathered on.
+        on_gradients: Callback of a backward that produces gradients here, or None.
     """
 
     def __init__(
@@ -77,10 +78,7 @@ class Unit:
         self._watch_parts()
 
     def _watch_parts(self) -> None:
-        """Has modules of the unit gather its weights where they run without it, as in a method of the user's model.
-
-        What FSDP2 does around the unit's own forward is done around theirs.
-        """
+        """Run FSDP2's forward hooks around submodules that are called directly, as by a method of the user's model."""
         infos = [member.state._module_info for member in self.members]
         owners = {owner: None for info in infos for owner in (info.module, *info.shared_modules)}
         for owner in owners:
@@ -91,7 +89,7 @@ class Unit:
     def _enter_part(self, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         state = self.module._get_fsdp_state()
         is_idle = state._training_state is TrainingState.IDLE and self.group._training_state is TrainingState.IDLE
-        # What activation checkpointing runs again in backward has its weights.
+        # Recomputation by activation checkpointing runs in backward, where the weights are gathered already.
         if not is_idle or torch._C._current_graph_task_id() != -1:
             return None
         self._running_part = part
@@ -111,7 +109,7 @@ class Unit:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if self.device.type == "cpu" and hasattr(module, "_set_unshard_async_op"):
-            module._set_unshard_async_op(True)  # gloo has no streams: who waits at once lets nothing overlap
+            module._set_unshard_async_op(True)  # gloo has no streams: an immediate wait would prevent overlap
         self.group.post_backward = self._post_backward  # type: ignore[method-assign]
         self.group.unshard = partial(_in_normal_memory, self.group.unshard)  # type: ignore[method-assign]
         self.group.wait_for_unshard = partial(_in_normal_memory, self.group.wait_for_unshard)  # type: ignore[method-assign]
@@ -120,42 +118,42 @@ class Unit:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share the unit."""
+        """Ranks that the parameters are sharded over."""
         return _shard_group(self.group)
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """Size of `process_group`."""
         return group_size(self.process_group)
 
     @property
     def trained(self) -> tuple[Member, ...]:
-        """The members that take part in reductions."""
+        """Trainable parameters, those that take part in reductions."""
         return tuple(one for one in self.members if one.trains)
 
     @property
     def served(self) -> Served:
-        """How this rank takes part for the others' sake."""
+        """Callbacks by which this rank takes part in collectives that other ranks need."""
         return Served(gather=self._serve_gather, reduce=lambda: self.reduce_local(gives=False))
 
     # Weights.
 
     def arrive_to_gather(self) -> None:
-        """Returns when it is the turn of this unit's weights. Collective."""
+        """Return when the all-gather of these weights is next in the collective order. Collective."""
         in_backward = self.group._training_state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
         kind = TaskKind.BACKWARD_GATHER if in_backward else TaskKind.FORWARD_GATHER
         self._coordinator.arrive(Task(kind, self.index))
 
     def reshard(self) -> None:
-        """Drops gathered weights, which don't follow changes of the shards."""
+        """Free gathered weights, which do not follow changes of the shards."""
         self.group._to_sharded()
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype | None = None) -> dict[Member, torch.Tensor]:
-        """Returns whole weights in memory of their own. Collective over the unit's ranks.
+        """Return unsharded weights in newly allocated memory. Collective over `process_group`.
 
         Args:
-            dtype: Their format; None: that of the shards.
+            dtype: Dtype of the weights; optional, defaults to that of the shards.
         """
         found: dict[Member, torch.Tensor] = {}
         buffer = self._gathered(dtype)
@@ -183,9 +181,8 @@ class Unit:
     def _serve_gather(self, in_backward: bool) -> None:
         if in_backward and self.group._use_post_forward_mesh:
             raise DesyncError(
-                f"another rank uses {self.name!r} in a backward and this rank does not, which can't be"
-                " where weights are kept by smaller groups of ranks in between: leave reshard_after_forward=<number>"
-                " out, or use the same parts of the model on every rank"
+                f"another rank uses {self.name!r} in a backward and this rank does not, which an integer"
+                " reshard_after_forward does not support: pass True or False, or use the same modules on every rank"
             )
         self._gathered(self.members[0].state.mp_policy.param_dtype)
 
@@ -193,22 +190,22 @@ class Unit:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The format in which gradients travel."""
+        """Dtype of the gradients in the reduce-scatter."""
         policy, own = self.group.mp_policy, self.members[0].piece.dtype
         return policy.reduce_dtype or policy.param_dtype or own
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The format of the sums."""
+        """Dtype of the reduced gradients."""
         return self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
 
     @property
     def has_local(self) -> bool:
-        """Whether this rank has gradients that were not reduced yet."""
+        """Whether this rank has unreduced gradients."""
         return any(one.has_local_gradient for one in self.members)
 
     def gradient_of(self, member: Member) -> torch.Tensor | None:
-        """Returns this rank's elements of a member's sum, flat; None where there are no sums."""
+        """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
         if not self.has_sums or member not in self._summed:
             return None
         assert self._sums is not None
@@ -220,14 +217,14 @@ class Unit:
         return sum(one.piece_numel for one in self._summed[: self._summed.index(member)])
 
     def forget_gradients(self, *, keeps_use: bool = False) -> None:
-        """Drops all gradients; the memory stays."""
+        """Drop all gradients and keep the buffer."""
         self.has_sums = False
         for one in self.members:
             one.forget_local_gradient()
             one.is_used = one.is_used and keeps_use
 
     def sums(self) -> torch.Tensor:
-        """Returns the sums of all members that train, zeros where there were none yet; with room for new ones."""
+        """Return the buffer of reduced gradients for the current trainable parameters; new ones start as zeros."""
         members = self.trained
         if self._sums is not None and self.has_sums and members == self._summed:
             return self._sums
@@ -246,7 +243,7 @@ class Unit:
         return self._sums
 
     def output_of_reduction(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns what FSDP2 takes for the result of a reduction."""
+        """Return the output tensor that FSDP2 passes to the reduce-scatter."""
         if self._is_collected:
             return torch.empty(numel, dtype=dtype, device=self.device)
         self._prepare_sums()
@@ -255,7 +252,7 @@ class Unit:
         return self._sums
 
     def _prepare_sums(self) -> None:
-        """Makes sure that the memory is there; without sums its content is nobody's."""
+        """Allocate the buffer; its content is undefined unless `has_sums`."""
         members = self.trained
         if self.has_sums and members != self._summed:
             self._coordinator.finish_flight()
@@ -267,15 +264,15 @@ class Unit:
 
     @property
     def _is_collected(self) -> bool:
-        """Whether sums are collected from what FSDP2 makes: where it communicates not at all, or moves them."""
+        """Whether gradients are read from FSDP2's: with one rank (no collective), or with CPU offload."""
         return self.num_ranks == 1 or self._offloads
 
     def reduce(self, payload: torch.Tensor, output: torch.Tensor) -> None:
-        """Sums the ranks' payloads when it is this unit's turn. Collective.
+        """Reduce-scatter gradients, in the collective order. Collective over `process_group`.
 
         Args:
-            payload: The gradients of all ranks' parts.
-            output: What `output_of_reduction` gave.
+            payload: Unsharded gradients, ordered by rank.
+            output: Tensor returned by `output_of_reduction`.
         """
         if self.num_ranks == 1:
             output.copy_(payload)
@@ -287,15 +284,15 @@ class Unit:
             return
         accumulate, self.has_sums = self.has_sums, True
         if self.device.type != "cpu":
-            flight.finish(output, accumulate=accumulate)  # in the stream that is current now; nobody waits
+            flight.finish(output, accumulate=accumulate)  # in the current stream, so the host does not wait
             return
         flight.aim(output, accumulate=accumulate)
         self._coordinator.fly(lambda: flight.finish(output, accumulate=accumulate))
 
     def _post_backward(self, *unused: Any) -> None:
-        """Does what FSDP2 does when a unit's gradients are there; see Note [Sums of a unit]."""
+        """Replacement of `FSDPParamGroup.post_backward`; see Note [Sums of a unit]."""
         if not self.members[0].was_gathered:
-            return  # loaded gradients may wait here, for which FSDP2 has no place yet
+            return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_local:
             self.on_gradients()
         if self.group.reduce_grads and self._note_use():
@@ -312,7 +309,7 @@ class Unit:
 
     @torch.no_grad()
     def _complete_gradients(self) -> None:
-        """Gives every parameter that trains a gradient, and all of them in one format."""
+        """Give every trainable parameter a gradient, all of one dtype."""
         keeps = any(one.state.unsharded_accumulated_grad is not None for one in self.members)
         for one in self.trained:
             gradient = one.local_gradient()
@@ -343,10 +340,10 @@ class Unit:
 
     @torch.no_grad()
     def reduce_local(self, *, gives: bool = True) -> None:
-        """Reduces gradients that this rank alone has, outside of what FSDP2 does. Collective over the unit's ranks.
+        """Reduce-scatter unreduced gradients outside of FSDP2's backward. Collective over `process_group`.
 
         Args:
-            gives: Whether this rank gives its own; False: zeros, and it keeps them.
+            gives: If True, this rank contributes its gradients; otherwise zeros, and it keeps its gradients.
         """
         self._coordinator.finish_flight()
         if gives:
@@ -374,14 +371,14 @@ class Unit:
         flight.finish(self._sums, accumulate=accumulate)
 
     def _wait_for_reductions(self) -> None:
-        """Has what comes now run behind the reductions that FSDP2 has put into a stream of their own."""
+        """Order the current stream behind FSDP2's reduce-scatter stream."""
         context = self.group.comm_ctx
         if self.device.type != "cpu" and hasattr(context, "reduce_scatter_stream"):
             torch.accelerator.current_stream().wait_stream(context.reduce_scatter_stream)
 
 
 def _in_normal_memory(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Calls what makes tensors that stay, and that must train also if an evaluation in inference mode comes first."""
+    # Tensors allocated under inference mode could not be trained later; FSDP2 keeps those of the first forward.
     with torch.inference_mode(False), torch.no_grad():
         function(*args, **kwargs)
 
@@ -392,14 +389,13 @@ def _shard_group(group: FSDPParamGroup) -> dist.ProcessGroup:
 
 
 def _spread(flat: torch.Tensor, grid: torch.Tensor) -> None:
-    """Copies a flat tensor into the rows of a grid, one after the other."""
     parts = flat.split(grid.shape[1]) if grid.shape[1] else ()
     for row, part in zip(grid, parts, strict=False):
         row[: part.numel()].copy_(part)
 
 
 def groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
-    """Returns FSDP2's groups of a module that `fully_shard` was applied to; none where it has no parameters."""
+    """Return FSDP2's parameter groups of a module; empty if the module has no parameters of its own."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.12 there was one at most
@@ -415,13 +411,13 @@ def units_of(
     coordinator: Coordinator,
     pool: BufferPool,
 ) -> Iterator[Unit]:
-    """Yields the units of modules, in order.
+    """Yield the parameter groups of modules, in order.
 
     Args:
-        modules: What `fully_shard` was applied to, with names, in the order of the model.
-        names_of: By the `id` of a sharded parameter all of its names.
-        originals: By the same `id` the user's parameter from before boost().
-        coordinator: Of all units of the model.
+        modules: Names and modules that `fully_shard` was applied to, in model order.
+        names_of: All names of each sharded parameter, by its `id`.
+        originals: The user's parameter from before boost(), by the same `id`.
+        coordinator: Coordinator of all parameter groups of the model.
         pool: Memory for collectives.
     """
     index = 0

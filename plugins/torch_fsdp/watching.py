@@ -1,4 +1,4 @@
-"""Notices in a backward that the gradients of a unit's inputs are there, so that its own are too."""
+"""Autograd hooks that detect the end of a module's backward by the gradients of its inputs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from booster.tensor_tree import map_tensors
 
 __all__ = ["InputWatch"]
 
-# Note [Watched inputs]
-# FSDP2 passes a unit's inputs through an autograd function of its own, whose backward is the end of the unit's. What
-# comes out of such a function can't be changed in place, so a block that begins with `x += ...` fails. Views can: here
-# each input becomes a view of itself, with a hook that is called when all of their gradients are there. Where one is
-# changed in place its hook is lost, and the unit's backward ends with that of the model.
-# Such a hook keeps the graph alive that it is on, so it has to go with it: a *lifeline* on what the unit returned is
-# freed when nobody can run the backward any more, and takes the hooks along.
-
 
 class InputWatch:
-    """Watches the inputs of a unit's forwards; see Note [Watched inputs].
+    """Calls back in backward when the gradients of a module's inputs are ready.
+
+    FSDP2 passes the inputs through an autograd function, whose outputs can't be modified in place: a block that begins
+    with `x += ...` fails. Views can be modified. So here each input becomes a view of itself, with one multi-grad hook
+    on all of them. If one is modified in place its hook is lost, and the end of the model's backward stands in for it.
+
+    The hook keeps its graph alive. A `_Lifeline` on the module's outputs removes it when the graph could be freed.
 
     Args:
-        module: The unit's.
-        arrived: Called in a backward when the inputs' gradients are there.
+        module: Module that `fully_shard` was applied to.
+        arrived: Callback in backward when the inputs' gradients are ready.
     """
 
     def __init__(self, module: nn.Module, arrived: Callable[..., None]) -> None:
@@ -37,7 +35,7 @@ class InputWatch:
         module.register_forward_hook(self.tie)
 
     def watch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns what goes into the forward in the place of its arguments."""
+        """Return the arguments with tensors replaced by hooked views."""
         watched: list[torch.Tensor] = []
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,13 +52,13 @@ class InputWatch:
         return args, kwargs
 
     def drop(self) -> None:
-        """Forgets forwards that have not come to their end."""
+        """Remove the hooks of forwards that did not complete."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
 
     def tie(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ties the hooks of this forward to what it returns."""
+        """Bind the lifetime of this forward's hooks to its outputs."""
         if not self._handles:
             return
         lifeline = _Lifeline(self._handles)
@@ -75,13 +73,13 @@ class InputWatch:
 
 
 class _Lifeline:
-    """Removes hooks when nobody holds it any more."""
+    """Removes hooks when it is garbage-collected."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        """Is called in backward, and changes nothing."""
+        """No-op in backward."""
 
     def __del__(self) -> None:
         for handle in getattr(self, "_handles", ()):  # a compiler makes copies without calling __init__

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 can't hold: every rank has them whole, one of those that share shards updates them."""
+"""Replicated parameters, which FSDP2 can't shard; one owner in the shard group updates each of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["WholeMember", "WholeParameters"]
 
 @dataclass(slots=True, eq=False)
 class WholeMember:
-    """A parameter that is whole on every rank.
+    """A parameter that is replicated on every rank.
 
     Attributes:
-        name: Its first name in the model.
-        names: All of them.
-        parameter: The model's.
-        owner: Which of the ranks that share shards updates it.
-        is_used: A backward of this window gave it a gradient.
-        sums: What was summed over the ranks already, on the owner.
+        name: First name in the model.
+        names: All names in the model.
+        parameter: Parameter of the model.
+        owner: Rank in the shard group that updates the parameter.
+        is_used: Whether a backward of this accumulation produced a gradient.
+        sums: Reduced gradient, on the owner only.
     """
 
     name: str
@@ -36,27 +36,27 @@ class WholeMember:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter."""
+        """Shape of the parameter."""
         return tuple(self.parameter.shape)
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are wanted."""
+        """Whether the parameter requires gradients."""
         return self.parameter.requires_grad
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The format in which its gradients are summed."""
+        """Dtype of the gradient reduction."""
         return self.parameter.dtype if self.parameter.dtype.itemsize >= 4 else torch.float32
 
 
 class WholeParameters:
-    """All such parameters of a model.
+    """All replicated parameters of a model.
 
     Args:
-        members: The parameters, the same on all ranks.
-        data_parallel_group: The ranks whose gradients are summed; None: the world.
-        shard_group: The ranks among which owners were chosen.
+        members: Parameters, equal on all ranks.
+        data_parallel_group: Group over which gradients are summed; None for the world group.
+        shard_group: Group that the owners belong to.
     """
 
     def __init__(
@@ -71,28 +71,29 @@ class WholeParameters:
 
     @property
     def trained(self) -> tuple[WholeMember, ...]:
-        """Those that gradients are wanted for."""
+        """Trainable parameters."""
         return tuple(one for one in self.members if one.trains)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether this rank has any, its own or sums."""
+        """Whether this rank has any gradient, reduced or not."""
         return any(one.sums is not None or one.parameter.grad is not None for one in self.members)
 
     def is_own(self, member: WholeMember) -> bool:
-        """Returns whether this rank updates it."""
+        """Return whether this rank updates the parameter."""
         return group_rank(self._shard_group) == member.owner
 
     def note_use(self) -> None:
-        """Marks what has a gradient on this rank."""
+        """Mark parameters that have a gradient on this rank as used."""
         for one in self.members:
             one.is_used = one.is_used or one.parameter.grad is not None
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sums gradients of what is used on any rank, which the caller has agreed on, at the owners. Collective.
+        """Sum the gradients of used parameters; only the owners keep the result. Collective.
 
-        What was summed among the ranks that share shards already is summed over their replicas.
+        `is_used` must be equal on all ranks. Gradients that are reduced over the shard group already are summed over
+        its replicas.
         """
         used = [one for one in self.trained if one.is_used]
         for dtype in dict.fromkeys(one.sum_dtype for one in used):
@@ -106,24 +107,23 @@ class WholeParameters:
                 one.sums = part.to(one.parameter.device) if self.is_own(one) else None
 
     def _share_of(self, member: WholeMember) -> torch.Tensor:
-        """Returns what this rank adds to the sum."""
         gradient = member.parameter.grad
         share = torch.zeros_like(member.parameter) if gradient is None else gradient
         share = share.detach().reshape(-1).to(member.sum_dtype)
         return share if member.sums is None else share + member.sums
 
     def forget_gradients(self, *, keeps_use: bool = False) -> None:
-        """Drops all gradients."""
+        """Drop all gradients."""
         for one in self.members:
             one.parameter.grad = one.sums = None
             one.is_used = one.is_used and keeps_use
 
     @torch.no_grad()
     def spread(self, *, everything: bool = False) -> None:
-        """Gives all ranks what the owners have updated. Collective.
+        """Broadcast updated parameters from their owners over the shard group. Collective.
 
         Args:
-            everything: Also of parameters that nobody used.
+            everything: If True, unused parameters are broadcast as well.
         """
         if group_size(self._shard_group) == 1:
             return

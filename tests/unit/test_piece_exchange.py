@@ -85,12 +85,12 @@ def test_mistakes_are_seen_before_anything_is_sent():
     member = Divided(name="w", shape=(4, 2), dtype=torch.float32)
     exchange = PieceExchange([member], [0], None, torch.device("cpu"))
     for pieces in ({}, {0: torch.empty(7)}, {0: torch.empty(8, dtype=torch.float64)}, {0: torch.empty(16)[::2]}):
-        with pytest.raises(AssertionError, match=r"not 8 torch\.float32 in a row"):
+        with pytest.raises(AssertionError, match=r"not 8 contiguous torch\.float32"):
             exchange.to_owners(pieces)
     for wholes in ({}, {0: torch.empty(2, 4)}, {0: torch.empty(4, 2, dtype=torch.float16)}):
         with pytest.raises(AssertionError, match="rank 0 owns"):
             exchange.from_owners(wholes, {0: torch.empty(8)})
-    with pytest.raises(AssertionError, match="are no owners of 1 members on 1 ranks"):
+    with pytest.raises(AssertionError, match=r"invalid owners \(.*\) of 1 members on 1 ranks"):
         PieceExchange([member], [1], None, torch.device("cpu"))
     with pytest.raises(AssertionError, match="are no owners"):
         PieceExchange([member], [], None, torch.device("cpu"))
