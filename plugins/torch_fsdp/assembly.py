@@ -1,4 +1,4 @@
-"""Applies `fully_shard` to a model, unit by unit, so that no rank holds more than one unit whole."""
+"""Applies `fully_shard` to one module of a model after the other, so that at most one is unsharded at a time."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = ["Assembly"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """Makes boosted models.
+    """Builds boosted models.
 
     Attributes:
-        mesh: The ranks, with the axes "replica" and "shard".
-        strategy: How weights are divided.
-        formats: FSDP's own mixed precision; None: none.
-        offload_policy: Where shards lie.
-        auto_wrap_policy: Which modules become units; None: found.
-        ignored_modules: Modules whose parameters stay whole.
-        coordination_group: The ranks that share shards, on the CPU.
-        is_primary: True on the rank that writes what all ranks hold alike.
-        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+        mesh: Device mesh with the axes "replica" and "shard".
+        strategy: Sharding and replication of weights.
+        formats: Dtypes of FSDP's mixed precision, or None.
+        offload_policy: FSDP2's offload policy.
+        auto_wrap_policy: Policy that selects the modules to wrap; optional, defaults to repeated blocks.
+        ignored_modules: Modules whose parameters are replicated.
+        coordination_group: CPU group of the shard axis.
+        is_primary: If True, this rank writes data that all ranks hold.
+        broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
     """
 
     mesh: DeviceMesh
@@ -59,21 +59,21 @@ class Assembly:
     broadcasts_buffers: bool
 
     def check(self, model: nn.Module) -> None:
-        """Raises if the model can't be made into units. No communication, and nothing is changed.
+        """Check that the model can be sharded, without communication or changes.
 
         Raises:
-            ConfigError: It can't.
+            ConfigError: The model can't be sharded.
         """
         _check_model(model, self.ignored_modules)
         self._plans(model, self._whole_names(model))
 
     def assemble(self, model: nn.Module, materializer: Materializer, device: torch.device) -> FSDPModel:
-        """Returns the boosted model. Collective.
+        """Return the boosted model. Collective.
 
         Args:
             model: The user's model.
-            materializer: Gives modules without values theirs.
-            device: What this rank computes on.
+            materializer: Initializes modules that are on the meta device.
+            device: Compute device of this rank.
         """
         before = dict(model.named_parameters(remove_duplicate=False))
         self._keep_own_formats(model)
@@ -100,7 +100,7 @@ class Assembly:
             OwnFormat(module, outside)
 
     def _plans(self, model: nn.Module, whole: set[str]) -> list[tuple[UnitPlan, list[nn.Module]]]:
-        """Returns the units with the modules whose parameters they hold, the root last; adds to what stays whole."""
+        """Return the wrapped modules, root last, with the submodules that they own; extends `whole` in place."""
         keeps = () if self.formats is None else self.formats.keeps_own_format
         plans = plan_units(model, self.auto_wrap_policy, whole=_named(model, whole), keeps_own_format=keeps)
         taken: set[nn.Module] = set()
@@ -114,7 +114,7 @@ class Assembly:
         return found
 
     def _whole_names(self, model: nn.Module) -> set[str]:
-        """Returns the first names of parameters that FSDP2 can't hold, or is told to leave alone."""
+        """Return the first names of parameters that FSDP2 can't shard, or that are ignored."""
         scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
         ignored = {one for module in [*self.ignored_modules, *scripted] for one in module.parameters()}
         return {
@@ -141,7 +141,7 @@ class Assembly:
             offload_policy=self.offload_policy,
             ignored_params=set(whole),
         )
-        for parameter in own:  # the optimizer still has them
+        for parameter in own:  # the optimizer still refers to them
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _policy(self, plan: UnitPlan, model: nn.Module) -> MixedPrecisionPolicy:
@@ -168,7 +168,7 @@ class Assembly:
         names = _names_by_parameter(model)
         shard_group = self.mesh.get_group("shard")
         if isinstance(model, FSDPModule):
-            model._get_fsdp_state()._lazy_init()  # else the first unit that runs would take itself for the root
+            model._get_fsdp_state()._lazy_init()  # otherwise the first module that runs would become FSDP2's root
         coordinator = Coordinator(self.coordination_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         units = list(units_of(modules, names, originals, coordinator, BufferPool(device)))
@@ -190,40 +190,34 @@ class Assembly:
 
 
 def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None:
-    """Returns if the model can be sharded.
-
-    Raises:
-        ConfigError: It can't.
-    """
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)) and type(model).forward is nn.Module.forward:
         raise ConfigError(
-            f"the model is a {type(model).__name__}, which has no forward, and FSDP gathers weights when forward is"
-            " called: make one module of its parts whose forward calls them, as forward(self, part, *args) with"
-            " return self.parts[part](*args), or boost each part with an optimizer of its own"
+            f"the model is a {type(model).__name__}, which has no forward, but FSDP gathers weights in forward: write"
+            " a module around it with forward(self, part, *args) that returns self.parts[part](*args), or boost each"
+            " child with a separate optimizer"
         )
     own = set(model.modules())
     foreign = [module for module in ignored_modules if module not in own]
     if foreign:
         raise ConfigError(
-            f"ignored_modules has a {type(foreign[0]).__name__} that is no part of the model: give modules of the model"
-            " that goes into boost()"
+            f"ignored_modules has a {type(foreign[0]).__name__} that is not a module of the model: give modules of the"
+            " model that is passed to boost()"
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"{name!r} is a DTensor, so the model was divided among ranks before boost(): give boost() the model as"
-                " it is built"
+                f"{name!r} is a DTensor, so the model was sharded before boost(): pass boost() the unsharded model"
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ConfigError(
-                f"{name!r} makes sparse gradients (sparse=True), which are not summed over ranks here: build it without"
+                f"{name!r} makes sparse gradients (sparse=True), which FSDP does not reduce: build it without"
                 " sparse=True, or use TorchDDPPlugin"
             )
 
 
 def _names_by_parameter(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Returns all names of every parameter by the parameter's `id`, in the order of the model."""
+    """Return all names of each parameter by its `id`, in model order."""
     found: dict[int, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found[id(parameter)] = (*found.get(id(parameter), ()), name)
@@ -235,7 +229,7 @@ def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
 
 
 def _minority(model: nn.Module, modules: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> set[str]:
-    """Returns the first names of a unit's parameters that are not in the format of most of its elements."""
+    """Return the first names of a group's parameters whose dtype is not that of most of its elements."""
     kept = set(whole)
     own = {one for module in modules for one in module.parameters(recurse=False)} - kept
     numels: Counter[torch.dtype] = Counter()

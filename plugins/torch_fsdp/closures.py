@@ -1,4 +1,4 @@
-"""Steps that compute the loss several times, as LBFGS does: one rank runs the optimizer, and all compute for it."""
+"""Optimizer steps with a closure, as in LBFGS: one rank runs the optimizer, all ranks evaluate the closure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from booster.comm import all_reduce_sum, broadcast, collective_device, group_ran
 
 __all__ = ["drive"]
 
-# Note [Driving a closure]
-# An optimizer that needs all parameters at once has them on the first rank of those that share shards. Its closure is
-# the user's: a forward and backward over data that are divided among all ranks. Whenever the optimizer calls it, the
-# first rank tells the others so; then all take over the weights as the optimizer has set them, compute, and bring their
-# gradients together. The loss that the optimizer sees is the mean over all ranks, which is that of one process.
-
 _OWNER = 0
 
 
@@ -29,14 +23,19 @@ def drive(
     shard_group: dist.ProcessGroup | None,
     data_parallel_group: dist.ProcessGroup | None,
 ) -> Any:
-    """Returns what the optimizer's step does, on all ranks; see Note [Driving a closure].
+    """Run an optimizer step with a closure, and return its result on all ranks.
+
+    An optimizer that needs all parameters at once runs on the first rank of the shard group. The closure is a forward
+    and backward on data of all ranks. Each time the optimizer calls it, the first rank notifies the others. Then all
+    ranks receive the current weights, evaluate, and reduce their gradients. The loss that the optimizer receives is the
+    mean over all ranks, as in one process.
 
     Args:
-        step: The optimizer's, called with a closure on the first rank of the shard group.
-        evaluate: Computes the loss, and leaves gradients with the optimizer. Collective.
-        spread: Gives all ranks the weights that the optimizer has set. Collective.
-        shard_group: The ranks that share the shards.
-        data_parallel_group: The ranks among which data are divided; None: the world.
+        step: Step of the optimizer, called with a closure on the first rank of the shard group.
+        evaluate: Computes the loss and sets the optimizer's gradients. Collective.
+        spread: Broadcasts the optimizer's weights to all ranks. Collective.
+        shard_group: Group that the parameters are sharded over.
+        data_parallel_group: Group that the data are divided over; None for the world group.
 
     Collective over the data-parallel ranks.
     """
@@ -69,7 +68,6 @@ def _follow(together: Callable[[], torch.Tensor], spread: Callable[[], None], gr
 
 
 def _say(goes_on: bool, group: dist.ProcessGroup | None) -> bool:
-    """Returns what the first rank says."""
     word = torch.tensor([goes_on], dtype=torch.uint8, device=collective_device(group))
     broadcast([word], group, source=_OWNER)
     return bool(word.item())

@@ -1,4 +1,4 @@
-"""What is gathered and what waits to be reduced in a forward and backward: sizes, followed as FSDP2 does it."""
+"""Simulation of FSDP2's buffers in a forward and backward, in sizes."""
 
 from __future__ import annotations
 
@@ -12,33 +12,26 @@ from booster.plugins.sharding.buffer_pool import BufferPool
 
 __all__ = ["FollowedUnit", "FollowedUnits"]
 
-# Note [A unit's memory]
-# A unit's weights are gathered into one buffer and copied out of it into the parameters' own memory, which is there
-# until they are freed: after forward (not the root's, by default) and when backward is done with the unit. While
-# backward is in one unit, the buffer of the one before it is filled already. Gradients, whole, are there until all of a
-# unit's are, and are copied into one buffer, which is there until the next unit's reduction has begun. Buffers are the
-# pool's where it has them (on the CPU), and stay with it.
-
 _META = torch.device("meta")
 
 
 @dataclass(slots=True, eq=False)
 class FollowedUnit:
-    """A unit as far as memory is concerned.
+    """Sizes of a parameter group.
 
     Attributes:
-        num_ranks: That share it.
-        shapes: By name those of its parameters.
-        trained: Names of those that train.
-        dtype: Format of the shards.
-        compute_dtype: Of gathered weights and of their gradients.
-        casts: They differ by FSDP2's own doing.
-        reduce_dtype: In which gradients travel.
-        reshards: As `fully_shard` takes it, once None is decided.
-        is_root: It is the model's.
-        shard_numel: Elements that every rank has.
-        trained_numel: Those that train.
-        whole_bytes: Of gathered weights.
+        num_ranks: Size of the shard group.
+        shapes: Unsharded shapes of the parameters, by name.
+        trained: Names of trainable parameters.
+        dtype: Dtype of the shards.
+        compute_dtype: Dtype of gathered weights and of their gradients.
+        casts: Whether FSDP2 casts the weights when it gathers them.
+        reduce_dtype: Dtype of the reduce-scatter.
+        reshards: Argument `reshard_after_forward` of `fully_shard`, with its default resolved.
+        is_root: Whether this is the root's group.
+        shard_numel: Elements of every rank's shards, with padding.
+        trained_numel: Elements of trainable parameters among them.
+        whole_bytes: Bytes of the gathered weights.
     """
 
     num_ranks: int
@@ -60,27 +53,27 @@ class FollowedUnit:
         self.whole_bytes = self.shard_numel * self.num_ranks * self.compute_dtype.itemsize
 
     def piece_numel(self, name: str) -> int:
-        """Elements that every rank has of a parameter, with padding."""
+        """Elements of every rank's shard of a parameter, with padding."""
         rows, *rest = self.shapes[name]
         return -(-rows // self.num_ranks) * math.prod(rest)
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The format of the sums of gradients."""
+        """Dtype of reduced gradients."""
         return self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
 
     @property
     def post_forward_bytes(self) -> int:
-        """What stays of gathered weights after forward."""
+        """Bytes of weights that stay gathered between forward and backward, for an integer `reshards`."""
         return 0 if isinstance(self.reshards, bool) else self.whole_bytes // self.reshards
 
     def gradient_bytes(self, name: str) -> int:
-        """Of a parameter's whole gradient."""
+        """Bytes of a parameter's unsharded gradient."""
         return math.prod(self.shapes[name]) * self.compute_dtype.itemsize
 
     @property
     def bytes_of_gathering(self) -> int:
-        """Sent by this rank in a forward and backward."""
+        """Bytes that this rank sends for all-gathers in a forward and backward."""
         shard = self.shard_numel * self.compute_dtype.itemsize
         forward = (self.num_ranks - 1) * shard
         if not self.reshards:
@@ -91,15 +84,15 @@ class FollowedUnit:
 
     @property
     def bytes_of_reduction(self) -> int:
-        """Sent by this rank in a backward."""
+        """Bytes that this rank sends for the reduce-scatter in a backward."""
         return (self.num_ranks - 1) * self.trained_numel * self.reduce_dtype.itemsize
 
 
 class _Buffers:
-    """Room for collectives, as `booster.plugins.torch_fsdp.collectives.room` gives it.
+    """Simulated buffers of collectives, allocated as by `booster.plugins.torch_fsdp.collectives.room`.
 
     Args:
-        pools: Whether a pool keeps it.
+        pools: If True, buffers are allocated from a pool.
     """
 
     def __init__(self, *, pools: bool) -> None:
@@ -107,7 +100,7 @@ class _Buffers:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Returns room, which is given back when nobody holds the tensor any more."""
+        """Return a buffer; the pool reuses it once the tensor is dropped."""
         if self._pool is None:
             self._num_bytes += num_bytes
             return torch.empty(num_bytes, dtype=torch.uint8, device=_META)
@@ -117,22 +110,28 @@ class _Buffers:
         return view
 
     def let_go(self, room: torch.Tensor | None) -> None:
-        """Takes note of a tensor that its holder is about to drop."""
+        """Account for a tensor that the caller is about to drop."""
         if room is not None and self._pool is None:
             self._num_bytes -= room.nbytes
 
     @property
     def num_bytes(self) -> int:
-        """Of all that there is."""
+        """Bytes of all buffers, pooled ones included."""
         return self._num_bytes if self._pool is None else self._pool.bytes_held
 
 
 class FollowedUnits:
-    """What is gathered and what waits to be reduced; see Note [A unit's memory].
+    """Simulated memory of all parameter groups.
+
+    A group's weights are gathered into one buffer and copied into the parameters' own memory, which lives until it is
+    freed: after forward (except the root's, by default) and after the group's backward. During one group's backward the
+    next one's buffer is filled already (prefetch). Unsharded gradients live until all of a group are ready. Then they
+    are copied into one buffer, which lives until the next group's reduction has started. On the CPU buffers belong to
+    the pool and are kept.
 
     Args:
-        units: By the name of their module.
-        pools: Whether buffers are a pool's.
+        units: Parameter groups by the name of their module.
+        pools: If True, buffers are allocated from a pool.
     """
 
     def __init__(self, units: dict[str, FollowedUnit], *, pools: bool) -> None:
@@ -157,17 +156,17 @@ class FollowedUnits:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of whole gradients that are here."""
+        """Bytes of unsharded gradients."""
         return sum(self._gradients.values())
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is here now."""
+        """Bytes of all that is allocated."""
         between = sum(unit.post_forward_bytes for unit in self._between)
         return self._whole_bytes + between + self.gradient_bytes + self._buffers.num_bytes
 
     def tell(self, stretch: Stretch) -> int:
-        """Takes note of an event; returns the most bytes until all is done that follows from it."""
+        """Process an event; return the peak bytes while it is processed."""
         self._most = self.num_bytes
         if stretch.event == "gradient":
             self._receive(stretch.name)
@@ -177,7 +176,7 @@ class FollowedUnits:
         return max(self._most, self.num_bytes)
 
     def finish(self) -> int:
-        """Called at the end of a backward."""
+        """Process the end of a backward; return the peak bytes."""
         self._most = self.num_bytes
         for unit in self._units.values():
             if unit not in self._is_done:
@@ -195,7 +194,7 @@ class FollowedUnits:
         self._gather(unit)
 
     def _leave(self, unit: FollowedUnit) -> None:
-        if self._in_backward:  # a part of the forward was computed again, and the weights stay for its backward
+        if self._in_backward:  # recomputation in backward, for which the weights stay gathered
             return
         self._order.append(unit)
         if unit.reshards:
@@ -213,7 +212,6 @@ class FollowedUnits:
             self._fetch(self._order[before])
 
     def _fetch(self, unit: FollowedUnit) -> None:
-        """Starts to gather."""
         if unit in self._whole or unit in self._ahead or unit.num_ranks == 1:
             return
         self._ahead[unit] = self._buffers.take(unit.whole_bytes)
@@ -244,13 +242,13 @@ class FollowedUnits:
             self._reduce(unit)
 
     def _reduce(self, unit: FollowedUnit) -> None:
-        """Does what follows when the unit's gradients are there."""
+        """Reduce a group's gradients, which are ready."""
         self._is_done.add(unit)
         self._free(unit)
         if not unit.trained:
             return
         self._gradients |= {name: unit.gradient_bytes(name) for name in unit.trained}
-        # On the CPU the reduction before this one ends when this one has begun.
+        # On the CPU the previous reduction ends after this one has started.
         before, self._payload = self._payload, None
         if not self._pools or unit.num_ranks == 1:
             self._buffers.let_go(before)

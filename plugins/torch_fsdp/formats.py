@@ -1,4 +1,4 @@
-"""FSDP's own mixed precision, as users of FSDP1 and of FSDP2 describe it."""
+"""FSDP mixed precision policy, from the types of FSDP1 or FSDP2."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFormats:
-    """The number formats of FSDP's own mixed precision.
+    """Dtypes of FSDP's mixed precision.
 
     Attributes:
-        param_dtype: Of gathered weights and of computation; None: the weights' own.
-        reduce_dtype: In which gradients travel; None: that of the gathered weights.
-        buffer_dtype: To which floating buffers are cast once; None: they stay.
-        output_dtype: Of the root's floating outputs; None: they stay.
-        casts_root_inputs: The model's floating inputs are cast to `param_dtype`.
-        casts_unit_inputs: So are those of every unit below it.
-        keeps_own_format: Classes of modules that compute in the format their weights are in.
+        param_dtype: Dtype of gathered weights and of computation; optional, defaults to that of the shards.
+        reduce_dtype: Dtype of gradients in the reduce-scatter; optional, defaults to that of gathered weights.
+        buffer_dtype: Dtype that floating-point buffers are cast to once; optional, by default they are not cast.
+        output_dtype: Dtype of the root's floating-point outputs; optional, by default they are not cast.
+        casts_root_inputs: If True, floating-point inputs of the model are cast to `param_dtype`.
+        casts_unit_inputs: If True, floating-point inputs of wrapped modules are cast to `param_dtype`.
+        keeps_own_format: Classes of modules that compute in the dtype of their weights.
     """
 
     param_dtype: torch.dtype | None = None
@@ -41,7 +41,7 @@ class UnitFormats:
     keeps_own_format: tuple[type[nn.Module], ...] = ()
 
     def policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
-        """Returns FSDP2's description of the root or of a unit below it that keeps no format of its own."""
+        """Return FSDP2's policy of the root, or of a wrapped module outside of `keeps_own_format`."""
         return MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
@@ -51,7 +51,7 @@ class UnitFormats:
 
 
 def read_formats(given: Any) -> UnitFormats | None:
-    """Returns what a `mixed_precision` that `check_formats` passed means; None: none was given."""
+    """Return the dtypes of the argument `mixed_precision`, valid for `check_formats`, or None."""
     if isinstance(given, MixedPrecision):
         return UnitFormats(
             param_dtype=given.param_dtype,
@@ -73,29 +73,29 @@ def read_formats(given: Any) -> UnitFormats | None:
 
 
 def check_formats(given: Any) -> None:
-    """Raises for a `mixed_precision` that can't be.
+    """Validate the argument `mixed_precision`.
 
     Raises:
-        ConfigError: Such an argument.
+        ConfigError: It is invalid.
     """
     if given is None:
         return
     if isinstance(given, (str, BoosterPrecision)):
         raise ConfigError(
-            f"mixed_precision={given!r} is the Booster's to apply, not the plugin's: write"
+            f"mixed_precision={given!r} is an argument of the Booster, not of this plugin: write"
             " Booster(plugin=..., mixed_precision=...), or give the plugin torch's MixedPrecisionPolicy"
         )
     if not isinstance(given, (MixedPrecision, MixedPrecisionPolicy)):
         raise ConfigError(
-            f"mixed_precision={given!r} is not understood: give MixedPrecisionPolicy or MixedPrecision of"
+            f"mixed_precision={given!r} is not supported: give MixedPrecisionPolicy or MixedPrecision of"
             " torch.distributed.fsdp, or write Booster(plugin=..., mixed_precision='bf16')"
         )
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
         dtype = getattr(given, name, None)
         if dtype is not None and dtype not in _FORMATS:
             raise ConfigError(
-                f"mixed_precision with {name}={dtype!r}: FSDP casts to it and computes or adds up in it, which needs"
-                f" one of {', '.join(map(str, _FORMATS))}; for float8 write Booster(..., mixed_precision='fp8')"
+                f"mixed_precision with {name}={dtype!r}: FSDP casts to this dtype and computes or reduces in it, so it"
+                f" must be one of {', '.join(map(str, _FORMATS))}; for float8 write Booster(..., mixed_precision='fp8')"
             )
     for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
         check_flag(f"mixed_precision.{name}", getattr(given, name, True))
@@ -106,8 +106,8 @@ def check_formats(given: Any) -> None:
 def _check_first_generation(given: MixedPrecision) -> None:
     if given.keep_low_precision_grads is not False:
         raise ConfigError(
-            f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: shards are updated from"
-            " gradients in the shards' own format, which FSDP2 casts them to: leave it out"
+            f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: FSDP2 casts gradients"
+            " to the dtype of the shards: leave it out"
         )
     classes = given._module_classes_to_ignore
     if not isinstance(classes, (tuple, list)) or not all(is_module_class(one) for one in classes):
@@ -118,5 +118,5 @@ def _check_first_generation(given: MixedPrecision) -> None:
 
 
 def is_module_class(given: Any) -> bool:
-    """Returns whether it is a class of modules."""
+    """Return whether `given` is an `nn.Module` class."""
     return isinstance(given, type) and issubclass(given, nn.Module)

@@ -1,4 +1,4 @@
-"""Which ranks share shards and which hold copies of them: process groups and meshes as users give them, as one mesh."""
+"""Conversion of the user's process groups or mesh into one device mesh with replica and shard axes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ AXES = ("replica", "shard")
 
 
 def make_mesh(given: Any, device_type: str, shape: tuple[int, int]) -> DeviceMesh:
-    """Returns all ranks as a mesh with the axes "replica" and "shard".
+    """Return all ranks as a mesh with the axes "replica" and "shard".
 
     Args:
-        given: `process_group` as `check_process_group` passed it.
-        device_type: Of the devices that hold the shards.
-        shape: Number of replicas, and of the ranks that share one.
+        given: Argument `process_group`, valid for `check_process_group`.
+        device_type: Type of the devices that hold the shards.
+        shape: Sizes of the two axes.
 
     Collective: every rank must call it.
 
     Raises:
-        ConfigError: The ranks' pairs of groups are no rows and columns of one grid; on all ranks.
+        ConfigError: The pairs of groups are not the rows and columns of one grid; on all ranks.
     """
     if isinstance(given, tuple):
         shard_group, replica_group = given
@@ -38,25 +38,25 @@ def make_mesh(given: Any, device_type: str, shape: tuple[int, int]) -> DeviceMes
     if isinstance(given, DeviceMesh) and given.ndim == 2:
         groups = [given.get_group(0), given.get_group(1)]
         return mesh_of_groups(groups, device_type, given.mesh, AXES)
-    # Ranks next to each other share the shards: they are likelier to be on one machine.
+    # Adjacent ranks form a shard group, as they are more likely to be on one host.
     mesh = new_mesh(device_type, shape, AXES)
     if given is None or given is dist.group.WORLD:
         return mesh
-    # All ranks in one group: the other axis has one rank.
+    # A group of all ranks: the other axis has size 1.
     whole = given.get_group() if isinstance(given, DeviceMesh) else given
     groups = [mesh.get_group(0), whole] if shape[0] == 1 else [whole, mesh.get_group(1)]
     return mesh_of_groups(groups, device_type, mesh.mesh, AXES)
 
 
 def groups_of(given: Any) -> list[dist.ProcessGroup]:
-    """Returns the groups that the user gave as `process_group`."""
+    """Return the groups in the argument `process_group`."""
     if isinstance(given, DeviceMesh):
         return list(given.get_all_groups())
     return list(given) if isinstance(given, tuple) else [] if given is None else [given]
 
 
 def describe_process_group(given: Any) -> str:
-    """Returns what ranks can compare of their groups, the members of which may differ."""
+    """Return a description of `process_group` that is equal on all ranks if the arguments are consistent."""
     if isinstance(given, tuple):
         return f"groups of {' and '.join(str(one.size()) for one in given)} ranks"
     if isinstance(given, DeviceMesh):
@@ -65,15 +65,15 @@ def describe_process_group(given: Any) -> str:
 
 
 def check_process_group(given: Any, world_size: int, *, is_hybrid: bool) -> None:
-    """Raises for a `process_group` that can't be. No communication: what one rank can see.
+    """Validate the argument `process_group`, without communication.
 
     Args:
         given: None, a group, a pair of groups, or a mesh.
         world_size: Number of ranks.
-        is_hybrid: The strategy shards over some ranks and replicates over others.
+        is_hybrid: If True, the strategy is a HYBRID_SHARD.
 
     Raises:
-        ConfigError: Such a group.
+        ConfigError: It is invalid.
     """
     if isinstance(given, tuple):
         _check_pair(given, world_size, is_hybrid=is_hybrid)
@@ -86,19 +86,19 @@ def check_process_group(given: Any, world_size: int, *, is_hybrid: bool) -> None
 def _check_pair(given: tuple[Any, ...], world_size: int, *, is_hybrid: bool) -> None:
     if not is_hybrid:
         raise ConfigError(
-            "process_group is a tuple of groups, which only HYBRID_SHARD divides ranks by: give one group or None, or"
-            " choose HYBRID_SHARD"
+            "process_group is a tuple of groups, which only HYBRID_SHARD takes: give one group or None, or choose"
+            " HYBRID_SHARD"
         )
     if len(given) != 2 or not all(isinstance(one, dist.ProcessGroup) or _is_elsewhere(one) for one in given):
         raise ConfigError(
-            f"process_group={given!r} is no pair of groups: give (shard_group, replicate_group), both with this rank"
+            f"process_group={given!r} is not a pair of groups: give (shard_group, replicate_group), both with this rank"
         )
     members = [set() if _is_elsewhere(one) else set(dist.get_process_group_ranks(one)) for one in given]
     if members[0] & members[1] != {group_rank()} or len(members[0]) * len(members[1]) != world_size:
         raise ConfigError(
             f"process_group=(shard_group, replicate_group) has ranks {sorted(members[0])} and {sorted(members[1])} on"
-            f" rank {group_rank()}: the two must have this rank alone in common, and their sizes make {world_size}, as"
-            " checkpoints and agreements take in all ranks. Give such a pair, or extra_dp_size= in its place"
+            f" rank {group_rank()}: the two must have this rank alone in common, and their sizes make {world_size},"
+            " because checkpoints involve all ranks. Give such a pair, or extra_dp_size= instead"
         )
 
 
@@ -111,8 +111,8 @@ def _check_mesh(given: DeviceMesh, world_size: int, *, is_hybrid: bool) -> None:
         )
     if given.device_type != current_device().type:
         raise ConfigError(
-            f"process_group={given!r} is a mesh of {given.device_type} devices, and weights are on {current_device()}:"
-            f" make it for {current_device().type!r}"
+            f"process_group={given!r} is a mesh of {given.device_type} devices, but the weights are on"
+            f" {current_device()}: make it for {current_device().type!r}"
         )
     _check_all_ranks(given.mesh.flatten().tolist(), world_size)
     lines = [*given.mesh.tolist(), *given.mesh.T.tolist()] if ndim == 2 else [given.mesh.tolist()]
@@ -126,27 +126,27 @@ def _check_mesh(given: DeviceMesh, world_size: int, *, is_hybrid: bool) -> None:
 def _check_one_group(given: Any, world_size: int, *, is_hybrid: bool) -> None:
     if not isinstance(given, dist.ProcessGroup) and not _is_elsewhere(given):
         raise ConfigError(
-            f"process_group={given!r} is no group of ranks: give a ProcessGroup, for HYBRID_SHARD a pair of them or a"
+            f"process_group={given!r} is not a process group: give a ProcessGroup, for HYBRID_SHARD a pair of them or a"
             " DeviceMesh with two dimensions, or leave it out for all ranks"
         )
     _check_all_ranks([] if _is_elsewhere(given) else dist.get_process_group_ranks(given), world_size)
     if is_hybrid and given is not dist.group.WORLD:
         raise ConfigError(
-            "process_group is one group, and HYBRID_SHARD divides the ranks in two ways: give (shard_group,"
-            " replicate_group), a DeviceMesh with two dimensions, or leave it out and give extra_dp_size="
+            "process_group is one group, but HYBRID_SHARD needs two: give (shard_group, replicate_group), a DeviceMesh"
+            " with two dimensions, or leave it out and give extra_dp_size="
         )
 
 
 def _check_all_ranks(ranks: list[int], world_size: int) -> None:
     if sorted(ranks) != list(range(world_size)):
         raise ConfigError(
-            f"process_group has ranks {ranks} of {world_size}: checkpoints and agreements take in all ranks, so none"
-            " may be left out. Leave process_group out, or start only as many ranks as should train this model"
+            f"process_group has ranks {ranks} of {world_size}: checkpoints involve all ranks, so none may be left out."
+            " Leave process_group out, or start only as many ranks as should train this model"
         )
 
 
 def _rows_of(shard_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the ranks with a row for each replica, from what each rank knows of its own two groups."""
+    """Return the ranks as a matrix with one row per replica, gathered from each rank's two groups."""
     mine = [dist.get_process_group_ranks(group) for group in (shard_group, replica_group)]
     payloads, owners = gather_distinct(json.dumps(mine).encode())
     everyone = [json.loads(payloads[owner]) for owner in owners]
@@ -156,12 +156,12 @@ def _rows_of(shard_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -
         if tuple(replicas) not in columns or columns.index(tuple(replicas)) != shards.index(rank):
             raise ConfigError(
                 f"process_group=(shard_group, replicate_group): the ranks {replicas} of rank {rank}'s replicate_group"
-                f" are not at the same place in their shard groups {rows}, and would hold different shards: make groups"
-                " of the rows and the columns of a grid, or give extra_dp_size= in their place"
+                f" have different indices in their shard groups {rows}, and would hold different shards: make groups"
+                " of the rows and the columns of a grid, or give extra_dp_size= instead"
             )
     return torch.tensor(rows)
 
 
 def _is_elsewhere(given: Any) -> bool:
-    """Returns whether it is what torch gives to a rank that made a group and is not in it."""
+    """Return whether `given` is torch's placeholder for a group that this rank is not a member of."""
     return isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER

@@ -1,4 +1,4 @@
-"""What a rank of FSDP2's units holds and sends: found by following a step without any memory."""
+"""Memory and traffic estimate of FSDP2, by a simulation of the allocations of training steps."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from booster.plugins.torch_fsdp.wrapping import UnitPlan
 
 __all__ = ["fsdp_memory"]
 
-_NUM_STEPS = 3  # until the pool has settled
+_NUM_STEPS = 3  # until the pool reaches its steady state
 
 
 def fsdp_memory(question: MemoryQuestion, assembly: Assembly, *, is_cpu: bool, offloads: bool) -> RankMemory:
-    """Returns what a rank holds and sends.
+    """Return the memory and the bytes sent of a rank.
 
     Args:
-        question: The model and its optimizer.
-        assembly: Makes units.
-        is_cpu: They are gathered in the host's memory.
-        offloads: Shards, gradients and states are there beside an accelerator.
+        question: Model and optimizer to estimate.
+        assembly: Builder of the boosted model.
+        is_cpu: If True, weights are gathered in host memory.
+        offloads: If True, shards, gradients and states are in host memory next to an accelerator.
 
     Raises:
-        ConfigError: The plugin has modules of another model.
+        ConfigError: The plugin has `ignored_modules`.
     """
     if assembly.ignored_modules:
         raise ConfigError(
-            "ignored_modules are modules of the model that goes into boost(), and an estimate works with a copy of it:"
-            " leave ignored_modules out of the plugin that is asked; what they hold is then divided like the rest"
+            "ignored_modules are modules of the model that is passed to boost(), but an estimate uses a copy of it:"
+            " leave ignored_modules out of this plugin; their parameters are then sharded like the rest"
         )
     model = question.prepared_model()
     trained = _names_of(question)
@@ -119,7 +119,7 @@ def _units(
 
 
 def _follow(course: Sequence[Stretch], follower: FollowedUnits) -> tuple[Moment, int]:
-    """Returns the worst moment, and the bytes of whole gradients at it."""
+    """Return the peak, and the bytes of unsharded gradients at it."""
     worst, gradients = Moment(0, 0), 0
 
     def compare(moment: Moment) -> None:
@@ -135,7 +135,7 @@ def _follow(course: Sequence[Stretch], follower: FollowedUnits) -> tuple[Moment,
 
 
 def _updated_bytes(question: MemoryQuestion, units: dict[str, FollowedUnit]) -> tuple[int, int]:
-    """Returns the bytes of masters and states of the first rank, which has no padding."""
+    """Return the bytes of master weights and states of rank 0, whose shards have no padding."""
     masters = states = 0
     for unit in units.values():
         dtype = _main_dtype(question, unit)
@@ -157,7 +157,7 @@ def _step_bytes(question: MemoryQuestion, units: dict[str, FollowedUnit]) -> int
     for unit in units.values():
         dtype = _main_dtype(question, unit)
         by_dtype.setdefault(dtype, []).extend((unit.piece_numel(name),) for name in unit.trained)
-        if dtype != unit.sum_dtype:  # gradients in the format that is updated
+        if dtype != unit.sum_dtype:  # gradients cast to the dtype of the update
             rounded += unit.trained_numel * dtype.itemsize
     return rounded + max((question.step_bytes(shapes, dtype) for dtype, shapes in by_dtype.items()), default=0)
 

@@ -1,4 +1,4 @@
-"""The model side: FSDP2 runs the forward; the user's own names and tensors are whole to those who ask."""
+"""Model wrapper of FSDP2: unsharded state dicts, temporary full parameters and deep copies of the user's model."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ __all__ = ["FSDPModel"]
 
 
 class FSDPModel(ModelWrapper):
-    """The boosted model; every rank holds its rows of the weights, and whole ones of a unit while it runs.
+    """The boosted model. Each rank holds a shard of the weights, and the full weights of a group while it runs.
 
-    The user's module shows DTensors between forwards: `state_dict()` gives whole weights, and `with model.gathered():`
-    shows them in the module. Both are collective.
+    The parameters of the user's module are DTensors between forwards. `state_dict()` returns unsharded weights, and
+    `with model.gathered():` puts them into the module. Both are collective.
 
     Args:
         module: The user's model, to which `fully_shard` was applied.
-        units: Its units, which hold the parameters.
-        whole: The parameters that no unit holds.
-        coordinator: Of the units.
-        is_primary: True on the rank that writes what all ranks hold alike.
-        writes_shards: True where this rank writes what replicas of the shards hold alike.
-        broadcasts_buffers: Give all ranks the first rank's buffers before each forward in training.
+        units: Parameter groups of the model.
+        whole: Replicated parameters, which belong to no parameter group.
+        coordinator: Coordinator of the parameter groups.
+        is_primary: If True, this rank writes data that all ranks hold.
+        writes_shards: If True, this rank writes its shards; False on the other replicas.
+        broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
     """
 
     def __init__(
@@ -77,41 +77,41 @@ class FSDPModel(ModelWrapper):
 
     @property
     def members(self) -> list[Member]:
-        """The parameters of all units."""
+        """Sharded parameters of all parameter groups."""
         return [member for unit in self.units for member in unit.members]
 
     @property
     def shard_device(self) -> torch.device:
-        """Where the shards are."""
+        """Device of the shards."""
         first = next(iter(self.members), None)
         return torch.device("cpu") if first is None else first.piece.device
 
     def shown(self, original: nn.Parameter) -> nn.Parameter:
-        """Returns what the model shows in the place of a parameter from before boost()."""
+        """Return the model's current parameter for one from before boost()."""
         return self._shown.get(id(original), original)
 
     def place_of(self, parameter: nn.Parameter) -> tuple[Unit, Member] | WholeMember:
-        """Returns where a parameter that the model shows between forwards is."""
+        """Return the parameter group and sharded parameter, or the replicated parameter, of a model parameter."""
         return self._places[id(parameter)]
 
     def connect(self, clear_gradients: Callable[[bool], None]) -> None:
-        """Tells what clears the gradients."""
+        """Set the function by which `zero_grad` clears the gradients."""
         self._clear_gradients = clear_gradients
 
     def describe_units(self) -> str:
-        """Returns what is gathered together, in words."""
+        """Return the parameter groups as text for the log."""
         units = ", ".join(
             f"{unit.name or 'the root'} ({sum(math.prod(one.shape) for one in unit.members)})" for unit in self.units
         )
         whole = ", ".join(one.name for one in self.whole.members)
-        return f"{len(self.units)} units (elements): {units or 'none'}; kept whole: {whole or 'nothing'}"
+        return f"{len(self.units)} parameter groups (elements): {units or 'none'}; replicated: {whole or 'none'}"
 
     # Running.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's forward; arguments and result are those of the user's model.
+        """Run the user's forward with its own arguments and result.
 
-        Collective: weights are gathered.
+        Collective: weights are all-gathered.
         """
         if self._runs_alone:
             return super().forward(*args, **kwargs)
@@ -123,8 +123,8 @@ class FSDPModel(ModelWrapper):
 
     @property
     def _runs_alone(self) -> bool:
-        """Whether modules run without the other ranks: on whole weights, or again for activation checkpointing."""
-        # What runs again belongs to the backward, and may stop in the middle.
+        """Whether forwards need no other rank: on full weights, or recomputed by activation checkpointing."""
+        # Recomputation is part of the backward, and may stop early.
         return self._is_gathered or torch._C._current_graph_task_id() != -1
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,10 +144,10 @@ class FSDPModel(ModelWrapper):
             return super()._run_method(method, *args, **kwargs)
 
     def require_unmoved(self) -> None:
-        """Raises if updates would not reach the model any more.
+        """Check that the memory of the shards was not replaced.
 
         Raises:
-            ConfigError: They would not.
+            ConfigError: Updates would not reach the model.
         """
         moved = next((member.name for member in self.members if member.has_moved), None)
         if moved is not None:
@@ -158,13 +158,13 @@ class FSDPModel(ModelWrapper):
 
     @contextmanager
     def backward(self, *, synchronizes: bool) -> Iterator[None]:
-        """Returns the context that autograd runs in. Collective at its end.
+        """Context that autograd runs in. Collective on exit.
 
         Args:
-            synchronizes: Whether gradients are reduced; False: each rank adds up its own, whole.
+            synchronizes: If True, gradients are reduced; otherwise each rank accumulates them unsharded.
 
         Raises:
-            ConfigError: Whole weights are shown, which know nothing of gradients.
+            ConfigError: The model is inside of `gathered()`, where gradients are not collected.
         """
         if self._is_gathered:
             raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
@@ -177,7 +177,7 @@ class FSDPModel(ModelWrapper):
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
-        """Brings FSDP2 back to where a forward can begin, if one raises or its backward does."""
+        """Reset FSDP2's iteration state if a forward or backward raises."""
         try:
             yield
         except BaseException as error:
@@ -188,43 +188,43 @@ class FSDPModel(ModelWrapper):
                 unit.inputs.drop()
             if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
                 raise ConfigError(
-                    "a weight was used while its unit was not running, when this rank has only its rows: a module"
-                    " reads weights of, or calls a part of, one of the units "
-                    f"{', '.join(repr(unit.name) for unit in self.units if unit.name)}. Give an auto_wrap_policy that"
-                    " makes units of what contains both, such as ModuleWrapPolicy({Block}) of torch.distributed.fsdp"
+                    "a weight was used while it was sharded: a module reads weights of, or calls a submodule of, one of"
+                    f" {', '.join(repr(unit.name) for unit in self.units if unit.name)} from outside. Give an"
+                    " auto_wrap_policy that wraps both together, such as torch.distributed.fsdp's"
+                    " ModuleWrapPolicy({Block})"
                 ) from error
             raise
 
     def reshard(self) -> None:
-        """Drops gathered weights, which don't follow changes of the shards."""
+        """Free gathered weights, which do not follow changes of the shards."""
         if not self._is_gathered:
             for unit in self.units:
                 unit.reshard()
 
     def outdate_graphs(self) -> None:
-        """Has graphs from before a change of the weights know that they are too old."""
+        """Bump the weights' version counters, so that backward through an older graph raises."""
         whole = (getattr(member.state, "_unsharded_param", None) for member in self.members)
         changed = [one for one in whole if one is not None] + [one.parameter for one in self.whole.members]
         torch.autograd.graph.increment_version(changed)
 
     def check_may_step(self) -> None:
-        """Raises if an update would be lost.
+        """Check that an update of the shards would not be lost.
 
         Raises:
-            ConfigError: Whole weights are shown, and taken back later.
+            ConfigError: The model is inside of `gathered()`, whose weights overwrite the shards at its end.
         """
         if self._is_gathered:
             raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
 
     def forget_gradients(self, *, keeps_use: bool = False) -> None:
-        """Drops all gradients of all ranks' parts."""
+        """Drop all gradients."""
         self.coordinator.finish_flight()
         for unit in self.units:
             unit.forget_gradients(keeps_use=keeps_use)
         self.whole.forget_gradients(keeps_use=keeps_use)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model and of its optimizer."""
+        """Clear the gradients of the model and of its optimizer."""
         super().zero_grad(set_to_none)
         if self._clear_gradients is not None:
             self._clear_gradients(set_to_none)
@@ -236,8 +236,8 @@ class FSDPModel(ModelWrapper):
             probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
             if probe.dtype != parameter.dtype or probe.device != parameter.device:
                 raise ConfigError(
-                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
-                    f" and is {parameter.dtype} on {parameter.device}, where its shards are: do it before boost()"
+                    f"a boosted model can't be converted to {probe.dtype} on {probe.device}, by .to(), .half() or the"
+                    f" like, as its shards are {parameter.dtype} on {parameter.device}: do it before boost()"
                 )
         return self
 
@@ -245,13 +245,13 @@ class FSDPModel(ModelWrapper):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Shows all weights in the user's model, which it gives, in the shards' format; changes made inside are kept.
+        """Yield the user's model with unsharded weights, in the dtype of the shards; changes to them are kept.
 
-        Inside, a forward needs nothing of the other ranks, so one of them alone may run the model, to generate say.
-        Needs memory for the whole model. Collective at its begin and at its end.
+        A forward inside is not collective, so a single rank may run the model, for example to generate. Needs memory
+        for the full model. Collective on entry and on exit.
 
         Raises:
-            ConfigError: The ranks have made different changes: nothing is kept of them.
+            ConfigError: The ranks have made different changes, which are all discarded.
         """
         if self._is_gathered:
             yield self.module
@@ -259,7 +259,7 @@ class FSDPModel(ModelWrapper):
         with self._showing() as take_back:
             try:
                 yield self.module
-            finally:  # also of a rank whose own code raises: the others wait for it
+            finally:  # also if the caller's code raises on this rank, as the comparison is collective
                 self._require_same()
                 take_back()
         self.notify_loaded()
@@ -275,7 +275,6 @@ class FSDPModel(ModelWrapper):
                 self._is_gathered = False
 
     def _require_same(self) -> None:
-        """Raises if the ranks show different weights."""
         digest = 0
         for parameter in self.module.parameters():
             digest = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
@@ -283,20 +282,20 @@ class FSDPModel(ModelWrapper):
         if len(set(digests)) > 1:
             raise ConfigError(
                 "the weights were changed inside of `with model.gathered():`, and on the ranks"
-                f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} otherwise than on rank 0: make the"
-                " same changes on every rank. Nothing was taken over"
+                f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} differently from rank 0: make the"
+                " same changes on every rank. All changes are discarded"
             )
 
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the user's model's `state_dict`, whole, in memory of its own on every rank. Collective."""
+        """Return the `state_dict` of the user's model with unsharded tensors, copied, on every rank. Collective."""
         if self._is_gathered:
             return self.module.state_dict(*args, **kwargs)
         self.reshard()
         state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
         known = self._places.keys() | {id(buffer) for buffer in self.module.buffers()}
         if any(isinstance(value, torch.Tensor) and id(value) not in known for value in state.values()):
-            with self._showing():  # a hook or get_extra_state() computes something of weights
+            with self._showing():  # a hook or get_extra_state() computes values from weights
                 state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
                 copies = {id(one): one.detach().clone() for one in state.values() if isinstance(one, torch.Tensor)}
         else:
@@ -306,7 +305,7 @@ class FSDPModel(ModelWrapper):
         return state
 
     def _copies(self, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-        """Returns copies of a state's tensors by the tensors' `id`, gathered unit by unit. Collective."""
+        """Return copies of a state's tensors by `id`, gathered one parameter group at a time. Collective."""
         asked = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
         copies: dict[int, torch.Tensor] = {}
         for unit in self.units:
@@ -316,26 +315,26 @@ class FSDPModel(ModelWrapper):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole weights into the user's model; fp32 master weights follow.
+        """Load unsharded weights into the user's model; fp32 master weights are updated.
 
-        If anything is wrong on any rank, nothing is loaded on all of them.
+        An error on any rank leaves the model unchanged on all of them.
 
-        Collective: every rank loads the same.
+        Collective: every rank loads the same state.
 
         Raises:
-            ConfigError: assign=True, which would take the parameters away from the optimizer.
-            RuntimeError: What torch finds wrong with names or shapes.
-            RankFailedError: Another rank found something wrong.
+            ConfigError: assign=True, which would detach the parameters from the optimizer.
+            RuntimeError: Names or shapes do not match.
+            RankFailedError: The load failed on another rank.
         """
         if assign:
             raise ConfigError(
-                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would go on with"
-                " the old ones: leave assign out, or load before boost()"
+                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would continue"
+                " with the old ones: leave assign out, or load before boost()"
             )
         if self._is_gathered:
             return self.module.load_state_dict(state_dict, strict=strict)
         self.reshard()
-        # torch copies what fits before it raises.
+        # torch copies the tensors that match before it raises.
         live = [*(one.piece for one in self.members), *(one.parameter.detach() for one in self.whole.members)]
         kept = [(tensor, tensor.clone()) for tensor in [*live, *self.module.buffers()]]
         error: Exception | None = None
@@ -354,7 +353,7 @@ class FSDPModel(ModelWrapper):
         return result
 
     def _sharded(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state with this rank's rows, as the model has them, in the place of whole weights."""
+        """Return the state with DTensors of this rank's shards instead of unsharded weights."""
         by_name = {name: member for member in self.members for name in member.names}
         found = dict(state_dict)
         for name, value in state_dict.items():
@@ -373,13 +372,13 @@ class FSDPModel(ModelWrapper):
         self.outdate_graphs()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Returns a copy of the model alone, whole, as averages of weights want it: it has no optimizer. Collective."""
+        """Return an unsharded copy of the model without an optimizer, as for weight averaging. Collective."""
         with nullcontext() if self._is_gathered else self._showing():
             copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
         copied.precision = self.precision
         return copied.train(self.training)
 
-    # What a CheckpointIO reads and fills.
+    # Interface of CheckpointIO.
 
     def tensor_slices(self) -> list[TensorSlice]:
         if self._is_gathered:
@@ -397,7 +396,7 @@ class FSDPModel(ModelWrapper):
 
     def _slice_of(self, name: str, member: Member) -> Iterator[TensorSlice]:
         start, stop = member.span
-        if stop > start or member.rank == 0:  # a parameter without elements is the first rank's
+        if stop > start or member.rank == 0:  # rank 0 writes parameters without elements
             yield TensorSlice(
                 name=name,
                 dtype=member.piece.dtype,
@@ -414,7 +413,7 @@ class FSDPModel(ModelWrapper):
         return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
 
     def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
-        """Returns the tensors of the model's state, each with all of its names."""
+        """Return the tensors of the model's state, each with all of its names."""
         state = self.module.state_dict(keep_vars=True)
         groups: dict[int, list[str]] = {}
         for name, value in state.items():
@@ -424,15 +423,15 @@ class FSDPModel(ModelWrapper):
         for name, value in others.items():
             if isinstance(value, DTensor):
                 raise CheckpointError(
-                    f"{name!r} of the model's state is computed by a hook or get_extra_state() of weights that are not"
-                    " gathered now: save inside of `with model.gathered():`"
+                    f"{name!r} of the model's state is computed from sharded weights, by a hook or get_extra_state():"
+                    " save inside of `with model.gathered():`"
                 )
         found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
         return [found[name] for name in state if name in found]
 
 
 def _copy_sharded(model: weakref.ref[FSDPModel], sharded: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Takes the place of FSDP2's `__deepcopy__` of what `fully_shard` was applied to, which only raises."""
+    """Replacement of FSDP2's `__deepcopy__`, which always raises."""
     boosted, module = model(), sharded()
     assert module is not None
     if boosted is None or not boosted._is_gathered:

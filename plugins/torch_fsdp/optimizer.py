@@ -1,4 +1,4 @@
-"""The optimizer side: the user's own optimizer updates this rank's pieces of what FSDP2 has sharded."""
+"""Optimizer wrapper of FSDP2: the user's own optimizer updates this rank's shards."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = ["FSDPOptimizer", "OptimizerSettings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """How an optimizer is sharded.
+    """Configuration of the sharded optimizer.
 
     Attributes:
-        kind: Which parts of parameters it may update.
-        agreement_group: All ranks among which data are divided, on the CPU; None: the world is.
-        shard_group: The ranks among them that share the shards.
-        replica_group: The ranks that hold copies of this rank's shards; None: there are none.
-        is_primary: True where this rank writes what replicas of the shards hold alike.
-        max_norm: Gradients are clipped to this norm at every step; 0: they are not.
+        kind: Unit of data that an update depends on.
+        agreement_group: CPU group of all data-parallel ranks; None if the world group is one.
+        shard_group: Group that the parameters are sharded over.
+        replica_group: Group of the ranks with the same shards, or None.
+        is_primary: If True, this rank writes its shards; False on the other replicas.
+        max_norm: Maximum gradient norm at every step; 0 disables clipping.
         norm_type: Order of that norm.
     """
 
@@ -56,14 +56,14 @@ class OptimizerSettings:
 
 
 class FSDPOptimizer(ShardedOptimizer):
-    """An optimizer over the shards of FSDP2.
+    """The user's optimizer over the shards of FSDP2.
 
     Args:
-        optim: The user's optimizer, over the parameters from before they were sharded.
+        optim: The user's optimizer, with the parameters from before boost().
         model: The boosted model.
-        settings: How it is sharded.
-        loss_scaler: Of half precision; None: losses are not scaled.
-        is_primary: True on the rank that writes what all ranks hold alike.
+        settings: Configuration.
+        loss_scaler: Loss scaler of float16; optional, by default losses are not scaled.
+        is_primary: If True, this rank writes data that all ranks hold.
     """
 
     model: FSDPModel
@@ -101,7 +101,7 @@ class FSDPOptimizer(ShardedOptimizer):
     # Sharding.
 
     def _replace_originals(self) -> None:
-        """Puts what the model shows now in the place of the user's parameters from before boost()."""
+        """Replace the parameters from before boost() by the model's current ones."""
         for group in self.param_groups:
             originals, members = list(group["params"]), group["params"]
             members[:] = [self.model.shown(one) for one in originals]
@@ -111,22 +111,22 @@ class FSDPOptimizer(ShardedOptimizer):
                     self.optim.state[shown] = self.optim.state.pop(original)
 
     def _shard_groups(self, indices: Collection[int]) -> None:
-        """Puts this rank's shards in the place of the parameters of these groups that train."""
+        """Replace the trainable parameters of these groups by this rank's shards."""
         for index in indices:
             group = self.param_groups[index]
             new = [one for one in group["params"] if one.requires_grad and id(one) not in self._working_of]
             updates = self._updates_of(new, index)
             for parameter, update in zip(new, updates, strict=True):
-                if self._keeps_masters:  # a parameter that joins later begins at its rounded values
+                if self._keeps_masters:  # for a parameter that is added later only the rounded values exist
                     update.keep_master({}, id(parameter))
                 shards = [] if update.shard is None else [update.shard]
                 shard_state(self.optim, parameter, shards)
                 self._working_of |= {id(one.parameter): one.working for one in shards}
             sharded = {id(one) for one in new}
             shards_of_group = [one.shard.parameter for one in updates if one.shard is not None]
-            # In place: optimizers may keep the list itself.
+            # In place, as optimizers may hold a reference to the list.
             group["params"][:] = [one for one in group["params"] if id(one) not in sharded] + shards_of_group
-            # A rank may own nothing of a parameter, which all the same is no new one.
+            # Also if this rank has no shard of a parameter, it must not count as new later.
             self._working_of |= {id(one): one for one in new}
             self._updates += updates
         self._note_shards()
@@ -152,7 +152,7 @@ class FSDPOptimizer(ShardedOptimizer):
         return updates
 
     def _owners_of(self, parameters: Sequence[nn.Parameter]) -> list[int]:
-        """Returns the owners of those parameters that are cut, in order; for an optimizer that needs them whole."""
+        """Return the owners of the sharded ones among `parameters`, in order."""
         places = [self.model.place_of(one) for one in parameters]
         divided = [_divided(place[1]) for place in places if not isinstance(place, WholeMember)]
         if self._settings.kind is OptimizerKind.TOGETHER:
@@ -173,7 +173,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._use_shards(Shards(parts, list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _shard_unfrozen(self) -> None:
-        for member in self.model.members:  # also of units that this rank did not use
+        for member in self.model.members:  # also of modules that this rank did not use
             member.settle_training()
         super()._shard_unfrozen()
 
@@ -183,7 +183,7 @@ class FSDPOptimizer(ShardedOptimizer):
     # Masters.
 
     def adopt_masters(self, originals: Mapping[int, torch.Tensor]) -> bool:
-        """Has the optimizer update fp32 copies of low-precision weights; True, as it does so itself."""
+        """Create fp32 master weights of low-precision shards; return True, as this class implements them."""
         self._keeps_masters = True
         replaced: dict[int, nn.Parameter] = {}
         for update in self._updates:
@@ -219,7 +219,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Adds up gradients on this rank alone, whole."""
+        """Context in which gradients are accumulated locally, unsharded."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -238,7 +238,7 @@ class FSDPOptimizer(ShardedOptimizer):
         return 1.0 / group_size(self.data_parallel_group)
 
     def _bring_together(self) -> None:
-        """Reduces what ranks have for themselves, and sums over replicas. Collective."""
+        """Reduce local gradients, and all-reduce over the replicas. Collective."""
         model, whole = self.model, self.model.whole
         model.coordinator.close(TaskKind.COLLECTION)
         whole.note_use()
@@ -254,7 +254,7 @@ class FSDPOptimizer(ShardedOptimizer):
             whole.reduce()
 
     def _agree_on_use(self) -> list[Unit]:
-        """Marks what was used on any rank as used; returns the units of which any rank has sums. Collective."""
+        """All-reduce `is_used`; return the parameter groups with reduced gradients on any rank. Collective."""
         units = self.model.units
         members: list[Member | WholeMember] = [*self.model.members, *self.model.whole.members]
         agreed = self._any_rank([*(one.is_used for one in members), *(unit.has_sums for unit in units)])
@@ -278,7 +278,7 @@ class FSDPOptimizer(ShardedOptimizer):
         return self.model.whole.has_gradients or any(unit.has_sums or unit.has_local for unit in self.model.units)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
+        """Clear the gradients and end the accumulation; no effect inside `Booster.accumulate` before its last step."""
         if self._holds_gradients:
             return
         super().zero_grad()
@@ -325,10 +325,11 @@ class FSDPOptimizer(ShardedOptimizer):
 
     @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates the parameters; see `ShardedOptimizer.step`. LBFGS calls the closure as often as it wants.
+        """Update the parameters, as in `ShardedOptimizer.step`. LBFGS may call the closure several times.
 
         Raises:
-            ConfigError: Besides, a closure for such an optimizer together with loss scaling or master weights.
+            ConfigError: As in `ShardedOptimizer.step`; and for a closure of an optimizer over all parameters together
+                with loss scaling or master weights.
         """
         if closure is None or self._defers_step or self._settings.kind is not OptimizerKind.TOGETHER:
             return super().step(closure)
@@ -382,10 +383,10 @@ class FSDPOptimizer(ShardedOptimizer):
         if self._settings.kind is OptimizerKind.PIECES:
             self._step_parts()
         elif self._settings.kind is OptimizerKind.WHOLES or self.shards.parts or not self._updates:
-            self.optim.step()  # one of whole parameters was tried with none of them
-        else:  # another rank has all parameters; here the step's hooks alone are called
+            self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
+        else:  # another rank has all parameters; only the step's hooks run here
             Optimizer.profile_hook_step(_step_nothing)(self.optim)
-            self.optim._opt_called = True  # type: ignore[attr-defined]  # an LR scheduler asks for it
+            self.optim._opt_called = True  # type: ignore[attr-defined]  # checked by LR schedulers
 
     def _write_weights(self) -> None:
         for update in self._updates:
@@ -396,15 +397,15 @@ class FSDPOptimizer(ShardedOptimizer):
         self.model.whole.spread()
         self.model.outdate_graphs()
 
-    # What a checkpoint reads and fills.
+    # Interface of checkpoints.
 
     @property
     def gradient_shards(self) -> Sequence[Shard]:
-        """The parts in which sums over the ranks lie here: rows, whoever updates them."""
+        """Shards of the reduced gradients on this rank: row shards, also of parameters that another rank updates."""
         return [shard for shard, _ in self._pieces()]
 
     def _pieces(self) -> Iterator[tuple[Shard, Update]]:
-        """Yields where sums lie: this rank's rows, and whole parameters at their owners."""
+        """Yield the shards of reduced gradients: this rank's rows, and full replicated parameters on their owners."""
         for update in self._updates:
             member = update.member
             if isinstance(update, PieceUpdate) and update.shard is not None:
@@ -465,7 +466,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
 
 def _step_nothing(optimizer: Optimizer) -> None:
-    """Takes the place of a step."""
+    """No-op step."""
 
 
 def _divided(member: Member) -> Divided:

@@ -1,4 +1,4 @@
-"""What an optimizer has to see at once: rows of parameters, whole ones, or all of them."""
+"""Classification of optimizers: elementwise, per parameter, or over all parameters."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from booster.plugins.sharding.probe import find_tie
 
 __all__ = ["OptimizerKind", "kind_of"]
 
-# torch's own, whose formulas were read and that tests try out. A subclass may do something else, so it is tried.
+# Known classes of torch, covered by tests. A subclass may behave differently, so it is probed.
 _WHOLES = frozenset({optim.Adafactor, optim.Muon})
 
 
 class OptimizerKind(IntEnum):
-    """What a rank's optimizer has to see to do what it would do in one process; the larger serves all smaller."""
+    """Unit of data that an optimizer's update depends on. A larger kind is valid for all smaller ones."""
 
     PIECES = 0  # any elements of parameters
-    WHOLES = 1  # whole parameters, but not all of them
-    TOGETHER = 2  # all parameters, whole
+    WHOLES = 1  # one full parameter
+    TOGETHER = 2  # all full parameters
 
 
 def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
-    """Returns what an optimizer has to see; unknown classes are found out by trying copies on small tensors.
+    """Return the kind of an optimizer; copies of unknown classes are probed on small tensors.
 
-    The optimizer itself and the process's state stay as they are; it is not stepped. Each rank finds out by itself, so
-    the ranks should compare, or take the largest.
+    The optimizer and the process's state do not change. The result is local, so the ranks should take the maximum.
 
     Args:
-        optimizer: The user's optimizer, before its parameters are cut.
+        optimizer: The user's optimizer, before its parameters are sharded.
 
     Raises:
-        ConfigError: It can't run on sharded parameters at all.
+        ConfigError: The optimizer can't run on sharded parameters.
     """
     if obstacle_to_parts(optimizer) is None:
         return OptimizerKind.PIECES
     if isinstance(optimizer, optim.SparseAdam):
         raise ConfigError(
-            f"{type(optimizer).__name__} takes sparse gradients, and gradients are dense where they are summed over"
-            " sharded parameters: use torch.optim.AdamW, and embeddings without sparse=True"
+            f"{type(optimizer).__name__} takes sparse gradients, but gradients of sharded parameters are dense: use"
+            " torch.optim.AdamW, and embeddings without sparse=True"
         )
     if isinstance(optimizer, optim.LBFGS):
         return OptimizerKind.TOGETHER

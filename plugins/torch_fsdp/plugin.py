@@ -1,4 +1,4 @@
-"""The `TorchFSDPPlugin`: torch's FSDP2, with what its users miss."""
+"""The `TorchFSDPPlugin`, on torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -42,56 +42,59 @@ __all__ = ["TorchFSDPPlugin"]
 
 
 class TorchFSDPPlugin(DistributedPlugin):
-    """Fully sharded data parallelism by torch's own FSDP2: weights, gradients and states are divided by rows.
+    """Fully sharded data parallelism on torch's FSDP2: weights, gradients and optimizer states are sharded on dim 0.
 
-    Modules become *units*: a unit's weights are gathered when it runs, forward or backward, and its gradients are
-    reduce-scattered when they are there. Memory per rank of P, N parameters with Adam: 4N/P weights + 4N/P gradients +
-    8N/P states, and two units whole. Sent and received per step: 3(P-1)/P of the weights' bytes, 2(P-1)/P with
-    SHARD_GRAD_OP. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
+    Wrapped modules become parameter groups: the weights of a group are all-gathered for forward and backward, and its
+    gradients are reduce-scattered when they are ready. Memory per rank of P, N fp32 parameters with Adam: 4N/P weights
+    + 4N/P gradients + 8N/P states, and two unsharded groups. Sent and received per step: 3(P-1)/P of the weights'
+    bytes, 2(P-1)/P with SHARD_GRAD_OP. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+    Parallel", VLDB 2023.
 
-    The names are those of torch's FSDP. Beside what it can do: the user's optimizer is kept, with all of its groups,
-    and steps on plain tensors; the norm of gradients is that of the whole model; units may be used on some ranks and
-    not on others; parameters without dimensions and those of another dtype than their unit's are kept whole; models on
-    the meta device are initialised alike whatever the number of ranks.
+    The argument names are those of torch's FSDP. Beyond FSDP2: the user's optimizer is kept, with all of its param
+    groups, and steps on plain tensors; the gradient norm is that of the full model; ranks may use different modules;
+    0-dim parameters and those of another dtype than their group's are replicated; models on the meta device are
+    initialized independently of the number of ranks.
 
-    Collective: every rank must make it, with the same arguments but for `verbose`.
+    Collective: every rank must construct it, with the same arguments except `verbose`.
 
     Args:
-        process_group: None: all ranks. A group of all ranks; with HYBRID_SHARD also a pair of groups, of those that
-            share shards and of those that hold the same one, or a 2-D mesh whose first dimension replicates.
-        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP": weights stay whole between forward and backward;
-            "HYBRID_SHARD": shards within groups of ranks, and replicas over the groups; "NO_SHARD": replicas only. Or a
+        process_group: Group of all ranks; optional, defaults to the world group. With HYBRID_SHARD also a pair (shard
+            group, replicate group), or a 2-D mesh whose first dimension replicates.
+        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP": weights stay gathered between forward and backward;
+            "HYBRID_SHARD": shard within groups of ranks and replicate across them; "NO_SHARD": replicate only. Or a
             member of torch's `ShardingStrategy`.
-        cpu_offload: Keep shards, gradients and states in host memory: True, torch's `CPUOffload` or `CPUOffloadPolicy`.
-            On the CPU there is nothing to move.
-        auto_wrap_policy: A policy of `torch.distributed.fsdp.wrap` that says which modules become units, beside the
-            root; None: the blocks that a transformers model names, else the elements of the largest `nn.ModuleList`s.
-        mixed_precision: torch's `MixedPrecisionPolicy` (or `MixedPrecision`): shards stay as they are, and weights are
-            gathered and computed with in `param_dtype`; float16 comes with loss scaling. None: the Booster's
-            `mixed_precision` decides.
-        ignored_modules: Modules whose parameters every rank keeps whole. Their gradients are averaged all the same.
-        param_init_fn: Called with every module that has tensors on the meta device, to bring it to a device and
-            initialise it; None: `reset_parameters()`, or the model's own initialisation in transformers.
-        sync_module_states: Give all ranks the first rank's weights and buffers; False: the ranks have built the same,
-            which is checked.
-        reshard_after_forward: As `fully_shard` takes it: whether units are freed between forward and backward, or a
-            number of ranks to divide them among, for which all ranks must use the same units; None: all but the root.
-        max_norm: Clip gradients to this norm at every step; 0: don't.
+        cpu_offload: If True, or torch's `CPUOffload` or `CPUOffloadPolicy`, shards, gradients and states are kept in
+            host memory. No effect on the CPU.
+        auto_wrap_policy: Policy of `torch.distributed.fsdp.wrap` that selects the modules to wrap, besides the root;
+            optional, defaults to the blocks that a transformers model names, else the elements of the largest
+            `nn.ModuleList`s.
+        mixed_precision: torch's `MixedPrecisionPolicy` (or `MixedPrecision`): shards keep their dtype, weights are
+            gathered and computed with in `param_dtype`; float16 includes loss scaling. Optional, defaults to the
+            Booster's `mixed_precision`.
+        ignored_modules: Modules whose parameters are replicated. Their gradients are averaged as well.
+        param_init_fn: Function that materializes and initializes a module with tensors on the meta device; optional,
+            defaults to `reset_parameters()`, or the model's own initialization in transformers.
+        sync_module_states: If True, weights and buffers are broadcast from rank 0; otherwise they are checked to be
+            equal.
+        reshard_after_forward: As in `fully_shard`: whether groups are resharded between forward and backward, or the
+            number of ranks to reshard over, with which all ranks must use the same modules. Optional, defaults to all
+            groups but the root.
+        max_norm: Maximum gradient norm at every step; 0 disables clipping.
         norm_type: Order of that norm.
-        extra_dp_size: With HYBRID_SHARD the number of replicas; None: one per host.
-        initial_scale: float16's loss scale to begin with, where `mixed_precision` is given here.
-        min_scale: The scale never falls below.
-        growth_factor: Multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: Multiplies the scale when overflows lower it.
+        extra_dp_size: Number of replicas with HYBRID_SHARD; optional, defaults to one per host.
+        initial_scale: Initial loss scale for float16, if `mixed_precision` is given here.
+        min_scale: Lower bound of the scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
         growth_interval: Steps without overflow before the scale grows.
-        hysteresis: How many overflows it takes before the scale is lowered.
-        max_scale: The scale never grows above.
-        verbose: Log the units, skipped steps, and changes of the loss scale on rank 0.
-        sync_batch_norm: Batch normalisation uses the statistics of all ranks' batches, as one process would.
-        broadcast_buffers: Give all ranks the first rank's buffers before each forward in training.
+        hysteresis: Number of overflows before the scale is lowered.
+        max_scale: Upper bound of the scale.
+        verbose: If True, parameter groups, skipped steps and changes of the loss scale are logged on rank 0.
+        sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches.
+        broadcast_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
 
     Raises:
-        ConfigError: Before `launch`, or an argument that can't be, alone or beside another one; on all ranks if on any.
+        ConfigError: `launch` was not called, or an argument or a combination is invalid; on all ranks if on any.
         DesyncError: The ranks' arguments differ.
     """
 
@@ -181,7 +184,7 @@ class TorchFSDPPlugin(DistributedPlugin):
             convert_batch_norm(model, self._device)
 
     def _agree_on_kind(self) -> None:
-        """Finds out what the optimizer has to see, which ranks have tried by themselves and must not disagree on."""
+        """Take the maximum over the ranks, each of which has tested the optimizer locally."""
         mine = torch.tensor([self._kind], dtype=torch.int64, device=collective_device(self._agreement_group))
         self._kind = OptimizerKind(int(all_reduce_max(mine, self._agreement_group)))
 
@@ -252,7 +255,7 @@ class TorchFSDPPlugin(DistributedPlugin):
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Returns a context in which every rank adds up its own gradients, whole, for which it needs the memory."""
+        """Return a context in which every rank accumulates unsharded gradients, which need the memory, locally."""
         if not isinstance(optimizer, FSDPOptimizer):
             raise ConfigError(
                 "no_sync() needs the optimizer that boost() returned, which holds the gradients: write"

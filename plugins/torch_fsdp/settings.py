@@ -1,4 +1,4 @@
-"""The plugin's arguments, checked one by one before anything is allocated, and what they mean for FSDP2."""
+"""Arguments of the plugin: validation before anything is allocated, and conversion to those of FSDP2."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _POLICY_CALL = "policy(module=..., recurse=..., nonwrapped_numel=...)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How weights are divided.
+    """Sharding and replication of weights.
 
     Attributes:
-        num_replicas: Ranks of the "replica" axis, which hold the same shards.
-        shard_size: Ranks of the "shard" axis, which share them.
-        reshard_after_forward: As `fully_shard` takes it.
+        num_replicas: Size of the "replica" axis.
+        shard_size: Size of the "shard" axis.
+        reshard_after_forward: Argument of `fully_shard`.
     """
 
     num_replicas: int
@@ -45,7 +45,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDPArguments:
-    """See `TorchFSDPPlugin`."""
+    """Arguments of `TorchFSDPPlugin`, documented there."""
 
     process_group: Any
     sharding_strategy: Any
@@ -64,12 +64,12 @@ class FSDPArguments:
     broadcast_buffers: bool
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignored_modules, Iterable):  # it may be a generator, and is looked at more than once
+        if isinstance(self.ignored_modules, Iterable):  # it may be a generator, and is read more than once
             object.__setattr__(self, "ignored_modules", tuple(self.ignored_modules))
 
     @property
     def facts(self) -> list[str]:
-        """Returns what must be the same on all ranks, as no rank may do its part of the work in another way."""
+        """Fingerprint: descriptions of the arguments that must be equal on all ranks."""
         formats = self.formats
         policy = None if formats is None else [getattr(formats, name) for name in UnitFormats.__slots__]
         described = {
@@ -86,29 +86,29 @@ class FSDPArguments:
 
     @property
     def formats(self) -> UnitFormats | None:
-        """FSDP's own mixed precision; None: none was given."""
+        """Dtypes of FSDP's mixed precision, or None."""
         return read_formats(self.mixed_precision)
 
     @property
     def offloads(self) -> bool:
-        """Shards, gradients and optimizer states are to lie in the host's memory."""
+        """Whether shards, gradients and optimizer states are kept in host memory."""
         given = self.cpu_offload
         if isinstance(given, CPUOffload):
             return given.offload_params
         return given is True or isinstance(given, CPUOffloadPolicy)
 
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
-        """Returns FSDP2's description of where shards lie. On the CPU they lie there in any case."""
+        """Return FSDP2's offload policy; none on the CPU."""
         if device.type == "cpu" or not self.offloads:
             return OffloadPolicy()
         given = self.cpu_offload
         return CPUOffloadPolicy(pin_memory=given.pin_memory if isinstance(given, CPUOffloadPolicy) else True)
 
     def check(self, world_size: int) -> None:
-        """Raises for what can't be. Only `strategy` knows whether the hosts are of one size.
+        """Validate the arguments, except against the number of hosts, which `strategy` does.
 
         Raises:
-            ConfigError: Such an argument.
+            ConfigError: An argument is invalid.
         """
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
@@ -125,14 +125,15 @@ class FSDPArguments:
             check_reshard_after_forward(self.reshard_after_forward, world_size // num_replicas)
 
     def strategy(self, world_size: int, num_hosts: int) -> Strategy:
-        """Returns how weights are divided.
+        """Return the sharding and replication of weights.
 
         Args:
             world_size: Number of ranks.
-            num_hosts: Number of machines that they run on; HYBRID_SHARD by itself has one replica on each.
+            num_hosts: Number of hosts; by default HYBRID_SHARD has one replica on each.
 
         Raises:
-            ConfigError: The hosts can't hold a replica each, or `reshard_after_forward` does not fit the shards.
+            ConfigError: The ranks do not divide evenly over the hosts, or `reshard_after_forward` does not divide the
+                shard axis.
         """
         num_replicas = self._given_replicas(world_size)
         if num_replicas is None:
@@ -143,12 +144,12 @@ class FSDPArguments:
         return Strategy(num_replicas=num_replicas, shard_size=shard_size, reshard_after_forward=reshards)
 
     def make_mesh(self, device_type: str, strategy: Strategy) -> DeviceMesh:
-        """Returns the ranks as a mesh with the axes "replica" and "shard".
+        """Return the ranks as a mesh with the axes "replica" and "shard".
 
         Collective: every rank must call it.
 
         Raises:
-            ConfigError: The groups of the ranks don't make a mesh; on all ranks.
+            ConfigError: The ranks' groups do not form a mesh; on all ranks.
         """
         return make_mesh(self.process_group, device_type, (strategy.num_replicas, strategy.shard_size))
 
@@ -162,7 +163,7 @@ class FSDPArguments:
         return self._strategy_name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
     def _given_replicas(self, world_size: int) -> int | None:
-        """Returns how many ranks hold the same shard; None: one on every host."""
+        """Return the number of replicas, or None for one per host."""
         given = self.process_group
         if self._strategy_name == "NO_SHARD":
             return world_size
@@ -187,8 +188,8 @@ class FSDPArguments:
             )
         if self.extra_dp_size is not None and not self._is_hybrid:
             raise ConfigError(
-                f"extra_dp_size={self.extra_dp_size!r} is a number of replicas, and sharding_strategy={name!r} has its"
-                " own: leave it out, or choose HYBRID_SHARD"
+                f"extra_dp_size={self.extra_dp_size!r} is a number of replicas, which sharding_strategy={name!r} does"
+                " not take: leave it out, or choose HYBRID_SHARD"
             )
 
     def _check_group(self, world_size: int) -> None:
@@ -197,21 +198,21 @@ class FSDPArguments:
             return
         if isinstance(self.process_group, (tuple, DeviceMesh)):
             raise ConfigError(
-                f"extra_dp_size={self.extra_dp_size!r} is given beside a process_group that says already how many"
-                " replicas there are: give one of the two"
+                f"extra_dp_size={self.extra_dp_size!r} is given with a process_group that already determines the number"
+                " of replicas: give one of the two"
             )
         check_replicas(self.extra_dp_size, world_size)
 
 
 def check_reshard_after_forward(value: Any, shard_size: int) -> None:
-    """Returns if weights can be divided so after forward.
+    """Validate `reshard_after_forward`.
 
     Args:
-        value: As `fully_shard` takes it.
-        shard_size: Number of ranks that share the shards.
+        value: Argument of `fully_shard`.
+        shard_size: Size of the shard axis.
 
     Raises:
-        ConfigError: They can't.
+        ConfigError: It does not divide the shard axis.
     """
     if value is None or isinstance(value, bool):
         return
@@ -222,8 +223,8 @@ def check_reshard_after_forward(value: Any, shard_size: int) -> None:
         )
     if value == 1:
         raise ConfigError(
-            "reshard_after_forward=1 would keep weights whole on every rank after forward: write False for that, or"
-            " True to free them"
+            "reshard_after_forward=1 would keep weights unsharded on every rank after forward: write False for that,"
+            " or True to free them"
         )
 
 
@@ -247,7 +248,7 @@ def _check_offload(given: Any) -> None:
     is_known = given is None or isinstance(given, (bool, CPUOffload, CPUOffloadPolicy)) or type(given) is OffloadPolicy
     if not is_known:
         raise ConfigError(
-            f"cpu_offload={given!r} is not understood: pass True, False, torch's CPUOffload(offload_params=True) or"
+            f"cpu_offload={given!r} is not supported: pass True, False, torch's CPUOffload(offload_params=True) or"
             " CPUOffloadPolicy(), or leave it out"
         )
 
@@ -257,27 +258,27 @@ def _check_policy(given: Any) -> None:
         return
     if is_module_class(given) or not callable(given):
         raise ConfigError(
-            f"auto_wrap_policy={given!r} is no policy: give ModuleWrapPolicy({{Block}}) or another policy of"
+            f"auto_wrap_policy={given!r} is not a policy: give ModuleWrapPolicy({{Block}}) or another policy of"
             f" torch.distributed.fsdp.wrap, a function that is called as {_POLICY_CALL}, or leave it out"
         )
     try:
         signature = inspect.signature(given)
-    except (TypeError, ValueError):  # one written in C does not say
+    except (TypeError, ValueError):  # C functions may have no signature
         return
     try:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as error:
         raise ConfigError(
-            f"auto_wrap_policy={_describe(given)} can't be called as {_POLICY_CALL}: {error}. Give what it needs"
-            " besides with functools.partial"
+            f"auto_wrap_policy={_describe(given)} can't be called as {_POLICY_CALL}: {error}. Bind further arguments"
+            " with functools.partial"
         ) from error
 
 
 def _check_function(given: Any) -> None:
     if given is not None and not callable(given):
         raise ConfigError(
-            f"param_init_fn={given!r} can't be called: give a function that takes a module and fills its own parameters"
-            " and buffers, or leave it out for each module's reset_parameters()"
+            f"param_init_fn={given!r} is not callable: give a function that takes a module and initializes its own"
+            " parameters and buffers, or leave it out for each module's reset_parameters()"
         )
 
 
@@ -285,13 +286,13 @@ def _check_modules(given: Any) -> None:
     if given is None or (isinstance(given, tuple) and all(isinstance(one, nn.Module) for one in given)):
         return
     raise ConfigError(
-        f"ignored_modules={given!r} is no list of modules: give modules of the model, as in [model.head], or leave it"
-        " out"
+        f"ignored_modules={given!r} is not a list of modules: give modules of the model, as in [model.head], or leave"
+        " it out"
     )
 
 
 def _describe(value: Any) -> str:
-    """Returns what ranks can compare of a policy or a function: names, numbers and classes, no addresses."""
+    """Return a text that is equal on all ranks for equal policies or functions: no addresses."""
     if isinstance(value, functools.partial):
         parts = [*map(_describe, value.args), *(f"{name}={_describe(one)}" for name, one in value.keywords.items())]
         return f"{_describe(value.func)}({', '.join(parts)})"

@@ -1,4 +1,4 @@
-"""FSDP's own mixed precision, as the rest of the package sees it."""
+"""FSDP2's mixed precision behind the `MixedPrecision` interface."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["UnitPrecision"]
 
 
 class UnitPrecision(MixedPrecision):
-    """Shards keep their format, and are gathered in another one, to which FSDP2 casts what goes into the units.
+    """Shards keep their dtype; weights are gathered, and inputs cast, in the dtype of FSDP2's policy.
 
     Args:
-        formats: Which ones.
+        formats: Dtypes of the policy.
     """
 
     def __init__(self, formats: UnitFormats) -> None:

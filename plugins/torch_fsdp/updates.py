@@ -1,4 +1,4 @@
-"""What the optimizer updates of each parameter on this rank, and how it comes back into the model."""
+"""Per-parameter updates: the shard that the optimizer updates, its gradient, and the write-back to the model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["OwnedUpdate", "OwnedUpdates", "PieceUpdate", "Update", "WholeUpdate"
 
 
 class Update(ABC):
-    """A parameter that trains, as the optimizer has it.
+    """A trainable parameter on the optimizer's side.
 
     Args:
-        group_index: Which of `param_groups` it is in.
+        group_index: Index of its param group.
 
     Attributes:
-        shard: What this rank updates of it; None: nothing.
+        shard: Shard that this rank updates, or None.
     """
 
     shard: Shard | None = None
@@ -42,48 +42,48 @@ class Update(ABC):
     @property
     @abstractmethod
     def weights(self) -> torch.Tensor:
-        """This rank's part of the model's weights, flat."""
+        """This rank's shard of the model's weights, flat."""
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """What the shard must be a view of; None where it has memory of its own."""
+        """Memory that the shard must be a view of, or None if it has separate memory."""
         return None if self.shard is None or self.shard.has_master else self.weights
 
     @abstractmethod
     def sums(self) -> torch.Tensor | None:
-        """Returns this rank's part of the sums over the ranks, flat; None where there are none."""
+        """Return this rank's shard of the reduced gradient, flat, or None."""
 
     @abstractmethod
     def point_gradient(self) -> None:
-        """Gives the shard its sums as gradient; None if nobody used the parameter."""
+        """Set the shard's gradient to the reduced one; None if no rank used the parameter."""
 
     def has_moved(self) -> bool:
-        """Returns whether the memory of the weights is not the one that is updated."""
+        """Return whether the weights were reallocated, so that updates would not reach them."""
         return False
 
     @property
     def rounds_in_place(self) -> bool:
-        """Whether the shard is a copy of weights that lie on the same device."""
+        """Whether the shard is a master copy of weights on the same device."""
         return self.shard is not None and self.shard.has_master
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Rounds what was updated into the model's weights."""
+        """Round the updated master weights into the model's weights."""
         if self.shard is not None and self.shard.has_master:
             self.weights.copy_(self.shard.parameter.detach().reshape(-1))
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Takes over weights that were changed from outside."""
+        """Update the master weights from model weights that were changed outside of the optimizer."""
         if self.shard is not None and self.shard.has_master:
             take_over(self.shard.parameter.detach().view(-1), self.weights)
 
     def keep_master(self, originals: Mapping[int, torch.Tensor], original_id: int) -> nn.Parameter | None:
-        """Has the optimizer update an fp32 copy; returns what the copy takes the place of, None: nothing.
+        """Replace the shard by an fp32 master copy; return the parameter that was replaced, or None.
 
         Args:
-            originals: Whole weights from before they were rounded, by the `id` of the user's parameter.
-            original_id: That of this one.
+            originals: Unrounded, unsharded weights by the `id` of the user's parameter.
+            original_id: `id` of this parameter.
         """
         shard = self.shard
         if shard is None or shard.has_master or shard.parameter.dtype not in LOW_PRECISION:
@@ -94,7 +94,7 @@ class Update(ABC):
 
 
 class PieceUpdate(Update):
-    """A parameter of which this rank updates its own rows, in the memory that FSDP2 gathers from."""
+    """A sharded parameter, whose shard is updated in place, in the memory that FSDP2 gathers from."""
 
     def __init__(self, unit: Unit, member: Member, group_index: int, *, is_primary: bool) -> None:
         super().__init__(group_index)
@@ -121,7 +121,7 @@ class PieceUpdate(Update):
 
 
 class WholeUpdate(Update):
-    """A parameter that is whole on every rank, and updated by its owner."""
+    """A replicated parameter, which its owner updates."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class WholeUpdate(Update):
 
 
 class OwnedUpdate(Update):
-    """A parameter that is cut into rows, and updated whole by its owner."""
+    """A sharded parameter, which is redistributed to its owner and updated there unsharded."""
 
     def __init__(self, unit: Unit, member: Member, group_index: int, owner: int, *, is_primary: bool) -> None:
         super().__init__(group_index)
@@ -194,26 +194,26 @@ class OwnedUpdate(Update):
         return None
 
     def gradient_or_zeros(self) -> torch.Tensor:
-        """Returns this rank's part of the sums, flat."""
+        """Return this rank's shard of the reduced gradient, flat; zeros if there is none."""
         sums = self.sums()
         return torch.zeros_like(self.weights, dtype=self.unit.sum_dtype) if sums is None else sums
 
     def point_gradient(self) -> None:
-        """Does nothing: gradients of all owned parameters come together."""
+        """No-op, as `OwnedUpdates.bring_gradients` sets all gradients in one collective."""
 
     def write_weights(self) -> None:
-        """Does nothing: weights of all owned parameters go together."""
+        """No-op, as `OwnedUpdates.spread` writes all weights in one collective."""
 
     def follow(self) -> None:
-        """Does nothing: whole weights come before every step."""
+        """No-op, as the owners receive the current weights before every step."""
 
 
 class OwnedUpdates:
-    """All parameters of a model that owners update whole.
+    """All sharded parameters of a model that their owners update unsharded.
 
     Args:
-        updates: Theirs, the same on all ranks.
-        exchange: Between the ranks that share them; the indices are those of `updates`.
+        updates: Updates of the parameters, equal on all ranks.
+        exchange: Redistribution over the shard group; its indices are those of `updates`.
     """
 
     def __init__(self, updates: Sequence[OwnedUpdate], exchange: PieceExchange) -> None:
@@ -225,7 +225,7 @@ class OwnedUpdates:
 
     @torch.no_grad()
     def bring_gradients(self) -> None:
-        """Gives the owners' shards their sums as gradients. Collective."""
+        """Set the reduced gradients of the owners' parameters. Collective."""
         for one in self.updates:
             if one.shard is not None:
                 one.shard.parameter.grad = None
@@ -240,7 +240,7 @@ class OwnedUpdates:
 
     @torch.no_grad()
     def bring_weights(self) -> None:
-        """Gives the owners' shards the weights as they are now; masters keep their digits. Collective."""
+        """Set the owners' parameters to the current weights; equal master weights keep their precision. Collective."""
         pieces = {index: one.weights for index, one in enumerate(self.updates)}
         for index, whole in self._exchange.to_owners(pieces).items():
             shard = self.updates[index].shard
@@ -252,10 +252,10 @@ class OwnedUpdates:
 
     @torch.no_grad()
     def spread(self, *, everything: bool = False) -> None:
-        """Gives all ranks what the owners have updated. Collective.
+        """Write the owners' updated parameters back to all ranks' shards. Collective.
 
         Args:
-            everything: Also of parameters that nobody used.
+            everything: If True, unused parameters are written as well.
         """
         chosen = dict(enumerate(self.updates)) if everything else self._used()
         wholes = {
@@ -288,12 +288,12 @@ def _shard_of(
 
 
 def new_master(shard: Shard, exact: torch.Tensor | None) -> Shard:
-    """Returns the shard as an fp32 copy of its weights.
+    """Return the shard with an fp32 master copy of its weights.
 
     Args:
-        shard: With the rounded weights.
-        exact: The whole parameter from before it was rounded; None: the copy begins at the rounded values. Values that
-            don't round to the weights are not its own, as where another rank's weights were taken over.
+        shard: Shard with rounded weights.
+        exact: Unsharded parameter before rounding; optional, defaults to the rounded values. Elements that do not round
+            to the current weights, as after a broadcast from another rank, start at the rounded values.
     """
     rounded = shard.parameter.detach()
     values = rounded.float()

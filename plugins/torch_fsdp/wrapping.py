@@ -1,4 +1,4 @@
-"""Which modules below the root become units: one gather and one reduction each."""
+"""Auto-wrapping: selection of the modules that become FSDP2 parameter groups."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from booster.errors import ConfigError
 
 __all__ = ["UnitPlan", "plan_units"]
 
-# The modules that a policy names, and what it says of their weights after forward.
+# Modules that a policy selects, with reshard_after_forward of each.
 _Chosen: TypeAlias = dict[nn.Module, bool | int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitPlan:
-    """One module that becomes a unit.
+    """One module that becomes a parameter group.
 
     Attributes:
-        name: Of the module in the model; the first where it has several.
-        module: Its own parameters and those of modules below it are the unit's, but for those of units below it.
-        reshard_after_forward: What a `CustomPolicy` says; None: what the strategy says.
+        name: First name of the module in the model.
+        module: Module whose parameters form the group, except those of wrapped submodules.
+        reshard_after_forward: Value of a `CustomPolicy`; optional, defaults to that of the strategy.
     """
 
     name: str
@@ -43,21 +43,21 @@ def plan_units(
     whole: Collection[nn.Parameter],
     keeps_own_format: tuple[type[nn.Module], ...] = (),
 ) -> list[UnitPlan]:
-    """Returns the modules below the root that become units, those inside of others first.
+    """Return the modules below the root that become parameter groups, inner ones first.
 
-    What a policy chooses and FSDP2 can't hold as a unit goes into the unit around it, or the root: a module that has no
-    forward, and one whose parameters are reached without calling it, as tied ones are.
+    Modules that a policy selects and FSDP2 can't wrap join the enclosing group: those without a forward, and those
+    whose parameters are reached without calling them, such as tied ones.
 
     Args:
-        model: The root.
-        policy: A policy of `torch.distributed.fsdp.wrap`, or a function that is called as they are; None: the blocks
-            that transformers names, else the repeated ones.
-        whole: Parameters that belong to no unit.
-        keeps_own_format: Classes of modules that are units of their own whatever the policy says.
+        model: Root module.
+        policy: Policy of `torch.distributed.fsdp.wrap`, or a function with its signature; optional, defaults to the
+            blocks that transformers names, else the repeated ones.
+        whole: Replicated parameters, which belong to no group.
+        keeps_own_format: Classes of modules that are always wrapped, as they compute in the dtype of their weights.
 
     Raises:
-        ConfigError: The policy chooses a module that is never called, or says of one what FSDP2 can't do for a unit; or
-            a module that keeps its own format can't be a unit.
+        ConfigError: The policy selects a module that is never called, or gives one an option that FSDP2 does not have
+            per group; or a module of `keeps_own_format` can't be wrapped.
     """
     tree = _ModuleTree(model, whole)
     if policy is None:
@@ -73,11 +73,11 @@ def plan_units(
 
 
 class _ModuleTree:
-    """Who holds which parameter, and who can be reached how.
+    """Graph of modules with their parents and the owners of each parameter.
 
     Args:
-        root: Of the tree. A module may have several parents.
-        whole: Parameters that do not count.
+        root: Root module. Other modules may have several parents.
+        whole: Parameters to leave out.
     """
 
     def __init__(self, root: nn.Module, whole: Collection[nn.Parameter]) -> None:
@@ -100,11 +100,11 @@ class _ModuleTree:
         }
 
     def parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:
-        """Returns those that count of a module and of all below it, by id."""
+        """Return the parameters of a module and its submodules, by id."""
         return {key: one for below in module.modules() for key, one in self._own[below].items()}
 
     def is_only_way_to(self, parameters: Collection[int], module: nn.Module) -> bool:
-        """Returns whether who uses the parameters must call the module: it or modules below hold them, nobody else."""
+        """Return whether the parameters are reachable only through `module`: no module outside holds or bypasses it."""
         below = set(module.modules())
         if any(not self._owners[key] <= below for key in parameters):
             return False
@@ -144,34 +144,34 @@ def _units(
             plans.append(UnitPlan(name, module, chosen.get(module)))
         elif keeps_format:
             raise ConfigError(
-                f"mixed_precision leaves {type(module).__name__}s in their own format, which takes a unit of its own,"
-                f" and {name!r} can't be one: {obstacle}. Leave its class out of _module_classes_to_ignore"
+                f"mixed_precision leaves {type(module).__name__}s in their own dtype, which takes a separate parameter"
+                f" group, and {name!r} can't be one: {obstacle}. Leave its class out of _module_classes_to_ignore"
             )
         elif not is_automatic and _why_never_called(module, name) is not None:
             raise ConfigError(
                 f"auto_wrap_policy chooses {name!r}, a {type(module).__name__}: {obstacle}. Have the policy leave it"
-                " out, as CustomPolicy(lambda module: ...) can: the unit around it holds its weights then"
+                " out, as CustomPolicy(lambda module: ...) can: its weights then belong to the enclosing group"
             )
     return plans
 
 
 def _why_no_unit(tree: _ModuleTree, module: nn.Module, own: Collection[int]) -> str | None:
-    """Returns why the module around it has to hold these parameters of a module; None: it need not."""
+    """Return why these parameters must belong to the enclosing group, or None."""
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is compiled by torch.jit, and takes no hooks of FSDP2"
+        return "it is compiled by torch.jit, which does not take FSDP2's hooks"
     if not _has_forward(module):
         return "it has no forward, before which weights would be gathered"
     if not tree.is_only_way_to(own, module):
-        return "its weights are used from outside as well, by a module that is tied to it or shares a part of it"
+        return "its weights are used from outside as well, by a module that is tied to it or shares a submodule with it"
     return None
 
 
 def _why_never_called(module: nn.Module, name: str) -> str | None:
-    """Returns why calls of the module don't announce that its weights are about to be used; None: they do."""
+    """Return why the module's weights are used without calling it, or None."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weights without calling it, so that they would not be gathered"
     if isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}.":
-        return "it computes another module's weight, which may be read at any time and not by forward alone"
+        return "it computes another module's weight, which may be read outside of forward"
     return None
 
 
@@ -180,7 +180,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _blocks_named_by_transformers(model: nn.Module) -> _Chosen:
-    """Returns the modules that transformers says not to divide: its models name the classes of their blocks."""
+    """Return the modules of transformers' `_no_split_modules` classes, which are the blocks of its models."""
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
@@ -188,7 +188,7 @@ def _blocks_named_by_transformers(model: nn.Module) -> _Chosen:
 
 
 def _repeated_blocks(tree: _ModuleTree) -> _Chosen:
-    """Returns the elements of the outermost lists of alike modules; lists inside of an element are part of it."""
+    """Return the elements of the outermost lists of modules of one class; nested lists belong to their element."""
     blocks: _Chosen = {}
     seen: set[nn.Module] = set()
 
@@ -204,7 +204,7 @@ def _repeated_blocks(tree: _ModuleTree) -> _Chosen:
 
 
 def _alike_elements(tree: _ModuleTree, module: nn.Module) -> list[nn.Module]:
-    """Returns the elements of a container that are repeated blocks. A Sequential of single layers has none."""
+    """Return the elements of a container that are repeated blocks. A Sequential of single layers has none."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if not is_list and not isinstance(module, nn.Sequential):
         return []
@@ -212,7 +212,7 @@ def _alike_elements(tree: _ModuleTree, module: nn.Module) -> list[nn.Module]:
     counts = Counter(type(one) for one in elements)
     if len(counts) > 1 and not is_list:
         return []
-    # One layer alone is a block only in a list of nothing else, as of embedding tables.
+    # Single layers are blocks only in a list of nothing else, such as one of embedding tables.
     takes_layers = is_list and len(counts) == 1
     return [one for one in elements if counts[type(one)] > 1 and (takes_layers or any(True for _ in one.children()))]
 
@@ -222,18 +222,17 @@ def _chosen_by_object(tree: _ModuleTree, policy: _Policy) -> _Chosen:
         kwargs_of = policy._run_policy(tree.root, tree.ignored, {})
     except ValueError as error:
         raise ConfigError(
-            f"auto_wrap_policy={type(policy).__name__} says of a module what is not known: {error}"
+            f"auto_wrap_policy={type(policy).__name__} returned an invalid value for a module: {error}"
         ) from error
     return {module: _reshard_of(kwargs, tree.names[module]) for module, kwargs in kwargs_of.items()}
 
 
 def _reshard_of(kwargs: dict[str, Any], name: str) -> bool | int | None:
-    """Returns the one thing that a unit may have for itself."""
     unknown = sorted(map(str, kwargs.keys() - {"reshard_after_forward"}))
     if unknown:
         raise ConfigError(
-            f"auto_wrap_policy gives {name!r} {', '.join(unknown)}=: all units of FSDP2 have that in common, as the"
-            " plugin's arguments say it; give a unit reshard_after_forward= alone, or True"
+            f"auto_wrap_policy gives {name!r} {', '.join(unknown)}=: all parameter groups share that option, which is"
+            " an argument of the plugin. Return only reshard_after_forward= for a module, or True"
         )
     value: Any = kwargs.get("reshard_after_forward")
     if value is not None and not isinstance(value, int):
@@ -247,15 +246,14 @@ def _reshard_of(kwargs: dict[str, Any], name: str) -> bool | int | None:
 def _chosen_by_function(
     tree: _ModuleTree, policy: Callable[..., bool], keeps_own_format: tuple[type[nn.Module], ...]
 ) -> _Chosen:
-    """Returns what torch's `_recursive_wrap` would wrap: the same calls with the same numbers, in the same order.
+    """Return the modules that torch's `_recursive_wrap` would wrap, by the same calls of the policy in the same order.
 
-    Modules that keep their own format are wrapped wherever they are, and count as wrapped for modules around them. As
-    in torch, a policy is then asked about modules that it does not go into; but not, as there, about what is in them.
+    Modules of `keeps_own_format` are always wrapped, and count as wrapped for enclosing modules. As in torch, the
+    policy is also called for modules that it does not recurse into, but unlike there not for their children.
     """
     chosen: _Chosen = {}
 
     def numel_wrapped(module: nn.Module, *, asks: bool) -> int:
-        """Returns how many elements are wrapped, of the module and below."""
         numel = sum(parameter.numel() for parameter in tree.parameters(module).values())
         goes_in = asks and bool(policy(module=module, recurse=True, nonwrapped_numel=numel))
         if not goes_in and not keeps_own_format:
