@@ -106,7 +106,7 @@ def stage_of(place: str, schedule: str, pp_size: int) -> int:
 
 
 def assert_all_say(found, place: str, stage: int, num_ranks: int) -> None:
-    where = f"pipeline stage {stage}, {PLACES[place][1]} of micro-batch {BAD} (of 0 to 3)"
+    where = f"pipeline stage {stage}, {PLACES[place][1]} of microbatch {BAD} (of 0 to 3)"
     assert len(found) == num_ranks
     for rank, (name, text, seconds) in enumerate(found):
         assert name == ("MadeUpError" if rank == stage else "RankFailedError"), (rank, name, text)
@@ -133,9 +133,9 @@ def test_what_fails_in_one_replica_fails_in_all(arguments):
     found = run_ranks(run_with, 4, "forward", "1f1b", 2, fail, arguments, fresh=True)
     for rank, (name, text, seconds) in enumerate(found):
         assert name, rank
-        assert "micro-batch" in text or "rank" in text, (rank, text)
+        assert "microbatch" in text or "rank" in text, (rank, text)
         assert seconds < MAX_SECONDS, (rank, seconds)
-    assert any(name == "MadeUpError" and f"micro-batch {BAD} " in text for name, text, _ in found)
+    assert any(name == "MadeUpError" and f"microbatch {BAD} " in text for name, text, _ in found)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -148,7 +148,7 @@ def test_a_stage_that_is_killed_is_noticed_by_the_other(place):
     assert name == "RankFailedError", (name, text)
     assert f"rank {killed}" in text, text
     # In its backward, the other one has nothing left to do but to ask for the loss.
-    assert ("all_reduce" if place == "backward" else "micro-batch") in text, text
+    assert ("all_reduce" if place == "backward" else "microbatch") in text, text
     assert seconds < MAX_SECONDS
 
 

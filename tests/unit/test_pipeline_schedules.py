@@ -265,10 +265,10 @@ def test_orders_that_wait_for_each_other_are_refused():
 
     own = with_order(change)
     # Stage 1 asks for micro-batch 2 first, stage 0 wants a gradient back before it sends more than two.
-    stuck = "stage 1 waits before F2 for F of micro-batch 2 at position 0"
+    stuck = "stage 1 waits before F2 for F of microbatch 2 at position 0"
     with pytest.raises(ConfigError, match=stuck):
         simulate(own, 2, 3)
-    with pytest.raises(ConfigError, match="stage 0 waits before B0 for B of micro-batch 0 at position 1"):
+    with pytest.raises(ConfigError, match="stage 0 waits before B0 for B of microbatch 0 at position 1"):
         check_orders(own, 2, 3, 1)
 
 

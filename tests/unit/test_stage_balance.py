@@ -135,7 +135,7 @@ def test_table_shows_every_piece() -> None:
     assert sum(shares) == pytest.approx(100.0)
     assert shares[0] < shares[1]
     assert "held by stages 0, 1: transformer.wte.weight = lm_head.weight" in text
-    assert "1f1b, 2 stages, 6 micro-batches: stages wait 14.3%" in text  # (2 - 1) / (6 + 2 - 1)
+    assert "1f1b, 2 stages, 6 microbatches: stages wait 14.3%" in text  # (2 - 1) / (6 + 2 - 1)
 
 
 def test_table_of_a_v_and_of_what_travels_on() -> None:

@@ -1,1 +1,1 @@
-"""Stages of a model that work on micro-batches one after the other."""
+"""Stages of a model that work on microbatches one after the other."""

@@ -1,4 +1,4 @@
-"""Before each batch all ranks make sure that they have one, the same in all stages, and want the same done with it."""
+"""Consistency check of batches and options over all ranks, before each batch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from booster.tensor_tree import map_tensors
 __all__ = ["BatchAgreement", "Fetched", "fetch"]
 
 _HAS_BATCH, _ENDED, _FAILED = range(3)
-_COMPARED_BATCHES = 3  # batches of which stages compare also what lies on an accelerator, which they wait for then
+_COMPARED_BATCHES = 3  # batches of which also tensors on an accelerator are compared, which costs a device sync
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a rank's iterator gave: a batch, an error, or nothing more."""
+    """Result of a rank's iterator: a batch, an error, or its end."""
 
     batch: Any = None
     error: Exception | None = None
@@ -30,26 +30,26 @@ class Fetched:
 
     @property
     def status(self) -> int:
-        """One number for it."""
+        """Kind of the result as a number."""
         return _ENDED if self.has_ended else _HAS_BATCH if self.error is None else _FAILED
 
 
 def fetch(data_iter: Iterator[Any]) -> Fetched:
-    """Returns what an iterator gives next, whatever that is."""
+    """Return the next result of an iterator."""
     try:
         return Fetched(batch=next(data_iter))
     except StopIteration:
         return Fetched(has_ended=True)
-    except Exception as error:  # raised by all ranks, see `BatchAgreement.check`
+    except Exception as error:  # raised on all ranks, see `BatchAgreement.check`
         return Fetched(error=error)
 
 
 class BatchAgreement:
-    """Compares what the ranks have.
+    """Compares batches and options over the ranks.
 
     Args:
-        group: All ranks, on the CPU; None: the world.
-        data_rank: Which part of the data this rank reads: ranks with the same one have to get the same batches.
+        group: CPU group of all ranks; None for the world group.
+        data_rank: Data-parallel rank; ranks with the same one must have equal batches.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, data_rank: int) -> None:
@@ -58,19 +58,19 @@ class BatchAgreement:
         self._num_compared = 0
 
     def check(self, fetched: Fetched, signatures: Sequence[Any], wishes: Sequence[bool], *, changed: bool) -> bool:
-        """Raises on all ranks if they can't work on a batch together; else returns whether any rank's flag is up.
+        """Check that all ranks have consistent batches and options; return whether `changed` is True on any rank.
 
         Args:
-            fetched: This rank's.
-            signatures: Of its micro-batches.
-            wishes: What it was asked to do.
-            changed: A flag.
+            fetched: This rank's result of the iterator.
+            signatures: Signatures of its microbatches.
+            wishes: Options of the call.
+            changed: Flag of this rank.
 
         Collective over all ranks.
 
         Raises:
-            StopIteration: All ranks' iterators have ended.
-            DesyncError: Some have; or ranks have different batches or were asked for different things.
+            StopIteration: The iterators of all ranks are exhausted.
+            DesyncError: Those of some ranks are; or batches or options differ.
         """
         compares = self._num_compared < _COMPARED_BATCHES
         self._num_compared += 1
@@ -102,8 +102,8 @@ class BatchAgreement:
         ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
         others = [rank for rank, status in enumerate(statuses) if status == _HAS_BATCH]
         raise DesyncError(
-            f"the data iterator has ended on the ranks {ended} and not on the ranks {others}, and a pipeline's stages"
-            " work on a batch together: give every rank as many batches, as the loaders of boost() and"
+            f"the data iterator has ended on the ranks {ended} and not on the ranks {others}, but a pipeline's stages"
+            " process a batch together: give every rank the same number of batches, as the loaders of boost() and"
             " plugin.prepare_dataloader() do"
         )
 
@@ -113,14 +113,14 @@ class BatchAgreement:
             differing = [rank for rank in ranks if table[rank][column] != table[ranks[0]][column]]
             if differing:
                 raise DesyncError(
-                    f"execute_pipeline() got {what} on the ranks {differing} than on rank {ranks[0]}, and these are"
-                    " parts of one pipeline: call it alike on all ranks, and read the data by plugin.dp_rank of"
-                    " plugin.dp_size parts, as the loaders of boost() and plugin.prepare_dataloader() do"
+                    f"execute_pipeline() got {what} on the ranks {differing} than on rank {ranks[0]} of the same"
+                    " pipeline: call it alike on all ranks, and shard the data by plugin.dp_rank and plugin.dp_size, as"
+                    " the loaders of boost() and plugin.prepare_dataloader() do"
                 )
 
 
 def _checksum(batch: Any, *, everywhere: bool) -> int:
-    """Returns a number of what a batch holds in host memory, or everywhere."""
+    """Return a checksum of the batch's tensors in host memory, or of all of them if `everywhere`."""
     sums: list[int] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

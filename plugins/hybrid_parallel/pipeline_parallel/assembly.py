@@ -1,4 +1,4 @@
-"""Puts together what a pipeline stage needs beside its part of the model: groups of ranks, transport and runtime."""
+"""Construction of the pipeline runtime of a stage: process groups, point-to-point links and batch checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["make_runtime", "sharing_groups"]
 
 
 def sharing_groups(mesh: HybridMesh, carved: CarvedModel | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Returns by the stages that share parameters with this one the ranks of them. Collective over the world."""
+    """Return the process groups of tied parameters, by their stages. Collective over the world."""
     found = {}
     for stages in dict.fromkeys(() if carved is None else carved.holders.values()):
         group = mesh.subgroup("pp", stages)
@@ -41,15 +41,15 @@ def make_runtime(
     device: torch.device,
     weight_gradients: WeightGradients | None,
 ) -> PipelineRuntime:
-    """Returns what runs this rank's stage. Collective over the world.
+    """Return the runtime of this rank's stage. Collective over the world.
 
     Args:
         model: The boosted model.
-        carved: What the stage has of it.
-        arguments: Of the plugin.
-        mesh: Of the ranks.
-        device: Where the stage computes.
-        weight_gradients: See `PipelineRuntime`.
+        carved: Stage model.
+        arguments: Pipeline arguments of the plugin.
+        mesh: Mesh of the ranks.
+        device: Compute device of the stage.
+        weight_gradients: Deferred weight gradients, or None.
     """
     stage = mesh.rank("pp")
     ends = _link_ends(mesh, carved.division, device)
@@ -67,7 +67,7 @@ def make_runtime(
 
 
 def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
-    """Returns what tells the group of a link, in which nothing else is sent: torch counts what ranks do in a group."""
+    """Return the groups of links. Links need dedicated groups, as torch counts the operations of a group."""
     if device.type != "cpu":
         return _link_groups(mesh, division, device)
     stage = mesh.rank("pp")
@@ -76,15 +76,15 @@ def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) 
 
 
 def _link_groups(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
-    """Makes a group of two ranks for each link: the links of an accelerator, one per pair of stages and direction.
+    """Create a group of two ranks per pair of stages and direction, for accelerators.
 
-    Messages can't overtake each other there, and one that waits would block those in the other direction.
+    Their messages are ordered within a group, so a pending one would block those of the other direction.
     """
     groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
     for one, other in division.neighbours():
         for ends in ((one, other), (other, one)):
             groups[ends] = group = mesh.subgroup("pp", ends)
-            if group is not None:  # connects now, by all in one order: a first message would wait for its receiver
+            if group is not None:  # connects in a common order; otherwise a first send would block on its receiver
                 all_reduce_sum(torch.zeros(1, device=device), group)
-    # Asks the group: torch sorts the ranks of a group, so its first need not be the sender.
+    # torch sorts the ranks of a group, so the sender may have either group rank.
     return lambda sender, receiver: (groups[sender, receiver], 1 - group_rank(groups[sender, receiver]))

@@ -1,4 +1,4 @@
-"""Batches are split into micro-batches, and the outputs of micro-batches are joined to that of the batch."""
+"""Splitting of batches into microbatches, and merging of their outputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from booster.errors import ConfigError
 __all__ = ["MicroBatch", "batch_size", "join_outputs", "split_batch"]
 
 # Note [Samples]
-# The first dimension of the first tensor of a batch is its samples. What has as many entries is cut: tensors along
-# their first dimension, and lists without tensors, as a collate function makes of strings. Everything else, such as
-# position ids of one row or a scalar, goes to every micro-batch as the very same object. So joined outputs know what
-# was never cut: it is one object in all of them, also where a micro-batch has one sample.
+# The size of dim 0 of the first tensor of a batch is its number of samples. Values with as many entries are split:
+# tensors on dim 0, and lists without tensors, as a collate function makes of strings. All else, such as position ids of
+# one row or a scalar, is passed to every microbatch as the same object. So when outputs are merged, values that were
+# never split are identified by object identity, also where a microbatch has one sample.
 
-# What signatures hold must be the same in every process, and addresses are not.
+# Signatures must be equal in every process, and addresses are not.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_REPR = 64
 _COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -32,13 +32,13 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class MicroBatch:
-    """A part of a batch.
+    """A microbatch.
 
     Attributes:
-        batch: As the whole batch, with fewer samples.
-        num_samples: How many.
-        signature: Shapes and dtypes of all tensors and what other values are: where two are equal, all that a model
-            computes from them has equal shapes, unless values in tensors decide on shapes. The same on all ranks.
+        batch: Value of the structure of the full batch, with fewer samples.
+        num_samples: Number of samples.
+        signature: Shapes and dtypes of all tensors, and descriptions of other values, equal on all ranks. Microbatches
+            with equal signatures have activations of equal shapes, unless shapes depend on values in tensors.
     """
 
     batch: Any
@@ -47,7 +47,7 @@ class MicroBatch:
 
 
 def batch_size(batch: Any) -> int:
-    """Returns the number of samples of a batch: dimension 0 of the first tensor that has dimensions.
+    """Return the number of samples of a batch: dim 0 of the first tensor that has dimensions.
 
     Raises:
         ConfigError: There is no such tensor.
@@ -56,27 +56,27 @@ def batch_size(batch: Any) -> int:
         if tensor.dim():
             return tensor.shape[0]
     raise ConfigError(
-        f"a batch of class {type(batch).__name__} holds no tensor with a dimension, so pipeline parallelism does not"
-        " know its samples: let the data loader yield tensors whose first dimension is the batch, alone or in mappings,"
+        f"a batch of class {type(batch).__name__} holds no tensor with a dimension, so its number of samples is"
+        " undefined: let the data loader yield tensors whose first dimension is the batch, alone or in mappings,"
         " sequences and dataclasses"
     )
 
 
 def split_batch(batch: Any, *, num_micro_batches: int | None, micro_batch_size: int | None) -> list[MicroBatch]:
-    """Splits a batch along its samples; see Note [Samples]. Tensors of micro-batches are views.
+    """Split a batch along its samples; see Note [Samples]. Tensors of microbatches are views.
 
     Args:
-        batch: A tensor, or a mapping, sequence or dataclass of tensors and other values, to any depth.
-        num_micro_batches: Into how many, of sizes that differ by one at most; a batch of fewer samples gives one
-            micro-batch for each sample.
-        micro_batch_size: Or of how many samples each; the last one may have fewer.
+        batch: Tensor, or mapping, sequence or dataclass of tensors and other values, nested to any depth.
+        num_micro_batches: Number of microbatches, whose sizes differ by at most one; a batch of fewer samples makes one
+            microbatch per sample.
+        micro_batch_size: Samples per microbatch, instead; the last one may have fewer.
 
     Raises:
-        ConfigError: Not one of both numbers is given, it is below 1, or the batch has no samples.
+        ConfigError: Not exactly one of both numbers is given, it is below 1, or the batch has no samples.
     """
     size = batch_size(batch)
     if size == 0:
-        raise ConfigError("a batch without samples can't be split into micro-batches: leave out empty batches")
+        raise ConfigError("a batch without samples can't be split into microbatches: leave out empty batches")
     bounds = list(itertools.accumulate(_sizes(size, num_micro_batches, micro_batch_size), initial=0))
     if len(bounds) == 2:
         return [MicroBatch(batch, size, _signature(batch))]
@@ -85,16 +85,15 @@ def split_batch(batch: Any, *, num_micro_batches: int | None, micro_batch_size: 
 
 
 def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
-    """Returns the output for the whole batch, made of those for its micro-batches.
+    """Return the output of the full batch, merged from those of its microbatches.
 
-    What is one object in all of them stays. Tensors whose first dimension is the samples are concatenated, and so are
-    lists without tensors that have one entry for each sample. Floating scalars, as a loss is, become their mean,
-    weighted by the samples. What is equal in all stays, and anything else becomes a list of one entry for each
-    micro-batch.
+    Values that are one object in all outputs are kept. Tensors whose dim 0 is the samples are concatenated, and so are
+    lists without tensors with one entry per sample. Floating-point scalars, such as a loss, are averaged, weighted by
+    samples. Equal values are kept, and anything else becomes a list with one entry per microbatch.
 
     Args:
-        outputs: In the order of the micro-batches, at least one.
-        num_samples: Of each micro-batch.
+        outputs: Outputs in the order of the microbatches, at least one.
+        num_samples: Number of samples of each microbatch.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -115,7 +114,7 @@ def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
 
 
 def _sizes(size: int, num_micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
-    """Returns the number of samples of each micro-batch."""
+    """Return the number of samples of each microbatch."""
     number = num_micro_batches if micro_batch_size is None else micro_batch_size
     if number is None or number < 1 or (num_micro_batches is not None and micro_batch_size is not None):
         raise ConfigError(
@@ -156,7 +155,7 @@ def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int])
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what tensors that are concatenated have in common."""
+    """Return the properties that tensors must share to be concatenated."""
     return tensor.dtype, tensor.device, tensor.dim(), tensor.shape[1:]
 
 
@@ -172,7 +171,7 @@ def _signature(tree: Any) -> Hashable:
 
 
 def _text(value: Any) -> str:
-    """Returns what tells a value from others in every process; of long ones a digest."""
+    """Return a process-independent text of a value, or its digest if long."""
     text = _ADDRESS.sub("", repr(value))
     return text if len(text) <= _MAX_REPR else hashlib.blake2b(text.encode(errors="replace")).hexdigest()
 
@@ -182,12 +181,12 @@ def _class_name(value: Any) -> str:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    # Only what answers == by yes or no.
+    # Only types whose == returns a bool.
     return one is other or (type(one) is type(other) and isinstance(one, _COMPARABLE) and one == other)
 
 
 def _is_list_of(tree: Any, length: int) -> bool:
-    """Returns whether it is a list of something for each sample."""
+    """Return whether it is a list of `length` values without tensors."""
     return isinstance(tree, list) and len(tree) == length and next(_tensors(tree), None) is None
 
 
@@ -199,7 +198,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _children(tree: Any) -> Mapping[Any, Any] | None:
-    """Returns what a container holds, by key, place or field; None: it is no container."""
+    """Return the children of a container by key, index or field name, or None."""
     if isinstance(tree, torch.Tensor):
         return None
     if isinstance(tree, MutableMapping):
@@ -214,7 +213,7 @@ def _children(tree: Any) -> Mapping[Any, Any] | None:
 
 
 def _with_children(tree: Any, children: Mapping[Any, Any]) -> Any:
-    """Returns a container of the same class with other children; the same one where none is another."""
+    """Return a container of the same class with these children; the same object if none has changed."""
     before = _children(tree) or {}
     changed = {key: child for key, child in children.items() if child is not before[key]}
     if not changed:
@@ -222,10 +221,10 @@ def _with_children(tree: Any, children: Mapping[Any, Any]) -> Any:
     if isinstance(tree, tuple):
         make = getattr(type(tree), "_make", None)  # a namedtuple's constructor takes its fields one by one
         return make(children.values()) if make is not None else type(tree)(children.values())
-    result = copy.copy(tree)  # keeps what the class adds: a default factory, attributes, the order
+    result = copy.copy(tree)  # keeps a default factory, attributes and the order
     for key, child in changed.items():
         if isinstance(tree, (MutableMapping, list)):
             result[key] = child
         else:
-            object.__setattr__(result, key, child)  # a frozen one refuses setattr, and the copy is ours
+            object.__setattr__(result, key, child)  # frozen dataclasses raise in setattr
     return result

@@ -1,4 +1,4 @@
-"""Runs a stage's works for a batch: forwards, backwards and weight gradients in the order of the schedule."""
+"""Pipeline runtime: executes the schedule's actions of one stage for a batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weig
 
 @dataclass(slots=True)
 class _Live:
-    """A micro-batch between its forward and its backward through a piece."""
+    """State of a microbatch between its forward and its backward through a model chunk."""
 
     received: Received | None
     sent: Sent | None
@@ -45,13 +45,13 @@ class _Live:
 
 
 class PipelineRun:
-    """What a stage has done for the last batch.
+    """Results of a stage for the last batch.
 
     Attributes:
-        num_micro_batches: Of the batch.
-        peak_live: The most forwards through a piece whose activations were kept at a time.
-        losses: The micro-batches' parts of the batch's loss, on the stage with the last piece.
-        outputs: Of the micro-batches, where they were asked for and the stage has the last piece.
+        num_micro_batches: Number of microbatches.
+        peak_live: Largest number of chunk forwards whose activations were kept at a time.
+        losses: Contributions of the microbatches to the batch's loss, on the stage with the last chunk.
+        outputs: Outputs of the microbatches by index, if requested, on the stage with the last chunk.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -66,14 +66,14 @@ class PipelineRuntime:
 
     Args:
         model: The boosted model.
-        arguments: Of the plugin.
-        transport: To the other stages.
-        agreement: With all ranks.
-        weight_gradients: Where the schedule's weight gradients wait; None: it has none.
-        stage: This rank's.
-        stage_group: The ranks of the pipeline.
-        device: Where the stage computes.
-        groups: All groups that this rank shares with others, to be left where it fails.
+        arguments: Pipeline arguments of the plugin.
+        transport: Point-to-point communication with the other stages.
+        agreement: Consistency check of batches over all ranks.
+        weight_gradients: Deferred weight gradients, or None if the schedule has none.
+        stage: Index of this stage.
+        stage_group: Group of the pipeline's ranks.
+        device: Compute device of the stage.
+        groups: Returns all process groups of this rank, which are aborted if it fails.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class PipelineRuntime:
         return_outputs: bool,
         num_items: float | None,
     ) -> dict[str, Any]:
-        """Runs all stages for the next batch; see `Booster.execute_pipeline`. Collective.
+        """Run all stages for the next batch, as in `Booster.execute_pipeline`. Collective.
 
         Raises:
-            StopIteration: The iterators of all ranks have ended.
+            StopIteration: The iterators of all ranks are exhausted.
             DesyncError: The ranks have different batches, or only some have one.
-            RankFailedError: Another stage has failed; the message says where, as far as it could tell.
+            RankFailedError: Another stage has failed; the message has its position, if known.
         """
         if self._failure is not None:
             raise ConfigError(
-                f"the pipeline was left when it failed ({self._failure}), and its stages are not connected any more:"
+                f"the pipeline has failed before ({self._failure}), and its process groups were aborted:"
                 " end all processes and start again from a checkpoint"
             )
         self._model.draw_alike()
@@ -171,11 +171,11 @@ class PipelineRuntime:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """Has each stage draw other numbers, and leaves all of them with the same state, from which data may be drawn.
+        """Fork the RNG state per stage, and restore the common state afterwards.
 
-        A stage draws as many as its layers ask for: afterwards they would never agree again.
+        Stages draw different amounts of random numbers, but the data may depend on a common state.
         """
-        torch.rand(())  # so that the next batch gets others
+        torch.rand(())  # advances the common state, for the next batch
         common = capture_random_state(self._device)
         restore_random_state(derive_random_state(common, self._stage), self._device)
         try:
@@ -188,13 +188,13 @@ class PipelineRuntime:
         before, self._trainable = self._trainable, now
         return now != before
 
-    # Works.
+    # Actions.
 
     def _work(self, steps: Sequence[Step]) -> None:
         last = len(self._micro_batches) - 1
         for place, step in enumerate(steps):
             work = step.work
-            self._place = f"{_KINDS[work.kind]} of micro-batch {work.micro_batch} (of 0 to {last})"
+            self._place = f"{_KINDS[work.kind]} of microbatch {work.micro_batch} (of 0 to {last})"
             self._transport.post(place)
             if work.kind is Kind.FORWARD:
                 self._forward(step)
@@ -203,7 +203,7 @@ class PipelineRuntime:
             elif self._weights is not None:
                 with Phase("backward"):
                     self._weights.compute(_key(step))
-        self._place = f"when its micro-batches (0 to {last}) were done"
+        self._place = f"when its microbatches (0 to {last}) were done"
         self._transport.finish()
 
     @in_phase("forward")
@@ -234,7 +234,7 @@ class PipelineRuntime:
             self._current.peak_live = max(self._current.peak_live, len(self._live))
 
     def _gradients_for_a_look(self, check: tuple[int, bool]) -> AbstractContextManager[Any]:
-        """Returns a context in which there is a graph to be looked at, once for each piece."""
+        """Enable gradients for the first forward of each chunk, whose graph `_require_independent` checks."""
         return nullcontext() if check in self._checked else torch.enable_grad()
 
     def _require_independent(self, boundary: Boundary | None, loss: torch.Tensor | None, outputs: Any) -> None:
@@ -246,13 +246,13 @@ class PipelineRuntime:
         try:
             loss = self._criterion(outputs, self._micro_batches[micro_batch].batch)
         except Exception as error:
-            error.add_note("It was raised in the criterion, which is called with (outputs, batch) of a micro-batch.")
+            error.add_note("It was raised in the criterion, which is called with (outputs, batch) of a microbatch.")
             raise
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(
-                f"the criterion returned a {what} for a micro-batch, and stages need the tensor of one number that"
-                " backward begins with: return a loss such as F.cross_entropy(...), or loss.mean()"
+                f"the criterion returned a {what} for a microbatch, but backward needs a scalar tensor: return a loss"
+                " such as F.cross_entropy(...), or loss.mean()"
             )
         self._current.losses.append(loss.detach().double() * self._shares[micro_batch])
         return loss
@@ -293,19 +293,19 @@ class PipelineRuntime:
     # Failures.
 
     def _report_few(self, number: int) -> None:
-        """Says so where the first batch has fewer samples than there are to be micro-batches."""
+        """Log a warning if the first batch has fewer samples than `num_microbatches`."""
         wanted = self._arguments.num_microbatches
         if not self._has_reported and wanted is not None and 0 < number < wanted:
             log_on_master(
-                f"a batch of {number} sample(s) makes {number} micro-batch(es), not num_microbatches={wanted}, so that"
-                " stages wait for longer: give larger batches, or fewer micro-batches"
+                f"a batch of {number} sample(s) makes {number} microbatch(es), not num_microbatches={wanted}, which"
+                " enlarges the pipeline bubble: give larger batches, or fewer microbatches"
             )
         self._has_reported = True
 
     @contextmanager
     def _failures_told(self) -> Iterator[None]:
-        """Lets all others know where this rank fails, who would wait for it until the timeout."""
-        self._place = "before its first micro-batch"
+        """Report a failure of this rank, and abort its groups, so that its peers do not wait until the timeout."""
+        self._place = "before its first microbatch"
         try:
             yield
         except BaseException as error:
@@ -333,18 +333,18 @@ def _split(model: nn.Module, batch: Any, arguments: PipelineArguments) -> tuple[
         found = split_batch(
             batch, num_micro_batches=arguments.num_microbatches, micro_batch_size=arguments.microbatch_size
         )
-    except ConfigError as error:  # raised by all ranks together
+    except ConfigError as error:  # raised on all ranks by the consistency check
         return error, []
     return None, found
 
 
 def _require_no_collection(model: nn.Module, batch: Any) -> None:
-    """Raises if a transformers model is to return something of every layer, of which each stage has its own only."""
+    """Raise if a transformers model is asked for outputs of every layer, which no stage has."""
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         given = batch.get(name) if isinstance(batch, Mapping) else None
         wanted = getattr(getattr(model, "config", None), name, False) if given is None else given
         if not isinstance(wanted, torch.Tensor) and wanted:
             raise ConfigError(
-                f"{name}={wanted!r} asks the model for something of every layer, and with pp_size > 1 each stage has"
-                f" that of its own layers only: leave it out of the batch, and set model.config.{name} = False"
+                f"{name}={wanted!r} asks for outputs of every layer, but with pp_size > 1 each stage has only its own"
+                f" layers: leave it out of the batch, and set model.config.{name} = False"
             )

@@ -1,4 +1,4 @@
-"""The plugin's arguments of pipeline stages, checked before anything is allocated."""
+"""Pipeline arguments of the plugin, validated before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _MANY = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineArguments:
-    """How a model and its batches are divided for the stages of a pipeline; see `HybridParallelPlugin`.
+    """Pipeline arguments; see `HybridParallelPlugin`.
 
     Attributes:
-        style: A schedule, or its name.
-        num_stages: Ranks of the pp axis.
-        num_chunks: Pieces of the model that a stage holds.
-        num_microbatches: Of a batch; None: `microbatch_size` says it.
-        microbatch_size: Examples of a micro-batch; None: `num_microbatches` says it.
-        num_layers_per_stage: Layers of each piece, in the order of the model; None: as costs are even.
-        broadcast_loss: The loss is given to all stages.
-        caches_metadata: Shapes are sent once for each shape of a micro-batch; else with every message.
-        split: Modules with which the pieces after the first begin; None: as `num_layers_per_stage` says.
-        execution_sequence: What runs instead of the model's forward; None: that does.
+        style: Schedule, or its name.
+        num_stages: Size of the pp axis.
+        num_chunks: Model chunks per stage.
+        num_microbatches: Microbatches per batch, unless `microbatch_size` is given.
+        microbatch_size: Samples per microbatch, unless `num_microbatches` is given.
+        num_layers_per_stage: Layers of each model chunk, in model order; optional, defaults to balanced costs.
+        broadcast_loss: If True, the loss is returned on all stages.
+        caches_metadata: If True, shapes are sent once per microbatch shape, otherwise with every message.
+        split: First modules of the second and later chunks; optional, defaults to `num_layers_per_stage`.
+        execution_sequence: Modules and functions that replace the model's forward; optional.
     """
 
     style: str | PipelineSchedule
@@ -52,31 +52,31 @@ class PipelineArguments:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The order of the stages' work; after `check`."""
+        """Schedule object; valid after `check`."""
         return schedule_from_name(self.style) if isinstance(self.style, str) else self.style
 
     @property
     def num_positions(self) -> int:
-        """Pieces of the whole model."""
+        """Number of chunks of the full model."""
         return self.num_stages * self.num_chunks
 
     def count_for(self, batch_size: int) -> int:
-        """Returns how many micro-batches a batch is divided into.
+        """Return the number of microbatches of a batch.
 
         Raises:
-            ConfigError: It has fewer samples than there are to be micro-batches.
+            ConfigError: It has fewer samples than `num_microbatches`.
         """
         if self.num_microbatches is not None and self.num_microbatches > batch_size:
             raise ConfigError(
                 f"num_microbatches={self.num_microbatches} of a batch with {batch_size} sample(s) leaves stages without"
-                f" work: give a batch of {self.num_microbatches} or more samples, or fewer micro-batches"
+                f" work: give a batch of {self.num_microbatches} or more samples, or fewer microbatches"
             )
         if self.num_microbatches is not None:
             return self.num_microbatches
         return -(-batch_size // (self.microbatch_size or batch_size))
 
     def remarks(self) -> list[str]:
-        """Returns lines to log: what was asked for and changes nothing, as there is one stage."""
+        """Return log lines about arguments that have no effect with one stage."""
         given_and_usual = {
             "num_microbatches": (self.num_microbatches, None),
             "microbatch_size": (self.microbatch_size, None),
@@ -93,13 +93,13 @@ class PipelineArguments:
         ]
 
     def check(self) -> None:
-        """Raises for what can't be.
+        """Validate the arguments.
 
-        With one stage only values that could never be are refused, so that a script may change the number of stages
-        alone. What the schedule asks of the number of micro-batches is checked here if `num_microbatches` says it.
+        With one stage only values that are never valid are refused, so that scripts may change the number of stages
+        alone. If `num_microbatches` is given, it is checked against the requirements of the schedule.
 
         Raises:
-            ConfigError: Such an argument.
+            ConfigError: An argument is invalid.
         """
         self._check_numbers()
         self._check_style()
@@ -170,7 +170,7 @@ class PipelineArguments:
             )
 
     def _check_schedule(self) -> None:
-        # Without their number, which comes with the batch, what is wrong with any number of micro-batches is said.
+        # If the number depends on the batch, only errors with any number of microbatches are raised.
         some = (self.num_positions, _MANY * self.num_positions)
         numbers = some if self.num_microbatches is None else (self.num_microbatches,)
         errors = [error_of(functools.partial(self._check_works, number)) for number in numbers]
@@ -206,14 +206,9 @@ class PipelineArguments:
             )
 
 
-# Note [Text that is alike on all ranks]
-# Ranks compare the texts of their arguments before they build on them. The text of a function or of an object without
-# one of its own holds its address, in which the same arguments differ.
-
-
 @dataclass(frozen=True, slots=True)
 class AlikeOnRanks:
-    """A value whose text is the same on all ranks; see Note [Text that is alike on all ranks]."""
+    """A value with a rank-independent repr: without addresses, by which equal arguments would differ between ranks."""
 
     value: Any
 
@@ -222,7 +217,7 @@ class AlikeOnRanks:
 
     @staticmethod
     def value_of(given: Any) -> Any:
-        """Returns the value, whether it was wrapped or not."""
+        """Return the value, wrapped or not."""
         return given.value if isinstance(given, AlikeOnRanks) else given
 
 

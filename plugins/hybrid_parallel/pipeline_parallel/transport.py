@@ -1,14 +1,14 @@
-"""What travels between stages: outputs with their form, and gradients of which both ends know the form already.
+"""Point-to-point communication of activations and their gradients between stages.
 
 Note [Forms that are known]
-The first output of a kind goes with a header that describes it, further ones without: a kind is the position that
-receives it, the signature of its micro-batch, and whether gradients will come back. Both ends see the same batches, so
-both know which kinds have been before. Gradients come back for those tensors that required them, in their shapes, so
-they never need a header.
+The first activation of a kind is sent with a header that describes its tree, later ones without. The kind is the
+receiving position, the signature of the microbatch, and whether gradients will return. Both ends process the same
+batches, so both know which kinds are cached. Gradients return for the tensors that required them, in their shapes, and
+never need a header.
 
 Note [Letting go of what was sent]
-Gloo does not tell when a message has arrived, short of waiting for it. But a message from the receiver does: whatever
-it took before it sent that has arrived, and the schedule says what that was.
+Gloo does not report the completion of a send without waiting for it. But a message from the receiver implies it: all
+that the receiver took before it sent that message has arrived, and the schedule determines what that was.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeF
 __all__ = ["Received", "Sent", "Transport"]
 
 _MANY_FORMS = 1024
-_AHEAD = 2  # works whose messages are under way before their turn
+_AHEAD = 2  # number of actions whose receives are posted ahead
 
 Ends = Callable[[int, int], tuple["dist.ProcessGroup | None", int]]
-"""Returns for a sending and a receiving stage the group of their link, and the rank in it of the other end."""
+"""Returns the group of the link from a sending to a receiving stage, and the peer's rank in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """An output that has left: where gradients go in, in the order of the form's tensors that require them.
+    """A sent activation.
 
     Attributes:
-        form: Of the output.
-        edges: In the graph.
+        form: Tree spec of the activation.
+        edges: Gradient edges of its tensors that require gradients, in order.
     """
 
     form: TreeForm
@@ -57,30 +57,30 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """An output that has arrived.
+    """A received activation.
 
     Attributes:
-        tree: The output.
-        leaves: Those of its tensors that require gradients.
+        tree: The activation.
+        leaves: Its tensors that require gradients.
     """
 
     tree: Any
     leaves: Sequence[torch.Tensor]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns what backward has left of the leaves' gradients."""
+        """Return the leaves' gradients after backward, zeros where there are none."""
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
 
 
 class Transport:
-    """A stage's messages.
+    """Sends and receives of a stage.
 
     Args:
-        division: Who has which position.
-        stage: This one.
-        ends: Of links.
-        device: Where the stage computes.
-        caches_forms: See Note [Forms that are known]; False: every output goes with a header.
+        division: Assignment of model chunks to stages.
+        stage: Index of this stage.
+        ends: Returns group and peer of a link.
+        device: Compute device of the stage.
+        caches_forms: If True, headers are cached, see Note [Forms that are known]; otherwise each activation has one.
     """
 
     def __init__(
@@ -95,26 +95,26 @@ class Transport:
         self._outgoing: dict[int, OutgoingLink] = {}
         self._incoming: dict[int, IncomingLink] = {}
         self._headers_due: dict[int, Message] = {}
-        self._checked: set[int] = set()  # numbers of micro-batches for which the schedule is known to work
+        self._checked: set[int] = set()  # numbers of microbatches for which the schedule was checked
 
     @property
     def knows_many_forms(self) -> bool:
-        """Whether it is time to forget them: batches with other values each time have other signatures each time."""
+        """Whether the cache should be cleared, as batches with ever new values have ever new signatures."""
         return len(self._forms) > _MANY_FORMS
 
     def forget_forms(self) -> None:
-        """Has the next output of each kind go with a header; all stages at once."""
+        """Clear the cache of headers; all stages must do so at the same batch."""
         self._forms.clear()
 
     def begin(self, signatures: Sequence[Hashable], *, with_gradients: bool) -> list[Step]:
-        """Begins with a batch, and returns what the stage has to do for it. No communication.
+        """Start a batch, and return the stage's actions. No communication.
 
         Args:
-            signatures: Of the micro-batches.
-            with_gradients: Backwards follow.
+            signatures: Signatures of the microbatches.
+            with_gradients: If True, the batch has backwards.
 
         Raises:
-            ConfigError: The schedule does not work with as many micro-batches.
+            ConfigError: The schedule does not support this number of microbatches.
         """
         self._signatures = signatures
         self._with_gradients = with_gradients
@@ -143,17 +143,17 @@ class Transport:
         return self._steps
 
     def post(self, place: int) -> None:
-        """Has the messages under way that the works from a place of the program on need soon."""
+        """Post the receives of the next actions from index `place` on."""
         for step in self._steps[place : place + _AHEAD + 1]:
             if step.receives in self._places:
                 sender, index = self._places[step.receives]  # type: ignore[index]
                 self._incoming[sender].post(index + 1)
 
     def send_output(self, message: Message, tree: Any) -> Sent:
-        """Sends an output on.
+        """Send an activation to the next chunk.
 
         Raises:
-            ConfigError: It can't travel, or has other shapes than one before it of the same kind.
+            ConfigError: It has unsupported values, or other shapes than an earlier one of the same kind.
         """
         tensors, form = flatten(tree)
         edges = [
@@ -169,19 +169,19 @@ class Transport:
         known = self._forms.get(kind) if self._caches else None
         if known is not None and known != form:
             raise ConfigError(
-                f"a pipeline stage's output has tensors {_listed(form)} for micro-batch {message.micro_batch}, and had"
-                f" {_listed(known)} for one of the same shapes before it: shapes that depend on the data's values are"
-                " not sent with every message by default. Give enable_metadata_cache=False to the plugin"
+                f"a pipeline stage's output has tensors {_listed(form)} for microbatch {message.micro_batch}, and had"
+                f" {_listed(known)} for an earlier one of the same shapes: by default shapes are cached and must not"
+                " depend on values. Give enable_metadata_cache=False to the plugin"
             )
         self._forms[kind] = form
         self._send(message, tensors, None if known is not None else form.encode())
         return Sent(form, edges)
 
     def take_output(self, message: Message) -> Received:
-        """Waits for an output.
+        """Wait for an activation.
 
         Raises:
-            RankFailedError: The sender is lost or too late.
+            RankFailedError: The connection is lost, or the wait timed out.
         """
         is_own = message.sender == self._stage
         if is_own:
@@ -193,23 +193,23 @@ class Transport:
         for tensor, one in zip(tensors, form.tensors, strict=True):
             if one.requires_grad and self._with_gradients:
                 leaves.append(tensor.requires_grad_())
-                # No leaf, which a layer that works in place could not change; and its own memory, which it may.
+                # Not a leaf, which in-place layers could not modify; and separate memory, which they may modify.
                 tensor = tensor.clone() if is_own else _Arrived.apply(tensor)  # type: ignore[no-untyped-call]
             given.append(tensor)
         return Received(form.build(given), leaves)
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
-        """Sends gradients back."""
+        """Send gradients to the previous chunk."""
         if message.receiver == self._stage:
             self._handed[message] = list(gradients)
         else:
             self._send(message, gradients, None)
 
     def take_gradients(self, message: Message) -> list[torch.Tensor]:
-        """Waits for the gradients of an output that was sent.
+        """Wait for the gradients of a sent activation.
 
         Raises:
-            RankFailedError: The sender is lost or too late.
+            RankFailedError: The connection is lost, or the wait timed out.
         """
         if message.sender == self._stage:
             gradients: list[torch.Tensor] = self._handed.pop(message)
@@ -217,15 +217,13 @@ class Transport:
         return [tensor.to(self._device) for tensor in self._take(message)]
 
     def finish(self) -> None:
-        """Waits until everything has left.
+        """Wait for all sends.
 
         Raises:
-            RankFailedError: A receiver is lost or too late.
+            RankFailedError: A connection is lost, or the wait timed out.
         """
         for link in self._outgoing.values():
             link.wait()
-
-    # Inside.
 
     def _program(self, stage: int) -> list[Step]:
         return program(*self._arguments(stage), forward_only=not self._with_gradients)
@@ -271,7 +269,7 @@ class Transport:
         self._under_way.setdefault(message.receiver, deque()).append(message)
 
     def _let_go(self, peer: int, place: int) -> None:
-        """Lets go of what a stage has taken before it sent from a place of its program."""
+        """Complete the sends that `peer` received before its action `place`; see Note [Letting go of what was sent]."""
         messages = self._under_way.get(peer)
         count = 0
         while messages and self._taken_at[messages[0]] <= place:
@@ -294,7 +292,7 @@ class Transport:
 
 
 class _Arrived(torch.autograd.Function):
-    """The identity, in the same memory: nobody else refers to what has arrived."""
+    """Identity without a copy, as there is no other reference to a received tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,11 @@
-"""Gradients of weights that are left out of a backward, and computed when a stage has nothing better to do.
+"""Deferred weight gradients: the W step of zero-bubble schedules.
 
 Note [Weights that wait]
-A stage's backward makes the gradient of its input, for which the stage before waits, and those of its weights, for
-which nobody waits until the optimizer's step. Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism",
-arXiv:2401.10241) run the second where a stage would be idle. So linear layers, which have nearly all weights, hand over
-their input and the gradient of their output: see Note [Later gradients] for how. When the gradient is computed, it
-goes through autograd to the parameter, which treats it as it would have in the backward: sums over ranks, other hooks,
-accumulation.
+A stage's backward computes the gradient of its input, which the previous stage needs at once, and those of its weights,
+which are needed only by the optimizer's step. Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism",
+arXiv:2401.10241) compute the latter where a stage would be idle. So linear layers, which have nearly all weights, save
+their input and the gradient of their output; see Note [Later gradients]. The gradient computed later passes through
+autograd to the parameter, with the same reductions, hooks and accumulation as in the backward.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class WeightGradients:
-    """The gradients of one stage's weights that are still to be computed; see Note [Weights that wait].
+    """Queue of the deferred weight gradients of one stage; see Note [Weights that wait].
 
-    A deep copy of a layer that leaves its gradients here goes on to do so.
+    A deep copy of a prepared layer keeps using the same queue.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, dict[int, _Waiting]] = {}
-        self._current: dict[int, _Waiting] | None = None  # no thread's own: backward may run in the engine's threads
+        self._current: dict[int, _Waiting] | None = None  # not thread-local, as backward may run in autograd's threads
         self._silenced: dict[int, _SilencedHooks] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
@@ -51,13 +50,13 @@ class WeightGradients:
 
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
-        """Leaves gradients of weights out of the backward that runs inside, under a key.
+        """Context in which backward defers weight gradients under a key.
 
-        Several backwards may use one key. All that can't be left (gradients of biases, of weights that others than
-        linear layers use, or with `create_graph=True`) is computed as ever.
+        Several backwards may use one key. Other gradients are computed at once: those of biases, of weights that other
+        modules than linear layers use, or with `create_graph=True`.
         """
         if self._current is not None:
-            raise RuntimeError("gradients of weights are left under one key at a time, and another backward does so")
+            raise RuntimeError("weight gradients are already being deferred by another backward")
         self._current = self._waiting.setdefault(key, {})
         try:
             yield
@@ -70,15 +69,15 @@ class WeightGradients:
                 del self._waiting[key]
 
     def compute(self, key: Hashable) -> None:
-        """Adds the gradients that wait under a key to `.grad`, as backward would have; maybe there are none.
+        """Compute the gradients deferred under a key, if any, and accumulate them as backward would have.
 
-        Collective where hooks of the parameters are.
+        Collective if hooks of the parameters are.
         """
         waiting = list(self._waiting.pop(key, {}).values())
         if not waiting:
             return
         with torch.enable_grad():
-            # The engine takes what was created last first; and each gradient is in its place before the next is made.
+            # Autograd processes the last created node first; each gradient is accumulated before the next is computed.
             roots: list[torch.Tensor] = [
                 _Gradient.apply(one.weight, one)  # type: ignore[no-untyped-call]
                 for one in reversed(waiting)
@@ -86,43 +85,43 @@ class WeightGradients:
         torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def discard(self) -> None:
-        """Forgets everything that waits: after an error."""
+        """Drop all deferred gradients, after an error."""
         self._waiting.clear()
 
     @property
     def num_pending(self) -> int:
-        """Number of keys under which something waits."""
+        """Number of keys with deferred gradients."""
         return sum(bool(waiting) for waiting in self._waiting.values())
 
     @property
     def is_deferring(self) -> bool:
-        """Whether a backward that runs now leaves gradients here."""
+        """Whether the current backward defers gradients."""
         return self._current is not None
 
     def keep(self, weight: torch.Tensor, pairs: Sequence[_Pair]) -> None:
-        """Keeps what the gradient of a weight is made of, for the backward that runs now.
+        """Save the factors of a weight's gradient in the current backward.
 
         Args:
-            weight: A leaf.
-            pairs: The sum of `left.t() @ right` is the gradient, or the first rows and columns of it.
+            weight: Leaf tensor.
+            pairs: Matrices whose sum of `left.t() @ right` is the gradient, or the first rows and columns of it.
         """
         if self._current is None:
-            raise AssertionError("a gradient was left by a backward that was not to leave any")
+            raise AssertionError("a gradient was deferred outside of deferring()")
         if id(weight) not in self._silenced:
             self._silenced[id(weight)] = _SilencedHooks(weight)
         self._current.setdefault(id(weight), _Waiting(weight)).keep(pairs)
 
 
 def defer_weight_gradients(model: nn.Module, gradients: WeightGradients) -> None:
-    """Prepares a model's linear layers to leave gradients of their weights, in place.
+    """Prepare a model's linear layers to defer the gradients of their weights, in place.
 
-    Those are `nn.Linear`, transformers' `Conv1D`, and classes derived from them without a forward of their own, split
-    over ranks or not. Names of modules and parameters, what `isinstance` says of them, and `copy.deepcopy` stay.
-    To be called after layers were split over ranks. Not collective.
+    Applies to `nn.Linear`, transformers' `Conv1D`, and their subclasses without an overridden forward, tensor parallel
+    or not. Names of modules and parameters, `isinstance` and `copy.deepcopy` keep working. Call it after layers were
+    sharded for tensor parallelism. Not collective.
 
     Args:
-        model: All of its layers are prepared, also for other keepers before.
-        gradients: Of the stage that runs the model.
+        model: Model whose layers are all prepared, replacing earlier queues.
+        gradients: Queue of the stage that runs the model.
     """
     for module in model.modules():
         if isinstance(module, (ColumnParallel, RowParallel, VocabularyHead)):
@@ -134,7 +133,7 @@ def defer_weight_gradients(model: nn.Module, gradients: WeightGradients) -> None
 
 
 class _Waiting:
-    """What the gradient of one weight is made of; no more of the graph than these matrices is kept alive."""
+    """Factors of one weight's gradient; nothing else of the graph is kept alive."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -142,17 +141,16 @@ class _Waiting:
         self._versions: list[tuple[int, int]] = []
 
     def keep(self, pairs: Sequence[_Pair]) -> None:
-        """Keeps pairs without what they were computed from."""
         for left, right in pairs:
             self._pairs.append((left.detach(), right.detach()))
             self._versions.append((left._version, right._version))
 
     def take(self) -> torch.Tensor:
-        """Returns the gradient, and lets go of what it is made of."""
+        """Return the gradient, and free its factors."""
         return sum_of_products(self._taken(), self.weight.shape)
 
     def add(self) -> bool:
-        """Adds the gradient to the one that is there already, in one pass; False: there is none, or hooks want it."""
+        """Accumulate into `.grad` in one pass; return False if there is no plain `.grad`, or tensor hooks need it."""
         gradient = self.weight.grad
         is_plain = gradient is not None and gradient.layout == torch.strided and gradient.dtype == self.weight.dtype
         if gradient is None or not is_plain or self.weight._backward_hooks:
@@ -172,9 +170,9 @@ class _Waiting:
 
 
 class _Gradient(torch.autograd.Function):
-    """Nothing, made of a weight; its backward makes the gradient, which reaches the weight as any other.
+    """Empty output of a weight, whose backward computes the deferred gradient and passes it to the weight.
 
-    Where another one is there already it is added to that at once; what follows an accumulation is called all the same.
+    If the weight has a gradient already, the new one is accumulated directly; post-accumulate hooks are called as well.
     """
 
     @staticmethod
@@ -187,15 +185,13 @@ class _Gradient(torch.autograd.Function):
         return None if ctx.waiting.add() else ctx.waiting.take(), None
 
 
-# Note [Hooks of gradients that don't arrive]
-# A backward that leaves a gradient out still comes to the weight, with None, and autograd calls the weight's hooks:
-# those of the tensor with None, and those that follow an accumulation although nothing was accumulated. Sums over ranks
-# or a reducer would take that for a gradient. So during such a backward these hooks are called only when a gradient
-# arrives, as it may from others that use the weight, such as an embedding.
-
-
 class _SilencedHooks:
-    """Exchanges a weight's hooks until `restore`; see Note [Hooks of gradients that don't arrive]."""
+    """Replaces a weight's hooks until `restore`, so that they are called only for actual gradients.
+
+    A backward that defers a gradient still reaches the weight, with None. Autograd then calls the weight's tensor hooks
+    with None, and its post-accumulate hooks although nothing was accumulated. A reducer would take that for a gradient.
+    Gradients may still arrive from other uses of the weight, such as an embedding.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._has_arrived = False
@@ -210,7 +206,7 @@ class _SilencedHooks:
             self._note = weight.register_hook(self._take_note)
 
     def restore(self) -> None:
-        """Puts the hooks back that are there still."""
+        """Restore the hooks that were not removed in the meantime."""
         for hooks, number, before, ours in self._changes:
             if hooks.get(number) is ours:
                 hooks[number] = before
@@ -234,14 +230,14 @@ def _unless_none(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor | N
 
 
 def _has_plain_forward(kind: type[nn.Module]) -> bool:
-    """Returns whether a class of linear layers multiplies by its weight and adds its bias, and does nothing else."""
+    """Return whether a linear layer's class inherits its forward from `nn.Linear` or `Conv1D`."""
     definer = next(base for base in kind.__mro__ if "forward" in vars(base))
     return definer is nn.Linear or (definer.__name__ == "Conv1D" and definer.__module__ == "transformers.pytorch_utils")
 
 
 @functools.cache
 def _deferring_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Returns a class derived from a linear layer's, of the same name, whose products may leave gradients."""
+    """Return a subclass of a linear layer's class, of the same name, that can defer weight gradients."""
 
     plain = base.forward
     (_, input_name) = inspect.signature(plain).parameters

@@ -1,4 +1,4 @@
-"""In which order stages work on micro-batches: numbers only, no communication."""
+"""Pipeline schedules: the order of actions of each stage, without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the orders of a schedule do everything once, in an order that can run."""
+"""Validation of schedules: complete, without repetitions, and free of deadlocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NEEDED = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
 
 
 def check_orders(schedule: PipelineSchedule, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-    """Refuses a schedule that would lose gradients, or never end; to be called before one of a user's own is used.
+    """Check that a schedule, possibly a user's own, is complete and does not deadlock.
 
-    No communication, and the same answer on every rank.
+    No communication; the result is the same on every rank.
 
     Raises:
-        ConfigError: The numbers don't suit the schedule, chunks' positions aren't 0, 1, 2, ..., an order leaves a work
-            out or repeats it, does it before what it needs of its own stage, or stages wait for each other.
+        ConfigError: The schedule does not support the numbers, its positions are not 0, 1, 2, ..., an order omits or
+            repeats an action or has it before its dependencies, or the stages deadlock.
     """
     schedule.check(num_stages, num_micro_batches, num_chunks)
     _check_positions(schedule, num_stages, num_chunks)
@@ -72,7 +72,7 @@ def _check_complete(
             each = ", ".join(kind.value for kind in kinds)
             raise ConfigError(
                 f"{where} {mistake} {_listed(works)}, but a stage does {each} once for each of {num_micro_batches}"
-                f" micro-batches and {num_chunks} chunks: return exactly those"
+                f" microbatches and {num_chunks} chunks: return exactly those"
             )
 
 

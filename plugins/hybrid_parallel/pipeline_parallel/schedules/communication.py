@@ -1,4 +1,4 @@
-"""What a stage receives and sends with each of its works, and what arrives from whom in which order."""
+"""Action lists of stages with their sends and receives, and the order of incoming messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Message", "Step", "incoming", "program", "stages_by_position"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one piece of the model hands to the next (an output), or to the one before it (a gradient).
+    """An activation sent to the next model chunk, or a gradient sent to the previous one.
 
     Attributes:
-        micro_batch: Which one it belongs to.
-        position: The position of the piece that receives it.
-        is_gradient: Whether it goes back.
-        sender: The stage that sends it.
-        receiver: The stage that receives it; the sender itself, where it holds both pieces: then nothing travels.
+        micro_batch: Index of the microbatch.
+        position: Position of the receiving chunk.
+        is_gradient: Whether it is a gradient.
+        sender: Sending stage.
+        receiver: Receiving stage; equal to the sender if it holds both chunks, without communication.
     """
 
     micro_batch: int
@@ -32,13 +32,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One work of a stage with what has to arrive before it, and what leaves after it.
+    """One action of a stage with the message that it needs and the one that it sends.
 
     Attributes:
-        work: What is done.
-        position: The position of the piece that does it.
-        receives: None for the forward of the first position, the backward of the last, and where weights are done.
-        sends: None for the forward of the last position, the backward of the first, and where weights are done.
+        work: Action.
+        position: Position of its chunk.
+        receives: Message received before; None for the first forward, the last backward, and weight gradients.
+        sends: Message sent after; None for the last forward, the first backward, and weight gradients.
     """
 
     work: Work
@@ -56,18 +56,18 @@ def program(
     *,
     forward_only: bool = False,
 ) -> list[Step]:
-    """Returns all that a stage does in a step, with its messages. No communication.
+    """Return the actions of a stage in a step, with their messages. No communication.
 
     Args:
-        schedule: The order.
-        stage: Whose program; each stage can tell that of all.
-        num_stages: How many there are.
-        num_micro_batches: How many go through.
-        num_chunks: How many each stage holds.
-        forward_only: Whether nothing goes back, as in evaluation.
+        schedule: Schedule.
+        stage: Index of any stage.
+        num_stages: Number of stages.
+        num_micro_batches: Number of microbatches.
+        num_chunks: Model chunks per stage.
+        forward_only: If True, there are no backwards, as in evaluation.
 
     Raises:
-        ConfigError: The schedule can't work with these numbers.
+        ConfigError: The schedule does not support these numbers.
     """
     return list(_program(schedule, stage, num_stages, num_micro_batches, num_chunks, forward_only))
 
@@ -81,12 +81,12 @@ def incoming(
     *,
     forward_only: bool = False,
 ) -> dict[int, list[Message]]:
-    """Returns what other stages send to a stage, by sender, in the order in which the sender sends it.
+    """Return the messages from other stages to a stage, by sender, in sending order.
 
-    That may differ from the order in which the stage uses it. Arguments are those of `program`. No communication.
+    That may differ from the order in which the stage needs them. Arguments are those of `program`. No communication.
     """
     stages = stages_by_position(schedule, num_stages, num_chunks)
-    # Only a neighbour sends: a stage at the position before or after one of this stage.
+    # Only stages of adjacent positions send.
     senders: set[int] = set()
     for position, holder in enumerate(stages):
         if holder == stage:
@@ -102,7 +102,7 @@ def incoming(
 
 @lru_cache(maxsize=256)
 def stages_by_position(schedule: PipelineSchedule, num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """Returns the stage that holds each position, first to last."""
+    """Return the stage of each position, first to last."""
     return tuple(schedule.place(position, num_stages)[0] for position in range(num_stages * num_chunks))
 
 

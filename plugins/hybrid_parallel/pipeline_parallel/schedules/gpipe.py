@@ -13,8 +13,8 @@ __all__ = ["GPipe"]
 class GPipe(PipelineSchedule):
     """All forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3).
 
-    With p stages and m micro-batches of cost t each, a step takes (m + p - 1) * t, of which (p - 1) / (m + p - 1) is
-    idle. A stage keeps the activations of all m micro-batches.
+    With p stages and m microbatches of cost t each, a step takes (m + p - 1) * t, of which (p - 1) / (m + p - 1) is
+    idle. A stage keeps the activations of all m microbatches.
     """
 
     name = "gpipe"

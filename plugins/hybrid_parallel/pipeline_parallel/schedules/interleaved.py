@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: each stage holds several pieces of the model, so that the pipeline fills in smaller steps."""
+"""Interleaved 1F1B: several model chunks per stage, which shrinks the pipeline bubble."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kin
 
 __all__ = ["Interleaved"]
 
-# Note [Groups of micro-batches]
-# Micro-batches go through in groups: a stage takes a whole group through chunk 0, then through chunk 1, and so on. The
-# first of a group is back at stage 0, for the next chunk, when all stages have worked on it once, so a group of at
-# least num_stages leaves nobody idle. The paper's groups have exactly num_stages, and it asks for a multiple of that.
-# Any other number is divided into as many groups as there would be, as even as possible, so none is smaller, and the
-# step gets no longer than with a multiple. The larger ones come first: how far forwards run ahead of backwards is set
-# by the first group, and would be too little for a larger one later.
 
-
+# A stage runs all microbatches of a group through chunk 0, then through chunk 1, and so on. The first one of a group
+# returns to stage 0, for the next chunk, after num_stages forwards. So with groups of at least num_stages no stage is
+# idle. The paper has groups of exactly num_stages, and requires a multiple of that. Any other number is divided into as
+# many groups, as even as possible: none is smaller, and the step is not longer than with a multiple. Larger groups come
+# first, because the first group determines the number of warm-up forwards.
 @register_schedule
 class Interleaved(PipelineSchedule):
     """1F1B over several chunks a stage (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training ...").
 
-    With p stages, v chunks each, and m >= p micro-batches of cost t a stage, a step takes m * t + (p - 1) * t / v.
+    With p stages, v chunks each, and m >= p microbatches of cost t a stage, a step takes m * t + (p - 1) * t / v.
     Stage s keeps the activations of (v - 1) * g + 2 * (p - s - 1) + 1 chunks at most, where g is the size of the
-    largest group: p where it divides m, below 2 * p always. Each micro-batch's output is sent v times as often.
+    largest group: p where it divides m, below 2 * p always. Each microbatch's output is sent v times as often.
     """
 
     name = "interleaved"
@@ -47,7 +44,7 @@ class Interleaved(PipelineSchedule):
             forwards += [Work(Kind.FORWARD, index, chunk) for chunk in range(num_chunks) for index in group]
             backwards += [Work(Kind.BACKWARD, index, chunk) for chunk in reversed(range(num_chunks)) for index in group]
             first += size
-        # The first gradient comes when the first micro-batch has gone through all chunks of all stages. Until a stage
+        # The first gradient comes when the first microbatch has gone through all chunks of all stages. Until a stage
         # gets it, the later stages do two works for each stage in between, a forward and a backward.
         return take_turns(forwards, backwards, (num_chunks - 1) * sizes[0] + 2 * (num_stages - stage - 1))
 

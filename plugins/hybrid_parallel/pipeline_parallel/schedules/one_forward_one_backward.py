@@ -1,4 +1,4 @@
-"""1F1B: a forward and a backward by turns, so that a stage keeps few activations."""
+"""1F1B: alternating forwards and backwards, which bounds the activations of a stage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["OneForwardOneBackward", "take_turns"]
 
 @register_schedule
 class OneForwardOneBackward(PipelineSchedule):
-    """Forward and backward by turns (Narayanan et al. 2019, "PipeDream", section 3.2, with a flush at the end).
+    """Alternating forwards and backwards (Narayanan et al. 2019, "PipeDream", section 3.2, with a flush at the end).
 
-    As long as GPipe, (m + p - 1) * t with p stages and m micro-batches of cost t each, but stage s keeps the
-    activations of min(m, p - s) micro-batches only.
+    As long as GPipe, (m + p - 1) * t with p stages and m microbatches of cost t each, but stage s keeps the
+    activations of min(m, p - s) microbatches only.
     """
 
     name = "1f1b"
@@ -32,12 +32,12 @@ class OneForwardOneBackward(PipelineSchedule):
     def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
         forwards = [Work(Kind.FORWARD, index) for index in range(num_micro_batches)]
         backwards = [Work(Kind.BACKWARD, index) for index in range(num_micro_batches)]
-        # A gradient comes back to this stage after the stages behind it have done one forward each.
+        # The first gradient reaches this stage after one forward of each later stage.
         return take_turns(forwards, backwards, num_stages - stage - 1)
 
 
 def take_turns(forwards: Sequence[Work], backwards: Sequence[Work], warm_up: int) -> list[Work]:
-    """Returns `warm_up` forwards (all, if there are fewer), then a forward and a backward by turns, then the rest."""
+    """Return `warm_up` forwards (all, if there are fewer), then alternating forwards and backwards, then the rest."""
     warm_up = min(warm_up, len(forwards))
     order = list(forwards[:warm_up])
     for pair in zip(forwards[warm_up:], backwards, strict=False):

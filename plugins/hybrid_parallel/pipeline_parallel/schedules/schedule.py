@@ -1,4 +1,4 @@
-"""What a pipeline schedule decides, and the names under which schedules are found."""
+"""Base class and registry of pipeline schedules."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kin
 __all__ = ["PipelineSchedule", "register_schedule", "schedule_from_name", "schedule_names"]
 
 # Note [Stages, chunks and positions]
-# A stage is a rank of the pipeline axis. It holds one or more chunks of the model, and a chunk's position is its place
-# in the model: a micro-batch goes forward through positions 0, 1, 2 and so on, and its gradients back. A schedule says
-# which stage holds which position, and in which order a stage works. Both are functions of numbers alone, so every
-# stage can tell what each other one does, and when it sends what, without a message.
+# A stage is a rank of the pipeline axis. It holds one or more model chunks. A chunk's position is its index in the
+# model: the forward of a microbatch passes through positions 0, 1, 2 and so on, its backward in reverse. A schedule
+# assigns positions to stages, and orders the actions of each stage. Both are pure functions of numbers, so each stage
+# can compute the actions and messages of all stages without communication.
 
 
 class PipelineSchedule(ABC):
-    """In which order each stage works on its micro-batches. To write one: subclass, and `@register_schedule`.
+    """Order of the actions of each stage. To write one, subclass it and decorate with `@register_schedule`.
 
-    A schedule has no state that changes: schedules of one class with equal attributes count as the same one.
+    Schedules are immutable; those of one class with equal attributes are equal.
 
     Attributes:
-        name: The name to ask for it by.
-        defers_weights: Whether `BACKWARD` computes gradients of inputs alone, and a `WEIGHT` for each comes later.
+        name: Name in the registry.
+        defers_weights: Whether `BACKWARD` computes gradients of inputs only, followed later by a `WEIGHT` action.
     """
 
     name: ClassVar[str]
@@ -41,7 +41,7 @@ class PipelineSchedule(ABC):
         return f"{type(self).__qualname__}({attributes})"
 
     def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-        """Refuses numbers with which the schedule can't work; to be extended by schedules that ask for more.
+        """Validate the numbers; schedules with further requirements extend this method.
 
         Raises:
             ConfigError: A number is below 1.
@@ -54,14 +54,14 @@ class PipelineSchedule(ABC):
                 )
 
     def position(self, stage: int, chunk: int, num_stages: int) -> int:
-        """Returns the place in the model of a stage's chunk: chunk by chunk over all stages, if not overridden."""
+        """Return the position of a stage's chunk in the model; by default chunk 0 of all stages, then chunk 1, ..."""
         return chunk * num_stages + stage
 
     def place(self, position: int, num_stages: int) -> tuple[int, int]:
-        """Returns the stage and the chunk that are at a position: what `position` says, the other way round.
+        """Return stage and chunk of a position; the inverse of `position`.
 
         Raises:
-            ConfigError: `position` of this schedule gives the number to no chunk.
+            ConfigError: No chunk has this position.
         """
         for chunk in range(position + 1):
             for stage in range(num_stages):
@@ -74,13 +74,13 @@ class PipelineSchedule(ABC):
 
     @abstractmethod
     def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
-        """Returns all that a stage does in a training step, one after the other.
+        """Return the actions of a stage in a training step, in order.
 
-        That is a `FORWARD` and a `BACKWARD` (and a `WEIGHT`, if deferred) for each micro-batch and chunk.
+        There is a `FORWARD` and a `BACKWARD` (and a `WEIGHT`, if deferred) for each microbatch and chunk.
         """
 
     def forward_order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
-        """Returns all that a stage does where nothing goes back: the `FORWARD`s of `order`, if not overridden."""
+        """Return the actions of a stage in evaluation; by default the `FORWARD`s of `order`."""
         works = self.order(stage, num_stages, num_micro_batches, num_chunks)
         return [work for work in works if work.kind is Kind.FORWARD]
 
@@ -91,10 +91,10 @@ ScheduleClass = TypeVar("ScheduleClass", bound=type[PipelineSchedule])
 
 
 def register_schedule(cls: ScheduleClass) -> ScheduleClass:
-    """Makes a schedule known by its name; a decorator of a class that is made without arguments.
+    """Class decorator that registers a schedule by its name; the class must be constructible without arguments.
 
     Raises:
-        ConfigError: It isn't a schedule, has no name, or another one has this name.
+        ConfigError: It is not a schedule, has no name, or the name is taken.
     """
     if not (isinstance(cls, type) and issubclass(cls, PipelineSchedule)):
         raise ConfigError(
@@ -116,10 +116,10 @@ def register_schedule(cls: ScheduleClass) -> ScheduleClass:
 
 
 def schedule_from_name(name: str) -> PipelineSchedule:
-    """Returns the schedule that is registered under a name.
+    """Return the schedule that is registered under a name.
 
     Raises:
-        ConfigError: None is; the message lists those that are.
+        ConfigError: There is none.
     """
     if name not in _SCHEDULES:
         raise ConfigError(
@@ -130,5 +130,5 @@ def schedule_from_name(name: str) -> PipelineSchedule:
 
 
 def schedule_names() -> list[str]:
-    """Returns the names of all registered schedules, sorted."""
+    """Return the names of all registered schedules, sorted."""
     return sorted(_SCHEDULES)

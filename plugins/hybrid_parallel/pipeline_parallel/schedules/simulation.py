@@ -1,4 +1,4 @@
-"""How long a schedule takes, how much of it stages wait, and how many activations they keep: without a run."""
+"""Simulation of schedules: step time, bubble fraction and peak number of activations."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kin
 
 __all__ = ["Costs", "Timeline", "simulate"]
 
-_MAX_NAMED = 8  # stuck works in a message: more wouldn't be read
+_MAX_NAMED = 8  # blocked actions listed in a message
 
-# What a work leaves behind for others: its kind, the micro-batch and the position.
+# Result of an action: its kind, the microbatch and the position.
 _Result = tuple[Kind, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one micro-batch takes, in any unit of time.
+    """Costs per microbatch of a full stage with all its chunks, in any unit of time.
 
     Attributes:
-        forward: The forward of a whole stage; of a chunk, its share.
-        backward_input: Gradients of the inputs of a whole stage.
-        weight: Gradients of the weights of a whole stage; together with the above where they are not deferred.
-        message: From the end of a work until another stage has its result. Stages compute meanwhile.
+        forward: Forward.
+        backward_input: Gradients of the inputs.
+        weight: Gradients of the weights; added to the above if they are not deferred.
+        message: Latency of a message to another stage, overlapped with computation.
     """
 
     forward: float = 1.0
@@ -37,16 +37,15 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What came of a simulated step.
+    """Result of a simulated step.
 
     Attributes:
-        length: From the start of the first work to the end of the last.
-        busy: How long each stage computes.
-        bubble_fraction: The part of all stages' time in which they wait.
-        peak_live: By stage, the largest number of chunks' activations kept from forward to `BACKWARD` at a time; 0
-            where nothing goes back.
-        peak_pending: The same from forward to `WEIGHT`, where it is deferred: what a stage keeps in all.
-        starts: When each work of each stage starts.
+        length: Time from the start of the first action to the end of the last.
+        busy: Compute time of each stage.
+        bubble_fraction: Idle share of all stages' time.
+        peak_live: Per stage, peak number of chunk activations kept from `FORWARD` to `BACKWARD`; 0 without backwards.
+        peak_pending: Per stage, peak number of chunk activations kept until the last use, `WEIGHT` if deferred.
+        starts: Start time of each action of each stage.
     """
 
     length: float
@@ -69,23 +68,23 @@ def simulate(
     *,
     forward_only: bool = False,
 ) -> Timeline:
-    """Runs a schedule's orders in thought: each work starts once its stage is free and what it needs is there.
+    """Simulate a schedule: each action starts once its stage is free and its inputs have arrived.
 
-    The time it takes to say so grows with the number of works. No communication.
+    The run time is linear in the number of actions. No communication.
 
     Args:
-        schedule: The order.
-        num_stages: How many there are.
-        num_micro_batches: How many go through.
-        num_chunks: How many each stage holds.
-        costs: What works cost; all alike if not given.
-        forward_only: Whether nothing goes back, as in evaluation.
+        schedule: Schedule.
+        num_stages: Number of stages.
+        num_micro_batches: Number of microbatches.
+        num_chunks: Model chunks per stage.
+        costs: Costs of the actions; optional, defaults to equal ones.
+        forward_only: If True, there are no backwards, as in evaluation.
 
     Returns:
-        When what happens, and what follows from that.
+        Start times and statistics.
 
     Raises:
-        ConfigError: The schedule can't work with these numbers, or its orders wait for each other.
+        ConfigError: The schedule does not support these numbers, or deadlocks.
     """
     programs = [
         program(schedule, stage, num_stages, num_micro_batches, num_chunks, forward_only=forward_only)
@@ -110,7 +109,7 @@ def simulate(
 
 
 class _Run:
-    """A step in progress: how far each stage is, what is done, and who waits for what."""
+    """State of a simulation: progress of each stage, finished actions, and blocked stages."""
 
     def __init__(self, programs: Sequence[Sequence[Step]], cost: dict[Kind, float], message: float) -> None:
         self._programs = programs
@@ -123,8 +122,8 @@ class _Run:
         self._starts: dict[tuple[int, Work], float] = {}
 
     def starts(self) -> dict[tuple[int, Work], float]:
-        # A stage goes on until it needs what isn't done, and is taken up again by whoever does that, so each work is
-        # looked at once, and once more for each result that it had to wait for.
+        # A stage advances until an input is missing, and is resumed by the action that produces it. So each action is
+        # visited once, and once more for each input that it had to wait for.
         ready = list(range(len(self._programs)))
         while ready:
             self._advance(ready.pop(), ready)
@@ -166,7 +165,7 @@ class _Run:
     def _describe_stuck(self) -> str:
         stuck = [
             f"stage {stage} waits before {self._programs[stage][self._next[stage]].work} for {result[0].value} of"
-            f" micro-batch {result[1]} at position {result[2]}"
+            f" microbatch {result[1]} at position {result[2]}"
             for result, stages in self._waiting.items()
             for stage in stages
         ]

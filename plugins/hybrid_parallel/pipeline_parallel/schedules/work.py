@@ -1,4 +1,4 @@
-"""What a stage does at a time: one step of one micro-batch through one chunk of the model."""
+"""Actions of a schedule: one computation of one microbatch on one model chunk."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Kind", "Work"]
 
 
 class Kind(enum.Enum):
-    """The three kinds of work.
+    """Kind of computation.
 
-    `BACKWARD` is the whole backward, but for schedules with `defers_weights`, where it computes the gradients of a
-    chunk's inputs alone, which the stage before waits for, and `WEIGHT` those of its weights, which nobody waits for.
+    `BACKWARD` is the full backward. For schedules with `defers_weights` it computes only the gradients of a chunk's
+    inputs, which the previous stage needs, and `WEIGHT` computes those of its weights.
     """
 
     FORWARD = "F"
@@ -22,12 +22,12 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kind of work on one micro-batch; its text is short: `F3` for chunk 0, `F3.1` for chunk 1.
+    """An action; its text is `F3` for microbatch 3 on chunk 0, `F3.1` on chunk 1.
 
     Attributes:
-        kind: What is computed.
-        micro_batch: Which one, from 0 on.
-        chunk: With which of the stage's chunks, from 0 on.
+        kind: Kind of computation.
+        micro_batch: Index of the microbatch, from 0.
+        chunk: Index of the stage's chunk, from 0.
     """
 
     kind: Kind

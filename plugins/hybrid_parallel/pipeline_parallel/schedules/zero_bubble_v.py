@@ -1,4 +1,4 @@
-"""ZB-V: two chunks a stage, laid out as a V, and gradients of weights where a stage would wait."""
+"""ZB-V: two chunks per stage in a V shape, and deferred weight gradients that fill the bubbles."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kin
 __all__ = ["ZeroBubbleV"]
 
 # Note [The V]
-# A micro-batch goes down the stages through their chunks 0, and back up through their chunks 1, so that the last stage
-# hands it over to itself, and the first one computes the loss and starts to go back. With forward F, gradients of
-# inputs B and gradients of weights W of one beat each, stage s works on the first micro-batch at beat s, and gets it
-# back at beat 2 * p - 1 - s: it fills the beats in between with forwards of chunk 0. Forwards of both chunks by turns
-# then fill the time until the first gradient, and F1 B1 W1 that until chunk 0 gets its first. From there on
-# F0 B0 W0 F1 B1 W1 follow each other, and what is needed arrives in time. When forwards run out, gradients of inputs,
-# for which other stages wait, go first, and those of weights fill up.
+# A microbatch passes down the stages through their chunks 0, and back up through their chunks 1. So the last stage
+# sends to itself, and the first one computes the loss and starts the backward. Let forward F, input gradients B and
+# weight gradients W take one beat each. Stage s runs F0 of the first microbatch at beat s, and receives it for F1 at
+# beat 2 * p - 1 - s; the beats in between are F0. Alternating F1 and F0 then fill the time until the first gradient,
+# and F1 B1 W1 the time until the first one of chunk 0. From there on F0 B0 W0 F1 B1 W1 repeat, and all inputs arrive in
+# time. When there are no forwards left, B comes first, as other stages depend on it, and W fills the gaps.
 
 
 @register_schedule
 class ZeroBubbleV(PipelineSchedule):
     """The zero bubble schedule of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (V-ZB).
 
-    With p stages, F, B and W of equal cost c a chunk, and m >= 2 * p - 2 micro-batches, a step takes
+    With p stages, F, B and W of equal cost c a chunk, and m >= 2 * p - 2 microbatches, a step takes
     (6 * m + p - 1) * c, the least there can be: the last stage works 6 * m * c, and can't start before (p - 1) * c.
-    From 2 * p - 1 micro-batches on no stage pauses once it has started; fewer leave bubbles. A stage keeps the
+    From 2 * p - 1 microbatches on no stage pauses once it has started; fewer leave bubbles. A stage keeps the
     activations of 2 * p chunks at most, as much as the first stage does with 1F1B.
     """
 
@@ -43,8 +42,8 @@ class ZeroBubbleV(PipelineSchedule):
         return stage if chunk == 0 else 2 * num_stages - 1 - stage
 
     def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
-        # Micro-batches take their turns in order, so a beat is a kind and a chunk, and how often it was there before
-        # tells which micro-batch it is. A beat for which none is left is dropped: others need nothing of it.
+        # Microbatches are processed in order, so a beat is a kind and a chunk, and its microbatch is the number of
+        # equal beats before it. Beats beyond the last microbatch are dropped, as no action depends on them.
         counts = dict.fromkeys(((kind, chunk) for kind in Kind for chunk in range(2)), 0)
         order = []
         for kind, chunk in _beats(stage, num_stages, num_micro_batches):

@@ -28,7 +28,7 @@ def divide_units(
 
     The largest cost of a piece is the smallest possible; see Note [Cost of a unit]. Of such divisions, the one with the
     most even numbers of units is taken; of these, the one with fewer units in the first pieces, since the first stages
-    keep the activations of most micro-batches.
+    keep the activations of most microbatches.
 
     Args:
         model: The user's, whole; it may be on the meta device.

@@ -80,7 +80,7 @@ def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int,
         return line
     waiting = simulate(schedule, num_stages, num_micro_batches, num_chunks).bubble_fraction
     return (
-        f"{line}, {num_micro_batches} micro-batches: stages wait {waiting:.1%} of the time if all pieces cost the same"
+        f"{line}, {num_micro_batches} microbatches: stages wait {waiting:.1%} of the time if all pieces cost the same"
     )
 
 

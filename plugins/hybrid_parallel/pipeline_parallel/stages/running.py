@@ -1,7 +1,7 @@
 """Runs a piece of a model by the model's own forward: what comes before is answered, what comes after is not reached.
 
 Note [Running a piece]
-The model's own forward is started on every stage, with the stage's micro-batch. Until its first own unit the run is
+The model's own forward is started on every stage, with the stage's microbatch. Until its first own unit the run is
 *not live*: units of earlier stages return what has arrived of the last of them, modules that the stage does not hold
 return tensors of the right shape and no meaning, and the loops and masks around them never know. From its first own
 unit on the run is live, and everything counts. Behind the last own unit nobody needs the rest of the forward, which is
@@ -118,7 +118,7 @@ def run_piece(
         context: Of its units.
         piece: One of this stage's.
         received: From the piece before.
-        batch: The micro-batch.
+        batch: The microbatch.
 
     Raises:
         ConfigError: Units ran in another order than planned, or the last one did not.
