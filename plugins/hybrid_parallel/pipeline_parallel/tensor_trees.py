@@ -1,4 +1,4 @@
-"""Trees of tensors that travel between stages: taken apart into tensors and a form, and built from them again."""
+"""Flattening of activations into tensors and a tree spec, and their reconstruction."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from booster.errors import ConfigError
 __all__ = ["TensorForm", "TreeForm", "flatten"]
 
 # Note [Forms of trees]
-# A form is nested tuples whose first entry says what it is. Each container names its class (None: the plain one), which
-# the receiving rank looks up among the modules that it has imported, as it runs the same model; nothing of a message is
-# ever executed but the making of a tuple, list, dict or dataclass instance. Values carry their kind, as 1 == True, and
-# floats are written in hexadecimal, as nan != nan. So equal forms are equal trees, and equal bytes.
-# Instances of dataclasses are made without their constructors, with everything that they hold, fields or not: what came
-# out of a constructor need not be what goes into it. transformers' ModelOutput is a dict and a dataclass.
+# A spec is nested tuples whose first entry is the kind. A container has the name of its class (None for the built-in
+# one), which the receiving rank looks up among its imported modules, as it runs the same model. Nothing of a message is
+# executed except the construction of tuples, lists, dicts and dataclass instances. Values carry their type, as
+# 1 == True, and floats are hexadecimal, as nan != nan. So equal specs mean equal trees, and equal bytes.
+# Dataclass instances are created without their constructors, with all their attributes, because the arguments of a
+# constructor may differ from the fields. transformers' ModelOutput is a dict and a dataclass.
 _Node = tuple[Any, ...]
 
 _CONTAINERS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
@@ -31,12 +31,12 @@ _CONTAINERS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What is known of a tensor of a tree without its elements.
+    """Metadata of a tensor in a tree.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        requires_grad: Whether a gradient comes back for it.
+        shape: Shape.
+        dtype: Dtype.
+        requires_grad: Whether its gradient is sent back.
     """
 
     shape: tuple[int, ...]
@@ -46,11 +46,11 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class TreeForm:
-    """A tree without its tensors' elements; see Note [Forms of trees]. Equal ones build equal trees.
+    """Structure of a tree without its tensors' data; see Note [Forms of trees].
 
     Attributes:
-        root: The nested tuples.
-        tensors: The tree's tensors, each once, in the order in which `flatten` meets them.
+        root: Nested tuples.
+        tensors: Metadata of the tree's tensors, each once, in the order of `flatten`.
     """
 
     root: _Node
@@ -58,27 +58,27 @@ class TreeForm:
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What a receiver has to know of the tensors."""
+        """Shapes and dtypes of the tensors."""
         return tuple(TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns the tree that has these tensors, as many as `self.tensors`."""
+        """Return the tree with these tensors, as many as `self.tensors`."""
         if len(tensors) != len(self.tensors):
             raise ValueError(f"a tree of {len(self.tensors)} tensors can't be built from {len(tensors)}")
         return _build(self.root, tensors)
 
     def encode(self) -> bytes:
-        """Returns the form as JSON, the same for equal forms."""
+        """Return the spec as JSON, equal for equal specs."""
         tensors = [[_dtype_name(one.dtype), one.shape, one.requires_grad] for one in self.tensors]
         return json.dumps([self.root, tensors], separators=(",", ":")).encode()
 
     @staticmethod
     def decode(content: bytes) -> TreeForm:
-        """Returns the form that was encoded, maybe by another process.
+        """Return the spec encoded by `encode`, possibly in another process.
 
         Raises:
-            ConfigError: It is no form, or it names a class that this process has not imported, or that is neither a
-                dataclass nor a tuple, list or dict.
+            ConfigError: The content is invalid, or names a class that this process has not imported, or that is not a
+                dataclass, tuple, list or dict.
         """
         try:
             root, tensors = json.loads(content)
@@ -91,17 +91,17 @@ class TreeForm:
 
 
 def flatten(tree: Any) -> tuple[list[torch.Tensor], TreeForm]:
-    """Takes a tree apart.
+    """Flatten a tree.
 
     Args:
-        tree: A dense tensor, None, bool, int, float or str, or any tuple, list, dict, namedtuple or dataclass instance
-            of these, to any depth.
+        tree: Dense tensor, None, bool, int, float or str, or any tuple, list, dict, namedtuple or dataclass instance of
+            these, nested to any depth.
 
     Returns:
-        The tensors, each once however often it is in the tree, and the form, which builds the tree from them again.
+        The distinct tensors, and the spec that rebuilds the tree from them.
 
     Raises:
-        ConfigError: Anything else is in the tree; the message says what and where.
+        ConfigError: The tree has a value of another type; the message has its path.
     """
     walk = _Walk()
     root = walk.node(tree, "")
@@ -114,7 +114,7 @@ class _Walk:
         self._places: dict[int, int] = {}
 
     def node(self, value: Any, path: str) -> _Node:
-        """Returns the form of a value, which is found at a path such as `[0].logits`."""
+        """Return the node of a value at a path such as `[0].logits`."""
         if isinstance(value, torch.Tensor):
             return ("tensor", self._place_of(value, path))
         simple = _simple_node(value)
@@ -188,7 +188,7 @@ def _build(node: _Node, tensors: Sequence[torch.Tensor]) -> Any:
     if kind == "dict":
         return _filled(cls.__new__(cls), node[2], tensors)
     children = [_build(child, tensors) for child in node[2]]
-    make = getattr(cls, "_make", None)  # a namedtuple's constructor takes its fields one by one
+    make = getattr(cls, "_make", None)  # a namedtuple's constructor takes separate arguments
     return cls(children) if make is None else make(children)
 
 
@@ -197,7 +197,7 @@ def _build_dataclass(cls: Any, node: _Node, tensors: Sequence[torch.Tensor]) -> 
     if node[3]:
         _filled(made, node[3], tensors)
     for name, child in node[2]:
-        object.__setattr__(made, name, _build(child, tensors))  # a frozen one refuses setattr
+        object.__setattr__(made, name, _build(child, tensors))  # frozen dataclasses raise in setattr
     return made
 
 
@@ -208,7 +208,7 @@ def _filled(mapping: Any, items: Sequence[tuple[_Node, _Node]], tensors: Sequenc
 
 
 def _checked(node: Any, num_tensors: int) -> _Node:
-    """Returns the node of what JSON has made of one."""
+    """Return the validated node of decoded JSON."""
     kind, *rest = node
     if kind == "tensor" and rest[0] in range(num_tensors):
         return ("tensor", int(rest[0]))

@@ -1,4 +1,4 @@
-"""Divides the units of a model among the places of a pipeline, so that each has about the same to compute."""
+"""Balanced partition of a model's layers into chunks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import 
 __all__ = ["divide_units", "gap_costs", "piece_costs", "position_of_gap", "unit_costs"]
 
 # Note [Cost of a unit]
-# A token's time in a module is that of its matrix products, in which each element of a weight takes part once: so a
-# unit costs as many as its weights have elements that are used for a token. Weights of fewer than two dimensions and
-# embedding tables (which are looked up) cost nothing, and of the experts in one tensor as many count as a token is sent
-# to. A weight that two modules share costs in both: a head that is tied to the embedding is a matrix product all the
-# same. What grows with the length of the sequence (attention scores) is left out: it is the same in each layer.
+# The compute per token of a module is that of its matmuls, proportional to the number of weight elements used by a
+# token. Weights of fewer than two dimensions and embedding tables (lookups) cost nothing. Of the experts the share that
+# a token is routed to counts. A tied weight counts in each module, as a head tied to the embedding is still a matmul.
+# Costs that depend on the sequence length (attention scores) are left out, as they are equal in all layers.
 
 
 def divide_units(
     model: nn.Module, plan: StagePlan, num_positions: int, num_layers_per_stage: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Returns where each piece of a model begins and ends, as `StagePlan.bounds` says it.
+    """Return the bounds of each chunk of a model, as in `StagePlan.bounds`.
 
-    The largest cost of a piece is the smallest possible; see Note [Cost of a unit]. Of such divisions, the one with the
-    most even numbers of units is taken; of these, the one with fewer units in the first pieces, since the first stages
-    keep the activations of most microbatches.
+    Minimizes the largest cost of a chunk; see Note [Cost of a unit]. Ties prefer even numbers of layers, then fewer
+    layers in the first chunks, since the first stages keep the activations of most microbatches.
 
     Args:
-        model: The user's, whole; it may be on the meta device.
-        plan: Of the model.
-        num_positions: Pieces: stages times chunks.
-        num_layers_per_stage: Units of each piece, by position, instead.
+        model: The user's full model; it may be on the meta device.
+        plan: Stage plan of the model.
+        num_positions: Number of chunks: stages times chunks per stage.
+        num_layers_per_stage: Number of layers of each chunk, by position, instead.
 
     Raises:
-        ConfigError: There are fewer units than pieces, or what is given doesn't fit.
+        ConfigError: There are fewer layers than chunks, or the arguments do not match the model.
     """
     num_units = len(plan.units)
     if num_layers_per_stage is not None:
@@ -55,13 +53,13 @@ def divide_units(
 
 
 def unit_costs(model: nn.Module, plan: StagePlan) -> list[float]:
-    """Returns the estimated cost of each unit, as elements of weights; see Note [Cost of a unit]."""
+    """Return the estimated cost of each layer, in weight elements; see Note [Cost of a unit]."""
     share = _share_of_experts(model)
     return [_cost(model.get_submodule(name), share) for name in plan.units]
 
 
 def gap_costs(model: nn.Module, plan: StagePlan) -> list[float]:
-    """Returns the estimated cost of what runs in each gap, the one behind the last unit included."""
+    """Return the estimated cost of the modules in each gap, including the one after the last layer."""
     share = _share_of_experts(model)
     costs = [0.0] * (len(plan.units) + 1)
     for name, gap in plan.gaps.items():
@@ -70,19 +68,19 @@ def gap_costs(model: nn.Module, plan: StagePlan) -> list[float]:
 
 
 def piece_costs(model: nn.Module, plan: StagePlan, bounds: tuple[int, ...]) -> list[float]:
-    """Returns the estimated cost of each piece, with what runs in its gaps."""
+    """Return the estimated cost of each chunk, with the modules in its gaps."""
     prefix = _Prefix(unit_costs(model, plan), gap_costs(model, plan))
     return [prefix.cost(start, end) for start, end in pairwise(bounds)]
 
 
 def position_of_gap(gap: int, bounds: tuple[int, ...]) -> int:
-    """Returns the position of the piece that runs a gap: that of the unit behind it, or the last one."""
+    """Return the position of the chunk that runs a gap: that of the next layer, or the last one."""
     last = len(bounds) - 2
     return next((position for position in range(last) if gap < bounds[position + 1]), last)
 
 
 class _Prefix:
-    """Costs of runs of units, with the gap before each, and behind the last unit of all."""
+    """Prefix sums of the costs of layers and gaps."""
 
     def __init__(self, units: list[float], gaps: list[float]) -> None:
         own = [unit + gap for unit, gap in zip(units, gaps[:-1], strict=True)]
@@ -94,8 +92,8 @@ class _Prefix:
 
 
 def _most_even(prefix: _Prefix, num_units: int, num_pieces: int) -> tuple[int, ...]:
-    """Returns the best division; units^2 * pieces steps."""
-    # What is best for the units from `start` on, in a number of pieces: smallest largest cost.
+    """Return the optimal partition by dynamic programming, in units^2 * pieces steps."""
+    # Smallest maximum cost of the layers from `start` on, by number of chunks.
     largest = {(num_units, 0): 0.0}
     for pieces in range(1, num_pieces + 1):
         for start in range(num_units - pieces, -1, -1):
@@ -105,7 +103,7 @@ def _most_even(prefix: _Prefix, num_units: int, num_pieces: int) -> tuple[int, .
                 if (end, pieces - 1) in largest
             )
     limit = largest[0, num_pieces]
-    # Of the divisions within that limit: squares of the numbers of units, then these numbers, from the first.
+    # Among partitions within that limit: least sum of squared layer counts, then least counts from the first on.
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(num_units, 0): (0, ())}
     for pieces in range(1, num_pieces + 1):
         for start in range(num_units - pieces, -1, -1):
@@ -164,12 +162,12 @@ def _cost(module: nn.Module, share_of_experts: float) -> float:
 
 
 def _is_routed(name: str) -> bool:
-    """True for experts of which a token gets some only, and what is in them."""
+    """Whether a module belongs to routed experts."""
     return any("expert" in part and "shared" not in part for part in name.split("."))
 
 
 def _share_of_experts(model: nn.Module) -> float:
-    """Returns which part of the experts a token is sent to, if the model's configuration says it."""
+    """Return the share of the experts that a token is routed to, if it is in the model's config."""
     for module in model.modules():
         config = getattr(module, "config", None)
         chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")

@@ -1,4 +1,4 @@
-"""Leaves of a model what a stage holds, and lets the model's own forward run its pieces."""
+"""Construction of a stage model: drops the modules of other stages, and runs the model's own forward on the rest."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["CarvedModel", "SharedParameter", "carve", "connect"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedParameter:
-    """A parameter that several stages hold, as tied embeddings on the first and the last.
+    """A parameter on several stages, such as tied embeddings on the first and the last.
 
     Attributes:
-        name: The logical one.
-        parameter: This stage's.
-        stages: Those that hold it, in ascending order; the first one counts and writes it.
+        name: Logical name.
+        parameter: Parameter of this stage.
+        stages: Stages that hold it, ascending; the first one is its primary owner and writes it.
     """
 
     name: str
@@ -41,22 +41,22 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CarvedModel:
-    """What a stage has of a model.
+    """Model of one stage.
 
     Attributes:
-        division: Of the model's units.
-        pieces: This stage's.
-        parameters: The whole model's by their logical names: the first name of each in the model as the user made it.
-            Those that the stage does not hold are on the meta device.
-        held: The names of those that it does hold.
-        logical_names: Of the parameters that it does hold, by the names that they have in what is left of the model.
-        groups: The logical names in each of the optimizer's param groups.
-        holders: By logical name the stages of every parameter that several of them hold, in the same order everywhere.
-        layouts: What this rank's part of every parameter is, and what of it it writes among those of its stage.
-        context: Which piece runs.
-        stand_ins: Of modules that the stage does not hold.
-        buffers: The whole model's persistent buffers, by each of their names.
-        tied: By the first name of each parameter or persistent buffer that has several the others.
+        division: Assignment of the model's layers to stages.
+        pieces: Model chunks of this stage.
+        parameters: Parameters of the full model by logical name, the first name in the user's model. Those of other
+            stages are on the meta device.
+        held: Logical names of this stage's parameters.
+        logical_names: Logical names of this stage's parameters, by their names in the stage model.
+        groups: Logical names in each of the optimizer's param groups.
+        holders: Stages of each parameter that is on several of them, by logical name, in an order equal on all ranks.
+        layouts: Shard spec of each parameter.
+        context: State of the chunk forward that is running.
+        stand_ins: Placeholders of the modules of other stages.
+        buffers: Persistent buffers of the full model, by each of their names.
+        tied: Further names of each tied parameter or persistent buffer, by its first name.
     """
 
     division: StageDivision
@@ -74,7 +74,7 @@ class CarvedModel:
 
     @property
     def shared(self) -> list[SharedParameter]:
-        """This stage's parameters that other stages hold, too."""
+        """Parameters of this stage that are tied to other stages."""
         return [
             SharedParameter(name, self.parameters[name], stages)
             for name, stages in self.holders.items()
@@ -91,18 +91,18 @@ def carve(
     stage: int,
     device: torch.device,
 ) -> CarvedModel:
-    """Gives the model's parameters values, and leaves this stage's, cut by their layouts. In place. Collective.
+    """Materialize the model's parameters, and keep this stage's, sharded by their specs. In place. Collective.
 
-    Modules are filled one by one, so that no rank ever holds the whole of a model without values.
+    Modules are materialized one at a time, so that no rank ever holds the full model.
 
     Args:
         model: The user's model.
-        optimizer: The user's optimizer; its param groups lose what the stage does not hold.
-        layouts: What this rank's part of every parameter is, by name, tied ones once.
-        materializer: Of the model.
-        division: Of the model's units.
-        stage: This rank's.
-        device: Where the stage computes.
+        optimizer: The user's optimizer; parameters of other stages are removed from its param groups.
+        layouts: Shard spec of each parameter by name, tied ones once.
+        materializer: Materializer of the model.
+        division: Assignment of the model's layers to stages.
+        stage: Index of this stage.
+        device: Compute device of the stage.
     """
     stages_of_module = division.module_stages(model)
     absent = {key for key, stages in stages_of_module.items() if stage not in stages}
@@ -140,12 +140,12 @@ def carve(
 
 
 def connect(model: nn.Module, carved: CarvedModel, stage: int) -> None:
-    """Lets the model's own forward run the stage's pieces. In place, after everything else that changes its layers.
+    """Let the model's own forward run the stage's chunks. In place, after all other changes of its layers.
 
     Args:
-        model: The user's model, carved.
-        carved: What `carve` returned.
-        stage: This rank's.
+        model: The user's model, after `carve`.
+        carved: Result of `carve`.
+        stage: Index of this stage.
     """
     plan, division = carved.division.plan, carved.division
     for name in plan.gaps:
@@ -160,7 +160,7 @@ def connect(model: nn.Module, carved: CarvedModel, stage: int) -> None:
 
 
 def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns by the first name of each parameter that has several the others."""
+    """Return the further names of each tied parameter, by its first name."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

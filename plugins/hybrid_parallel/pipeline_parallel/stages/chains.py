@@ -1,4 +1,4 @@
-"""Finds the units of a model: modules that run one after the other, which each need only what the one before gives."""
+"""Detection of the layer chain of a model: modules that run in sequence, each on the output of the previous one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 __all__ = ["Chain", "find_chain"]
 
 # Note [What is a chain]
-# A list of modules says nothing of how they run: experts, heads and towers are lists, too. In this order we trust
+# A module list does not imply an order of execution: experts, heads and side branches are lists, too. Sources, in order
+# of preference:
 # - transformers' own pipeline plan;
-# - an `nn.Sequential` that is the whole model;
-# - the model's forward, recorded with stand-ins for its values where that works (it does unless the forward looks at
-#   values): then it is known whether all that flows on behind a module flows through it;
-# - lists of layers, by their looks (see `find_stacks`): those of an encoder and of a decoder, or the only one, or the
-#   one with the most parameters. Other lists are then modules in a gap; what those before the units give is carried;
+# - an `nn.Sequential` that is the full model;
+# - the traced forward (torch.fx), unless it depends on values: it shows whether all data flow passes through a module;
+# - lists of layers by structure (see `find_stacks`): those of an encoder and a decoder, or the only one, or the one
+#   with the most parameters. Other lists then belong to a gap; outputs of those before the layers are carried;
 # - an `nn.Sequential` with most of the model's parameters.
 
 _MAIN_SHARE = 0.75
@@ -32,14 +32,14 @@ _MAIN_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Units, and what was learnt of other modules on the way.
+    """Layer chain, with what is known of other modules.
 
     Attributes:
-        units: See `StagePlan`.
-        source: See `StagePlan`.
-        known: See `find_gaps`.
-        carried: Containers of units whose output travels on, and the gap at which it is complete.
-        towers: Layers of other lists, which run beside the units or before them.
+        units: Layers, as in `StagePlan`.
+        source: Description of the source, as in `StagePlan`.
+        known: Known gaps, as in `find_gaps`.
+        carried: Containers of layers whose output is sent to later stages, and the gap at which it is complete.
+        towers: Layers of side branches, which run beside the chain or before it.
     """
 
     units: tuple[str, ...]
@@ -50,10 +50,10 @@ class Chain:
 
 
 def find_chain(model: nn.Module) -> Chain:
-    """Returns the units of a model.
+    """Return the layer chain of a model.
 
     Raises:
-        ConfigError: There is no chain, or it can't be told which it is.
+        ConfigError: There is none, or it is ambiguous.
     """
     _check_splittable(model)
     stacks = find_stacks(model)
@@ -83,14 +83,14 @@ def _check_splittable(model: nn.Module) -> None:
 
 
 def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain | None:
-    """Returns the chain that transformers' pipeline plans name; None: there is none, or it names several."""
+    """Return the chain of transformers' pipeline plans, or None if there is not exactly one."""
     for prefix, module, config in pretrained_models(model):
         keys = [f"{prefix}.{key}" if prefix else key for key in (getattr(module, "_pp_plan", None) or {})]
         planned = _planned_lists(model, keys)
         if len(planned) != 1:
             continue
         units = planned[0]
-        # Only neighbours of the layers: a head, which the class adds to the plan of its base model, comes first in it.
+        # Only siblings of the layers: a head, which the class adds to the plan of its base model, comes first there.
         above = _parent(units).rpartition(".")[0]
         beside = [key for key in keys if key.rpartition(".")[0] == above]
         place = beside.index(_parent(units))
@@ -105,7 +105,7 @@ def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Cha
 
 
 def _planned_lists(model: nn.Module, keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns the lists of layers that a plan names; the layers may be of several classes, as in hybrid models."""
+    """Return the layer lists of a plan; the layers may be of several classes, as in hybrid models."""
     modules = dict(model.named_modules())
     lists = [key for key in keys if isinstance(modules.get(key), nn.ModuleList)]
     items = [tuple(f"{key}.{own}" for own, _ in modules[key].named_children()) for key in lists]
@@ -115,7 +115,7 @@ def _planned_lists(model: nn.Module, keys: Sequence[str]) -> list[tuple[str, ...
 def _traced_chain(
     model: nn.Module, trace: Trace, stacks: tuple[tuple[str, ...], ...], lists: tuple[tuple[str, ...], ...]
 ) -> Chain:
-    """Returns the lists that the recorded forward shows to be chains: of layers, or else of anything."""
+    """Return the lists that are chains in the traced forward: of layers, otherwise of any modules."""
     for candidates in (stacks, lists):
         proven = [items for items in candidates if trace.is_chain(items)]
         units = _joined(model, trace, proven)
@@ -132,7 +132,7 @@ def _traced_chain(
 
 
 def _joined(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the items of lists in the order in which they run; without some lists where others prevent a cut."""
+    """Return the items of lists in order of execution; drops small lists until a split is possible after each item."""
     while lists:
         units = tuple(sorted((item for items in lists for item in items), key=trace.order))
         blocked = next((unit for unit in units[:-1] if not trace.may_end_at(unit)), None)
@@ -183,7 +183,7 @@ def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) 
 
 
 def _main_sequential(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...] | None:
-    """Returns the nn.Sequential with most of a model's parameters; a smaller one may be half of a residual block."""
+    """Return the nn.Sequential with most of a model's parameters; a smaller one may be part of a residual block."""
     total = sum(parameter.numel() for parameter in model.parameters())
     for items in lists:
         is_main = _num_parameters(model, items) >= _MAIN_SHARE * total
@@ -193,7 +193,7 @@ def _main_sequential(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> tu
 
 
 def _table_places(model: nn.Module, stacks: list[tuple[tuple[str, ...], int]]) -> dict[str, int | None]:
-    """Returns the gaps of neighbours of lists of layers, which are given with the units before them."""
+    """Return the gaps of siblings of layer lists, which are given with the number of layers before them."""
     known: dict[str, int | None] = {}
     for prefix, _, config in pretrained_models(model):
         places = PLACES.get(config.model_type, Places())
@@ -207,7 +207,7 @@ def _table_places(model: nn.Module, stacks: list[tuple[tuple[str, ...], int]]) -
 
 
 def _simple_lists(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Returns the items of the outermost nn.Sequential and nn.ModuleList that are not stacks and hold no stack."""
+    """Return the items of the outermost nn.Sequential and nn.ModuleList that are not stacks and contain none."""
     found: list[tuple[str, ...]] = []
     layers = {layer for stack in stacks for layer in stack}
 
@@ -226,9 +226,9 @@ def _simple_lists(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tupl
 
 
 def _items(name: str, module: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    """Returns the children of a list. An nn.Sequential of layers, or one that is the only child, is opened.
+    """Return the children of a list; an nn.Sequential of layers, or one that is the only child, is flattened.
 
-    What has no parameters and stands at several places is left out: it is held by every stage.
+    Modules without parameters that occur several times are left out, as every stage holds them.
     """
     children = [
         (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
@@ -259,7 +259,7 @@ def _is_sequential(module: nn.Module) -> bool:
 
 
 def _branches(first: str, second: str) -> tuple[str, str, str]:
-    """Returns the name of the innermost module that holds two modules, and the names in it of what leads to each."""
+    """Return the name of the innermost common parent of two modules, and the names of its children towards each."""
     left, right = first.split("."), second.split(".")
     depth = 0
     while depth < min(len(left), len(right)) - 1 and left[depth] == right[depth]:

@@ -1,4 +1,4 @@
-"""Chooses the plan of stages of a model: its units, what lies between them, and what the user says of them."""
+"""Selection of a model's stage plan: its layers, the modules around them, and the user's split."""
 
 from __future__ import annotations
 
@@ -32,18 +32,16 @@ def choose_stage_plan(
     split: Sequence[str] | None = None,
     execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
 ) -> StagePlan:
-    """Returns where a model may be cut into stages; see Note [Units and gaps] and Note [What is a chain].
+    """Return the stage plan of a model; see Note [Units and gaps] and Note [What is a chain].
 
     Args:
-        model: The user's, whole; it may be on the meta device.
-        split: Names of the modules at which the second and later pieces of the model begin, in order. They are units of
-            the model's chain, or else modules beside each other, whose parent then runs its children in the order in
-            which they are registered.
-        execution_sequence: Names of modules and functions that take the place of the model's own forward: the model's
-            input goes through one after the other.
+        model: The user's full model; it may be on the meta device.
+        split: Names of the first modules of the second and later chunks, in order. They are layers of the model's
+            chain, or siblings whose parent runs its children in order of registration.
+        execution_sequence: Names of modules, and functions, that replace the model's forward and are applied in order.
 
     Raises:
-        ConfigError: The model has no chain of modules that is known, or what is given doesn't fit it.
+        ConfigError: The model has no known layer chain, or the arguments do not match it.
     """
     if execution_sequence is not None:
         plan = plan_of_sequence(model, execution_sequence)
@@ -65,7 +63,7 @@ def _plan_of(model: nn.Module, chain: Chain) -> StagePlan:
 
 
 def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | None]:
-    """Returns the gap of the heads of transformers models: behind the last unit, wherever they are registered."""
+    """Return the gap of the heads of transformers models: after the last layer, wherever they are registered."""
     containers = containers_of(units)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, int | None] = {}
@@ -78,9 +76,9 @@ def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | N
 
 
 def _carried_towers(towers: tuple[str, ...], gaps: Mapping[str, int], end: int) -> dict[str, int]:
-    """Returns the modules in gaps that hold other layers, but for those behind the last unit.
+    """Return the gap modules with layers of side branches, except those after the last layer of the chain.
 
-    They may run beside the units instead of before them, so that what they give is needed later.
+    They may run beside the chain instead of before it, so later stages may need their outputs.
     """
     return {
         name: gap for name, gap in gaps.items() if gap < end and any(tower.startswith(f"{name}.") for tower in towers)
@@ -88,10 +86,10 @@ def _carried_towers(towers: tuple[str, ...], gaps: Mapping[str, int], end: int) 
 
 
 def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
-    """Returns the plan whose units are the modules that a split names, among others."""
+    """Return a plan whose units contain the modules of a split."""
     try:
         chain = find_chain(model)
-    except ConfigError:  # there is none, or it can't be told which: the split says it
+    except ConfigError:  # no chain, or an ambiguous one, which the split resolves
         chain = None
     if chain is not None and set(names) <= set(chain.units):
         return _plan_of(model, chain)
@@ -138,7 +136,7 @@ def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) ->
 
 
 def _neighbours(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the children with parameters of the parent of modules, and those that are named; lists are opened."""
+    """Return the named modules and their siblings with parameters; lists are flattened."""
     above = _common_parent(names)
     found: list[str] = []
 
@@ -156,7 +154,7 @@ def _neighbours(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _common_parent(names: tuple[str, ...]) -> str:
-    """Returns the name of the innermost module that holds all of some modules, and is no list."""
+    """Return the name of the innermost common parent of modules."""
     common = frozenset.intersection(*(containers_of((name,)) for name in names))
     return max(common, key=len)
 

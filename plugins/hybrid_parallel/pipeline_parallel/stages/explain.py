@@ -1,4 +1,4 @@
-"""A plan of stages as a table for people: what each stage holds, and which part of the work is its."""
+"""Stage plans as a table: modules, sizes and compute share of each stage."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def explain_stages(
     num_chunks: int,
     num_micro_batches: int | None = None,
 ) -> str:
-    """Returns a plan of stages as a table: a line for each piece of the model, in the order in which they run.
+    """Return a stage plan as a table with a line per chunk, in model order.
 
     Args:
-        model: That it is for, whole, as it was before it was divided.
-        plan: See `choose_stage_plan`.
-        bounds: See `divide_units`.
-        schedule: Says which stage has which piece.
-        num_stages: Of the pipeline.
-        num_chunks: Pieces of each stage.
-        num_micro_batches: Of a step; None: not known, so nothing is said about the time that stages wait.
+        model: The full model, before it is partitioned.
+        plan: Result of `choose_stage_plan`.
+        bounds: Result of `divide_units`.
+        schedule: Schedule, which assigns chunks to stages.
+        num_stages: Number of stages.
+        num_chunks: Model chunks per stage.
+        num_micro_batches: Microbatches per step, from which the bubble is computed; optional.
     """
     costs = piece_costs(model, plan, bounds)
     total = sum(costs) or 1.0
@@ -66,7 +66,7 @@ def explain_stages(
 
 
 def _size_of(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
-    """Returns number and bytes of the parameters of modules, tied ones once."""
+    """Return number and bytes of the parameters of modules, tied ones once."""
     held = {id(parameter): parameter for name in names for _, parameter in parameters_below(model, name)}
     number = sum(parameter.numel() for parameter in held.values())
     return number, sum(parameter.numel() * parameter.element_size() for parameter in held.values())
@@ -87,7 +87,7 @@ def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int,
 def _shared_lines(
     model: nn.Module, plan: StagePlan, bounds: tuple[int, ...], schedule: PipelineSchedule, num_stages: int
 ) -> list[str]:
-    """Says which parameters are held by more than one stage."""
+    """Return lines about the parameters on more than one stage."""
     stages: dict[int, set[int]] = {}
     names: dict[int, list[str]] = {}
 

@@ -1,4 +1,4 @@
-"""Finds the gap of every module outside of units: by the order of registration, where nothing else is known."""
+"""Positions (gaps) of modules outside of the layer chain: by order of registration, unless known otherwise."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["containers_of", "find_gaps", "holds_parameters", "outside_of"]
 
 
 def find_gaps(model: nn.Module, units: tuple[str, ...], known: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns the gaps of the outermost modules that hold parameters and no unit.
+    """Return the gaps of the outermost modules with parameters and without layers of the chain.
 
     Args:
-        model: The user's.
-        units: See `StagePlan`.
-        known: Gaps of modules of which the order of execution is known; None: of one that runs in several.
+        model: The user's model.
+        units: Layers, as in `StagePlan`.
+        known: Gaps of modules with a known order of execution, or None for a module that runs in several gaps.
     """
     index = {name: number for number, name in enumerate(units)}
     containers = containers_of(units)
-    # A second name of a unit or of a module around units is no module of a gap.
+    # A further name of a layer or of a container of layers has no gap.
     placed = {id(model.get_submodule(name)) for name in (*units, *containers)}
     gaps: dict[str, int] = {}
     reached = 0
@@ -34,27 +34,27 @@ def find_gaps(model: nn.Module, units: tuple[str, ...], known: Mapping[str, int 
 
 
 def containers_of(units: tuple[str, ...]) -> frozenset[str]:
-    """Returns the names of all modules that hold units, the whole model ("") among them."""
+    """Return the names of all modules that contain layers of the chain, with the full model ("")."""
     parts = [name.split(".") for name in units]
     return frozenset(".".join(one[:length]) for one in parts for length in range(len(one)))
 
 
 def outside_of(name: str, containers: frozenset[str]) -> str:
-    """Returns the outermost module on the way to one that holds no unit."""
+    """Return the outermost parent of a module that contains no layer of the chain."""
     parts = name.split(".")
     paths = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return next((path for path in paths if path not in containers), name)
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Returns whether a module, or one in it, has parameters."""
+    """Return whether a module or a submodule has parameters."""
     return any(True for _ in module.parameters())
 
 
 def _outermost(
     module: nn.Module, name: str, index: Mapping[str, int], containers: frozenset[str]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields units and the outermost modules without any, in order: that of registration, but units as they run."""
+    """Yield layers and the outermost modules without layers, in order of registration, but layers as they run."""
     children = [
         (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
     ]

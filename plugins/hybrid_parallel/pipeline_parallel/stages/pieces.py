@@ -1,4 +1,4 @@
-"""Which pieces of a model each stage holds, and with them which modules and parameters."""
+"""Assignment of model chunks to stages, with their modules and parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Piece", "StageDivision"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Units that a stage runs one after the other, without anything that travels between them.
+    """Model chunk: consecutive layers that a stage runs without communication in between.
 
     Attributes:
-        position: Its place in the model, from 0.
-        chunk: Which one it is of its stage's.
-        start: Its first unit.
-        stop: One past its last.
-        is_first: Nothing comes before.
-        is_last: Nothing comes after; the model's outputs are its.
+        position: Position in the model, from 0.
+        chunk: Index among the stage's chunks.
+        start: Index of its first layer.
+        stop: Index after its last layer.
+        is_first: Whether it is the first chunk of the model.
+        is_last: Whether it is the last chunk, which returns the model's outputs.
     """
 
     position: int
@@ -38,14 +38,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StageDivision:
-    """A model's units divided among the stages of a pipeline.
+    """Partition of a model's layers over the stages of a pipeline.
 
     Attributes:
-        plan: The model's units, and what is around them.
-        bounds: Position p has the units from `bounds[p]` up to `bounds[p + 1]`.
-        schedule: Which stage has which position.
-        num_stages: Of the pipeline.
-        num_chunks: Pieces of each stage.
+        plan: Layers of the model, and the modules around them.
+        bounds: Position p has the layers from `bounds[p]` up to `bounds[p + 1]`.
+        schedule: Schedule, which assigns positions to stages.
+        num_stages: Number of stages.
+        num_chunks: Model chunks per stage.
     """
 
     plan: StagePlan
@@ -55,7 +55,7 @@ class StageDivision:
     num_chunks: int
 
     def pieces(self, stage: int) -> list[Piece]:
-        """Returns what a stage holds, chunk by chunk."""
+        """Return the chunks of a stage."""
         positions = [self.schedule.position(stage, chunk, self.num_stages) for chunk in range(self.num_chunks)]
         last = self.num_stages * self.num_chunks - 1
         return [
@@ -71,37 +71,36 @@ class StageDivision:
         ]
 
     def neighbours(self) -> list[tuple[int, int]]:
-        """Returns the pairs of stages between which something travels, in ascending order."""
+        """Return the pairs of stages that communicate, ascending."""
         stages = [self.schedule.place(position, self.num_stages)[0] for position in range(len(self.bounds) - 1)]
         return sorted({(min(pair), max(pair)) for pair in pairwise(stages) if pair[0] != pair[1]})
 
     def stage_of_gap(self, gap: int) -> int:
-        """Returns the stage that runs what comes before a unit, or behind the last one."""
+        """Return the stage that runs the modules of a gap."""
         return self.schedule.place(position_of_gap(gap, self.bounds), self.num_stages)[0]
 
     def stages_of(self, module_name: str) -> frozenset[int]:
-        """Returns the stages that hold the parameters that a module has itself.
+        """Return the stages that hold a module's direct parameters.
 
-        Those of a module that contains units are held by all stages, as nobody knows in which of them its own forward
-        uses them.
+        Those of a module that contains layers are on all stages, as its forward may use them on any of them.
         """
         place = self._place_of(module_name)
         return frozenset(range(self.num_stages)) if place is None else frozenset({place})
 
     def _place_of(self, module_name: str) -> int | None:
-        """Returns the stage of the unit or the module of a gap that a module is in; None: it is in neither."""
+        """Return the stage of the layer or gap module that contains a module, or None."""
         for index, unit in enumerate(self.plan.units):
             if _is_within(module_name, unit):
-                return self.stage_of_gap(index)  # the gap before a unit is its piece's
+                return self.stage_of_gap(index)  # the gap before a layer belongs to its chunk
         for name, gap in self.plan.gaps.items():
             if _is_within(module_name, name):
                 return self.stage_of_gap(gap)
         return None
 
     def module_stages(self, model: nn.Module) -> dict[int, frozenset[int]]:
-        """Returns by a module's `id` the stages that hold its own parameters; one with several places is in several.
+        """Return the stages that hold each module's direct parameters, by its `id`.
 
-        Further names of a module that has a place, such as an attribute that leads to a list of layers, say nothing.
+        Further names of a module that has a stage, such as an attribute that refers to a layer list, are ignored.
         """
         everywhere = frozenset(range(self.num_stages))
         found: dict[int, frozenset[int]] = {}
@@ -111,11 +110,11 @@ class StageDivision:
         return {id(module): found.get(id(module), everywhere) for module in model.modules()}
 
     def stand_in_stages(self, model: nn.Module, name: str) -> frozenset[int]:
-        """Returns the stages that hold a module of a gap, under whichever of its names."""
+        """Return the stages that hold a gap module, under any of its names."""
         return self.module_stages(model)[id(model.get_submodule(name))]
 
     def parameter_stages(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Returns by parameter name, tied ones once, the stages that hold it, in ascending order."""
+        """Return the stages of each parameter, ascending, by its first name."""
         of_module = self.module_stages(model)
         holders: dict[int, set[int]] = {}
         for module in model.modules():
@@ -124,7 +123,7 @@ class StageDivision:
         return {name: tuple(sorted(holders[id(parameter)])) for name, parameter in model.named_parameters()}
 
     def units_of(self, stage: int, names: Sequence[str]) -> list[list[str]]:
-        """Returns which of these modules are units of a stage, or within them, piece by piece."""
+        """Return which of these modules are layers of a stage, or inside of them, per chunk."""
         found = []
         for piece in self.pieces(stage):
             units = self.plan.units[piece.start : piece.stop]

@@ -1,13 +1,12 @@
-"""Runs a piece of a model by the model's own forward: what comes before is answered, what comes after is not reached.
+"""Forward of one model chunk by the model's own forward.
 
 Note [Running a piece]
-The model's own forward is started on every stage, with the stage's microbatch. Until its first own unit the run is
-*not live*: units of earlier stages return what has arrived of the last of them, modules that the stage does not hold
-return tensors of the right shape and no meaning, and the loops and masks around them never know. From its first own
-unit on the run is live, and everything counts. Behind the last own unit nobody needs the rest of the forward, which is
-left by an exception that carries the unit's output. So a model needs no rewriting, only layers that hand on what they
-return; what does not keep to that (units that run in another order or not at all, values that bypass the units) is
-noticed, here and in `stand_ins`.
+Every stage calls the model's own forward with its microbatch. Before the stage's first layer, layers of earlier stages
+return the received activation, and modules of other stages return placeholder tensors of the right shape, so that the
+code around them runs unchanged. From the stage's first layer on the run is *live*: its values are used. After the
+stage's last layer the forward is left by an exception with the layer's output. So a model needs no rewriting, only
+layers that run in sequence. Violations (layers in another order or skipped, values that bypass the layers) are
+detected, here and in `stand_ins`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ __all__ = ["Boundary", "PieceContext", "PieceRun", "make_carried", "make_unit", 
 
 
 class Boundary:
-    """What travels from one piece to the next.
+    """Activation sent from one chunk to the next.
 
     Attributes:
-        output: Of the last unit before.
-        carried: By module name the output of modules that are complete, and that later pieces need.
+        output: Output of the last layer.
+        carried: Outputs of complete modules that later chunks need, by module name.
     """
 
     def __init__(self, output: Any, carried: Mapping[str, Any]) -> None:
@@ -39,17 +38,17 @@ class Boundary:
         self.carried = dict(carried)
 
     def to_tree(self) -> dict[str, Any]:
-        """Returns the same as containers."""
+        """Return the activation as containers."""
         return {"output": self.output, "carried": self.carried}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Boundary:
-        """Returns what `to_tree` gave."""
+        """Return the activation from the result of `to_tree`."""
         return cls(tree["output"], tree["carried"])
 
 
 class PieceFinished(BaseException):
-    """The last unit of a piece has run. Not an Exception, so that no model's `except Exception` takes it for one."""
+    """The last layer of a chunk has run. A BaseException, so that a model's `except Exception` does not catch it."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("the forward of a pipeline's piece ends here")
@@ -57,16 +56,16 @@ class PieceFinished(BaseException):
 
 
 class PieceRun:
-    """One forward of a piece.
+    """State of one chunk forward.
 
     Args:
-        piece: Which.
-        received: What has arrived from the piece before; None for the first one.
+        piece: Model chunk.
+        received: Activation from the previous chunk; None for the first one.
 
     Attributes:
-        is_live: What is computed now counts; see Note [Running a piece].
-        next_unit: The first unit that may run next; those between may be left out, as a conditional one.
-        carried: Outputs of modules that are complete, by name.
+        is_live: Whether values computed now are used; see Note [Running a piece].
+        next_unit: Index of the first layer that may run next; conditional layers may be skipped.
+        carried: Outputs of complete modules, by name.
     """
 
     def __init__(self, piece: Piece, received: Boundary | None) -> None:
@@ -78,12 +77,12 @@ class PieceRun:
 
 
 class PieceContext:
-    """What the stand-ins and the units of one model ask: which piece runs now.
+    """Context of the layers and placeholders of one model: the chunk forward in progress.
 
     Attributes:
-        run: The forward under way; None: there is none.
-        plan: Of the model.
-        buffers: Those that other stages hold, too.
+        run: Chunk forward in progress, or None.
+        plan: Stage plan of the model.
+        buffers: Persistent buffers that other stages hold as well.
     """
 
     def __init__(self, plan: StagePlan, buffers: SharedBuffers) -> None:
@@ -95,7 +94,7 @@ class PieceContext:
         return PieceContext(self.plan, SharedBuffers((), 0))
 
     def require_run(self) -> PieceRun:
-        """Returns the forward under way.
+        """Return the chunk forward in progress.
 
         Raises:
             ConfigError: The model was called directly.
@@ -111,17 +110,17 @@ class PieceContext:
 def run_piece(
     model: nn.Module, context: PieceContext, piece: Piece, received: Boundary | None, batch: Any
 ) -> tuple[Boundary | None, Any]:
-    """Returns what goes to the next piece, or the model's outputs where the piece is the last: one of them is None.
+    """Return the activation for the next chunk and None, or for the last chunk None and the model's outputs.
 
     Args:
-        model: The user's model, carved.
-        context: Of its units.
-        piece: One of this stage's.
-        received: From the piece before.
+        model: Stage model.
+        context: Context of its layers.
+        piece: Chunk of this stage.
+        received: Activation from the previous chunk.
         batch: The microbatch.
 
     Raises:
-        ConfigError: Units ran in another order than planned, or the last one did not.
+        ConfigError: Layers ran in another order than planned, or the last one did not run.
     """
     run = PieceRun(piece, received)
     context.run = run
@@ -148,26 +147,26 @@ def run_piece(
 
 
 def make_unit(module: nn.Module, index: int, context: PieceContext) -> None:
-    """Has a unit ask whether it runs. In place; its class is exchanged for one derived from it."""
+    """Let a layer run only in its own chunk. In place, by a subclass set as its class."""
     _derive(module, _Unit)
     module.__dict__["_pipeline_unit"] = (index, context)
 
 
 def make_carried(module: nn.Module, name: str, complete_at: int, context: PieceContext) -> None:
-    """Has a module whose output later pieces need keep it, or return what has arrived. In place.
+    """Let a module record its output for later chunks, or return the received one. In place.
 
     Args:
-        module: Such as the encoder of an encoder-decoder model.
-        name: Its name.
-        complete_at: How many units come before its output is there.
-        context: Of the model.
+        module: Module such as the encoder of an encoder-decoder model.
+        name: Name of the module.
+        complete_at: Number of layers that run before its output is complete.
+        context: Context of the model.
     """
     _derive(module, _Carried)
     module.__dict__["_pipeline_carried"] = (name, complete_at, context)
 
 
 class _Unit(nn.Module):
-    """What is put before the class of a unit. `__call__` and not `forward`: hooks must not run either."""
+    """Mixin of layers. Overrides `__call__` and not `forward`, so that hooks of skipped layers do not run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         index, context = self.__dict__["_pipeline_unit"]
@@ -194,7 +193,7 @@ class _Unit(nn.Module):
 
 
 class _Carried(nn.Module):
-    """What is put before the class of a module whose output is carried."""
+    """Mixin of modules whose output is carried."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name, complete_at, context = self.__dict__["_pipeline_carried"]
@@ -218,7 +217,7 @@ def _derive(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]], run: PieceRun, batch: Any) -> Any:
-    """Runs a piece of an execution sequence, which takes the place of the model's forward."""
+    """Run a chunk of an execution sequence, instead of the model's forward."""
     value = None if run.received is None else run.received.output
     takes_batch = run.piece.is_first
     for index, steps in enumerate(_steps_by_unit(sequence)):
@@ -235,7 +234,7 @@ def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]
 
 
 def _steps_by_unit(sequence: Sequence[str | Callable[..., Any]]) -> list[list[str | Callable[..., Any]]]:
-    """Returns the steps of each unit: its module, the functions behind it, and those before the first module."""
+    """Return the steps of each layer: its module and the functions after it; leading functions join the first."""
     found: list[list[str | Callable[..., Any]]] = [[]]
     for step in sequence:
         if isinstance(step, str) and any(isinstance(one, str) for one in found[-1]):

@@ -1,4 +1,4 @@
-"""An execution sequence: modules and functions that the user gives to run in place of the model's own forward."""
+"""Execution sequences: modules and functions that replace the model's own forward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["plan_of_sequence"]
 
 
 def plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> StagePlan:
-    """Returns the plan whose units are the modules of an execution sequence, in its order.
+    """Return the stage plan of an execution sequence, whose layers are its modules.
 
-    Functions run with the module before them, and those in front of all with the first.
+    Functions run on the stage of the module before them, leading ones on that of the first module.
 
     Raises:
-        ConfigError: It has no modules, unknown ones, one twice or in another, or it leaves out parameters.
+        ConfigError: It has no modules, unknown, repeated or nested ones, or it leaves out parameters.
     """
     if isinstance(sequence, str) or not all(isinstance(step, str) or callable(step) for step in sequence):
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""Persistent buffers that several pipeline stages hold: kept equal, whichever stage's layers change them.
+"""Synchronization of persistent buffers that several pipeline stages hold.
 
 Note [Shared buffers]
-A module without parameters outside of the units is on every stage, as are the buffers of the modules that hold units:
-every stage runs the model's own forward. What counts is computed by one stage, in a *live* run (see Note [Running a
-piece]): what comes before the units by the stage of the first piece, what comes after them by that of the last. Other
-stages run the same code with stand-ins for its inputs, or do not reach it. So after each batch the stage that changed a
-buffer in a live run sends it to the others. Only persistent buffers take part: they are the model's state, and what is
-saved. A buffer that several stages change, each in its own way, has no value that one process would have: an error.
+Modules without parameters outside of the units are on every stage, as are the buffers of modules that contain units,
+because every stage runs the model's own forward. Their actual values are computed on one stage, in a *live* run (see
+Note [Running a piece]): before the units on the stage of the first chunk, after them on that of the last. Other stages
+run the same code on placeholders, or do not reach it. So after each batch the stage that changed a buffer in a live run
+broadcasts it. Only persistent buffers take part, as only they are model state. A buffer that several stages change
+differently has no value that one process would have, and raises.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["PersistentBuffer", "SharedBuffers", "persistent_buffers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PersistentBuffer:
-    """A persistent buffer of the whole model.
+    """A persistent buffer of the full model.
 
     Attributes:
-        names: All of its names, in the model's order.
-        modules: The module that holds it under each name.
-        stages: Those that hold it, in ascending order.
-        is_replicated: All stages run the code that uses it; False: modules use it that only one stage runs.
+        names: All names, in model order.
+        modules: Module that holds it under each name.
+        stages: Stages that hold it, ascending.
+        is_replicated: Whether all stages run the code that uses it; False if only one stage runs such a module.
     """
 
     names: tuple[str, ...]
@@ -44,14 +44,14 @@ class PersistentBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The buffer as it is now, on a stage that holds it."""
+        """Current tensor, on a stage that holds it."""
         keys = [name.rpartition(".")[2] for name in self.names]
         found = (module._buffers.get(key) for module, key in zip(self.modules, keys, strict=True))
         return next(tensor for tensor in found if tensor is not None)
 
 
 def persistent_buffers(model: nn.Module, division: StageDivision) -> list[PersistentBuffer]:
-    """Returns the persistent buffers of a model, tied ones once; before any module's tensors are taken away."""
+    """Return the persistent buffers of a full model, tied ones once."""
     of_module = division.module_stages(model)
     places: dict[int, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -70,11 +70,11 @@ def persistent_buffers(model: nn.Module, division: StageDivision) -> list[Persis
 
 
 class SharedBuffers:
-    """The persistent buffers that several stages hold; see Note [Shared buffers].
+    """Persistent buffers on several stages; see Note [Shared buffers].
 
     Args:
-        buffers: All of the model's, the same on all stages.
-        stage: This rank's.
+        buffers: All persistent buffers of the model, equal on all stages.
+        stage: Index of this stage.
     """
 
     def __init__(self, buffers: Sequence[PersistentBuffer], stage: int) -> None:
@@ -85,35 +85,35 @@ class SharedBuffers:
         self._live_from: list[torch.Tensor] = []
 
     def begin_piece(self, *, is_first: bool, is_live: bool) -> None:
-        """Tell that a piece begins to run.
+        """Start a chunk forward.
 
         Args:
-            is_first: No other piece of this stage comes before it in the model.
-            is_live: What it computes counts from the start.
+            is_first: If True, it is the stage's first chunk in the model.
+            is_live: If True, the run is live from the start.
         """
         self._live_from = self._copies() if is_live else []
-        # The stage's first piece has run the same code before the units already.
+        # The stage's first chunk has run the same code before the units already.
         self._at_start = None if is_live or is_first else self._copies()
 
     @torch.no_grad()
     def begin_live(self) -> None:
-        """Tell that what the piece computes counts from now on."""
+        """Start the live part of a chunk forward, and undo earlier changes of buffers."""
         for one, before in zip(self._held, self._at_start or (), strict=False):
             if _differ(one.tensor, before):
                 one.tensor.copy_(before)
         self._live_from = self._copies()
 
     def end_piece(self) -> None:
-        """Tell that the piece has run."""
+        """End a chunk forward, and record changed buffers."""
         for one, before in zip(self._held, self._live_from, strict=False):
             if _differ(one.tensor, before):
                 self._changed.add(one)
 
     def synchronize(self, group: dist.ProcessGroup | None) -> None:
-        """Give all stages the buffers that one of them changed since the last call. Collective over the stages.
+        """Broadcast the buffers that a stage changed since the last call. Collective over the stages.
 
         Raises:
-            ConfigError: Several stages changed a buffer differently, or layers of several stages change a shared one.
+            ConfigError: Several stages changed a buffer differently, or layers of several stages change a tied one.
         """
         if not self._shared:
             return
@@ -140,7 +140,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors are not the same bit for bit: a nan is equal to itself."""
+    """Return whether two tensors differ bitwise, so that a nan equals itself."""
     return one.shape != other.shape or one.dtype != other.dtype or not torch.equal(_bytes(one), _bytes(other))
 
 
@@ -148,6 +148,6 @@ def _no_common_value(buffer: PersistentBuffer, changers: Sequence[int]) -> Confi
     return ConfigError(
         f"the persistent buffer {' = '.join(map(repr, buffer.names))} is on the pipeline stages"
         f" {', '.join(map(str, buffer.stages))} and was changed in a forward by {', '.join(map(str, changers))}: every"
-        " stage would go on with another value, and none with that of one process. Give every module a buffer of its"
-        " own, or register it with persistent=False if it is no part of the model's state, or use pp_size=1"
+        " stage would continue with another value, and none with that of one process. Give every module a separate"
+        " buffer, or register it with persistent=False if it is not part of the model's state, or use pp_size=1"
     )

@@ -1,4 +1,4 @@
-"""What a plan of stages says: between which modules a model may be cut, and where all others run. Data only."""
+"""Stage plans: the modules between which a model may be split, and the positions of all others."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ from torch import nn
 __all__ = ["StagePlan", "parameters_below", "shared_parameter_names"]
 
 # Note [Units and gaps]
-# *Units* are the modules between two of which a piece of the model may end, usually the layers of a transformer. They
-# run one after the other, and all that a unit needs of those before is the output of the last one. A module outside of
-# them has a *gap*: the number of units that have run before it, so 0 is before the first and len(units) after the last.
-# Modules that hold units can't be in a gap, since they are half run: the parameters that they hold themselves are
-# *shared*, held by all stages, as are those of a module that runs in several gaps. Modules without parameters are held
-# by all stages, too, and are not listed.
-# What a *carried* module returns is needed in places behind later units: its output travels on from piece to piece.
+# *Units* are the modules after which a chunk may end, usually the layers of a transformer. They run in sequence, and a
+# unit depends on earlier ones only through the output of the previous one. Any other module has a *gap*: the number of
+# units that run before it, 0 before the first and len(units) after the last. Modules that contain units have no gap.
+# Their direct parameters are *shared*, on all stages, as are those of a module that runs in several gaps. Modules
+# without parameters are on all stages, too, and are not listed.
+# The output of a *carried* module is needed after later units, and is sent on from chunk to chunk.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Where a model may be cut into pieces, and what belongs to which; see Note [Units and gaps].
+    """Possible splits of a model into chunks; see Note [Units and gaps].
 
     Attributes:
-        units: Names of modules, in the order in which they run.
-        gaps: The outermost modules without units that hold parameters, and their gaps. A module with two names is here
-            with both, each at its place.
-        carried: Modules whose output travels on, and the gap at which it is complete.
-        source: Where the plan comes from, as a sentence.
-        sequence: What takes the place of the model's own forward: names of modules and functions, each of which gets
-            what the one before returns; None: the forward stays.
-        bounds: Position p has the units bounds[p] to bounds[p + 1] - 1, by the user's split; None: not said.
+        units: Names of the layers, in order of execution.
+        gaps: Gaps of the outermost modules with parameters and without units; a module with two names has two entries.
+        carried: Modules whose output is sent to later chunks, and the gap at which it is complete.
+        source: Description of the plan's source.
+        sequence: Names of modules, and functions, that replace the model's forward, each applied to the output of the
+            previous one; optional, by default the forward runs.
+        bounds: Bounds of the user's split: position p has the units bounds[p] to bounds[p + 1] - 1; optional.
     """
 
     units: tuple[str, ...]
@@ -53,15 +51,15 @@ class StagePlan:
 
 
 def parameters_below(module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
-    """Returns the parameters of the module of a name, with their names in the whole model, each name of one."""
+    """Return the parameters of a named module, with all their names in the full model."""
     found = module.get_submodule(name).named_parameters(remove_duplicate=False)
     return [(f"{name}.{key}" if name else key, parameter) for key, parameter in found]
 
 
 def shared_parameter_names(model: nn.Module, plan: StagePlan) -> tuple[str, ...]:
-    """Returns the names of the parameters that every stage holds: those in no unit and in no module of a gap.
+    """Return the names of the parameters on every stage: those outside of units and gap modules.
 
-    A parameter that is also in a unit or a gap under another name (a tied one) is here only under the name that isn't.
+    A tied parameter is listed only under its names outside of units and gap modules.
     """
     places = (*plan.units, *plan.gaps)
     # Another name for a unit, or for a module around units, leads to parameters that have their place already.

@@ -1,11 +1,11 @@
-"""Modules that a stage does not hold: they have no parameters, and return tensors of the right shape without meaning.
+"""Placeholders of the modules of other stages: no parameters, outputs of the right shape.
 
 Note [Stand-ins]
-A module keeps its place, its class and its attributes, and loses its parameters and buffers, so that the model's names
-are those of what the stage holds. Where the forward calls it before the stage's own units, it runs on the meta device,
-with parameters of the shapes that it had, and its outputs come back as tensors of nan that take up no memory. If a
-result depends on one of them the pipeline was cut where more than the units' outputs goes across: every stand-in has a
-leaf of its own in the graph, and whoever finds it behind a piece's output knows the module's name.
+A placeholder keeps the module's name, class and attributes, and drops its parameters and buffers, so that the model has
+only the names of the stage's own tensors. If the forward calls it before the stage's own layers, it runs on the meta
+device with parameters of the original shapes, and returns expanded scalars of nan, which take no memory. A result that
+depends on one means that data bypass the layers' outputs. To detect this every placeholder has a separate leaf in the
+autograd graph, which identifies the module.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from booster.tensor_tree import map_tensors
 
 __all__ = ["StandIns", "cast_absent_tensors", "show_stand_ins", "take_tensors"]
 
-_ABSENT = "_pipeline_absent"  # of a module without its tensors: what it had
+_ABSENT = "_pipeline_absent"  # attribute with the dropped tensors of a placeholder
 
 
 class _AbsentTensors:
-    """What a module had itself: parameters on the meta device, and buffers, by their names."""
+    """Dropped tensors of a module, by name: parameters on the meta device, and buffers."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter | None] = {}
@@ -37,11 +37,11 @@ class _AbsentTensors:
 
 
 def show_stand_ins(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
-    """Puts parameters on the meta device, of the logical shapes, in the place of a module's own, whose memory goes.
+    """Replace a module's direct parameters by ones of their logical shapes on the meta device.
 
     Args:
-        module: One that this stage does not hold.
-        known: By the parameter's `id` the stand-ins made before; is added to. Parameters in there stay alive.
+        module: Module of another stage.
+        known: Replacements made before, by the `id` of the parameter; extended in place. Its values stay alive.
     """
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -53,7 +53,7 @@ def show_stand_ins(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
 
 
 def take_tensors(module: nn.Module) -> None:
-    """Takes a module's own parameters, on the meta device already, and its buffers away. In place."""
+    """Drop a module's direct parameters, on the meta device already, and its buffers. In place."""
     absent = _AbsentTensors()
     absent.parameters, absent.buffers = dict(module._parameters), dict(module._buffers)
     module.__dict__[_ABSENT] = absent
@@ -62,7 +62,7 @@ def take_tensors(module: nn.Module) -> None:
 
 
 def cast_absent_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Gives what was taken away the number format of the weights, as the forward around it may ask for it."""
+    """Cast dropped parameters to the dtype of the weights, which the forward may read."""
     if dtype is None:
         return
     for module in model.modules():
@@ -73,11 +73,11 @@ def cast_absent_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 class StandIns:
-    """Makes stand-ins of modules, and finds what depends on them.
+    """Creates placeholders of modules, and detects results that depend on them.
 
     Args:
-        context: Says whether what runs counts.
-        device: Of the tensors that they return.
+        context: Context of the chunk forward in progress.
+        device: Device of their outputs.
     """
 
     def __init__(self, context: PieceContext, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class StandIns:
         return self
 
     def put(self, module: nn.Module, name: str) -> None:
-        """Makes a stand-in of a module whose tensors, and its descendants', were taken. In place."""
+        """Turn a module, whose tensors were dropped, into a placeholder, with its submodules. In place."""
         for own_name, inner in module.named_modules():
             full = f"{name}.{own_name}" if own_name else name
             base = type(inner)
@@ -100,7 +100,7 @@ class StandIns:
             inner.__dict__["_pipeline_stand_in"] = (full, self)
 
     def values(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of the same shape and format that takes up no memory."""
+        """Return a tensor of the same shape and dtype that takes no memory."""
         if not like.is_floating_point():
             return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)
         key = (name, like.dtype)
@@ -109,10 +109,10 @@ class StandIns:
         return self.leaves[key].expand(like.shape)
 
     def require_independent(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises if tensors depend on what a stand-in returned.
+        """Check that tensors do not depend on outputs of placeholders.
 
         Raises:
-            ConfigError: It names the module.
+            ConfigError: They do; the message has the module's name.
         """
         names = {id(leaf): name for (name, _), leaf in self.leaves.items()}
         for node in _nodes_behind(tensors):
@@ -125,10 +125,10 @@ class StandIns:
                 )
 
     def run(self, name: str, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns what a module would, as far as shapes and formats go.
+        """Return placeholder outputs of a module's shapes and dtypes.
 
         Raises:
-            ConfigError: The stage's own units run already, so that its values would be needed.
+            ConfigError: The stage's own layers have run already, so the actual values would be needed.
         """
         run = self.context.require_run()
         if run.is_live:
@@ -151,7 +151,7 @@ class StandIns:
 
 
 class _Absent(nn.Module):
-    """What is put before the class of a module that the stage does not hold."""
+    """Mixin of placeholders."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name, stand_ins = self.__dict__["_pipeline_stand_in"]
@@ -177,7 +177,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _show(module: nn.Module) -> None:
-    """Puts what was taken from a module back, on the meta device."""
+    """Restore the dropped tensors on the meta device."""
     absent = module.__dict__.get(_ABSENT)
     if absent is not None:
         module._parameters.update(absent.parameters)
@@ -195,7 +195,7 @@ def _to_meta(tree: Any) -> Any:
 
 
 def _nodes_behind(tensors: Sequence[torch.Tensor]) -> list[Node]:
-    """Returns the nodes of the graph that tensors were computed by."""
+    """Return the nodes of the autograd graph of tensors."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Node] = set()
     while waiting:

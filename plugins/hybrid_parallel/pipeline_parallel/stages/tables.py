@@ -1,4 +1,4 @@
-"""What is known of transformers' models: which modules don't run where they are registered, and what can't be cut."""
+"""Known exceptions of transformers' models: modules that run out of registration order, and unsupported models."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from dataclasses import dataclass
 
 __all__ = ["PLACES", "UNSPLITTABLE", "Places"]
 
-# Note [Order of execution]
-# Modules are assumed to run in the order in which they are registered: so it is in nearly all models of transformers.
-# Where a model brings along a pipeline plan (`_pp_plan`, whose keys are in the order of execution), that is read; the
-# table has what neither says. A name in it is that of a neighbour of the list of layers.
-
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Neighbours of a list of layers that don't run where they are registered.
+    """Siblings of a layer list that run out of registration order.
+
+    Modules are assumed to run in the order of registration, as in nearly all models of transformers, or in that of a
+    model's pipeline plan (`_pp_plan`). The table has the exceptions.
 
     Attributes:
-        before: They are registered behind the layers, and run before the first.
-        after: They are registered before the layers, and run behind the last.
+        before: Modules that are registered after the layers, and run before the first.
+        after: Modules that are registered before the layers, and run after the last.
     """
 
     before: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Records a model's forward with stand-ins for its values, and reads off it where the model may be cut."""
+"""Symbolic tracing of a model's forward, to find where the model may be split."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Trace", "trace_calls"]
 
 
 class Trace:
-    """The calls of one forward, in order.
+    """Module calls of one forward, in order.
 
     Args:
-        model: That was recorded.
-        graph: Its forward, in which modules with parameters of their own are single calls.
-        containers: Names of the modules that were looked into.
+        model: Model that was traced.
+        graph: Graph of its forward, in which modules outside of `containers` are leaf calls.
+        containers: Names of the modules that were traced into.
     """
 
     def __init__(self, model: nn.Module, graph: torch.fx.Graph, containers: frozenset[str]) -> None:
@@ -27,7 +27,7 @@ class Trace:
         self._place = {node: place for place, node in enumerate(self._nodes)}
         self._calls: dict[str, list[int]] = {}
         self._reads: dict[str, list[int]] = {}
-        # Nodes whose value needs parameters that only one stage has. All others are computed on every stage.
+        # Whether a node depends on parameters of only one stage. All others are computed on every stage.
         self._is_local: dict[torch.fx.Node, bool] = {}
         for place, node in enumerate(self._nodes):
             is_local = any(self._is_local[before] for before in node.all_input_nodes)
@@ -40,22 +40,22 @@ class Trace:
             self._is_local[node] = is_local
 
     def order(self, name: str) -> int:
-        """Returns the place of a module that is called once."""
+        """Return the index of the call of a module that is called once."""
         return self._calls[name][0]
 
     def runs_once(self, items: tuple[str, ...]) -> bool:
-        """Returns whether each of some modules is called once, and no parameter of theirs is read without a call."""
+        """Return whether each module is called once, and none of their parameters is read without a call."""
         return all(len(self._calls.get(item, ())) == 1 and not self._is_read(item) for item in items)
 
     def is_chain(self, items: tuple[str, ...]) -> bool:
-        """Returns whether modules run once each, in this order, and the model may be cut behind all but the last."""
+        """Return whether modules run once each, in this order, and the model may be split after all but the last."""
         if not self.runs_once(items):
             return False
         places = [self.order(item) for item in items]
         return places == sorted(places) and all(self.may_end_at(item) for item in items[:-1])
 
     def may_end_at(self, name: str) -> bool:
-        """Returns whether all that flows on behind a module flows through it, or is computed on every stage."""
+        """Return whether all values used after a module depend on it, or are computed on every stage."""
         end = self.order(name)
         return not any(
             self._is_local[before] and self._place[before] < end
@@ -64,7 +64,7 @@ class Trace:
         )
 
     def going_around(self, name: str) -> str:
-        """Returns the name of a module, or of a parameter, whose value goes around a module to what comes behind."""
+        """Return the name of a module or parameter whose value bypasses a module."""
         end = self.order(name)
         for node in self._nodes[end + 1 :]:
             for before in node.all_input_nodes:
@@ -73,13 +73,13 @@ class Trace:
         raise ValueError(f"nothing goes around {name!r}")
 
     def _origin(self, node: torch.fx.Node) -> str:
-        """Returns the module or the parameter that a value was last computed by."""
+        """Return the module or parameter that a value was last computed from."""
         while node.op not in ("call_module", "get_attr"):
             node = max((one for one in node.all_input_nodes if self._is_local[one]), key=self._place.__getitem__)
         return str(node.target)
 
     def gaps(self, units: tuple[str, ...]) -> dict[str, int | None]:
-        """Returns the gaps of the modules that are called, or whose parameters are read; None: there are several."""
+        """Return the gap of each module that is called or whose parameters are read, or None if it has several."""
         ends = [self.order(unit) for unit in units]
         found: dict[str, set[int]] = {}
         for places in (self._calls, self._reads):
@@ -93,11 +93,11 @@ class Trace:
 
 
 def trace_calls(model: nn.Module, lists: Iterable[tuple[str, ...]]) -> Trace | None:
-    """Returns the calls of a model's forward; None: it can't be recorded, since it looks at values.
+    """Return the module calls of a model's forward, or None if it depends on values and can't be traced.
 
     Args:
-        model: The user's; it stays as it is.
-        lists: Names of modules that are single calls, as are all others that don't hold any of them.
+        model: The user's model, which is not changed.
+        lists: Names of leaf modules; modules that contain none of them are leaves, too.
     """
     items = tuple(item for one in lists for item in one)
     if not items:
@@ -106,7 +106,7 @@ def trace_calls(model: nn.Module, lists: Iterable[tuple[str, ...]]) -> Trace | N
     skeleton = _copy_of_containers(model, "", containers)
     try:
         graph = _Tracer(containers).trace(skeleton)
-    except Exception:  # the user's forward was given stand-ins, and may raise whatever it likes about them
+    except Exception:  # the user's forward may raise any exception on symbolic values
         return None
     return Trace(model, graph, containers)
 
@@ -117,12 +117,12 @@ class _Tracer(torch.fx.Tracer):
         self._containers = containers
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Looks into the modules that hold units only."""
+        """Trace only into modules that contain layers."""
         return module_qualified_name not in self._containers
 
 
 def _copy_of_containers(module: nn.Module, name: str, containers: frozenset[str]) -> nn.Module:
-    """Returns a model whose forward may write attributes without changing the user's; the modules in it are shared."""
+    """Return a copy whose forward may set attributes without changing the user's model; leaf modules are shared."""
     copied = copy.copy(module)
     copied.__dict__["_buffers"] = {
         key: None if buffer is None else buffer.clone() for key, buffer in module._buffers.items()
