@@ -349,7 +349,7 @@ def test_custom_policies_say_what_units_do_after_forward():
     [
         (
             {"sharding_strategy": 1, "reshard_after_forward": True},
-            "gives 'head' sharding_strategy=: all units of FSDP2",
+            "gives 'head' sharding_strategy=: all parameter groups share that option",
         ),
         ({"reshard_after_forward": "yes"}, "give True, False, a number of ranks"),
         ("yes", "should return False/True or a kwarg dict"),

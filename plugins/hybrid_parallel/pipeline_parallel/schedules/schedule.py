@@ -98,13 +98,12 @@ def register_schedule(cls: ScheduleClass) -> ScheduleClass:
     """
     if not (isinstance(cls, type) and issubclass(cls, PipelineSchedule)):
         raise ConfigError(
-            f"{cls!r} is no pipeline schedule, so it can't be registered: derive it from PipelineSchedule"
+            f"{cls!r} is not a pipeline schedule, so it can't be registered: derive it from PipelineSchedule"
         )
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"schedule {cls.__qualname__} has name={name!r}, by which nobody can ask for it: write name = '...' in the"
-            " class"
+            f"schedule {cls.__qualname__} has name={name!r}, which is not a name: write name = '...' in the class"
         )
     known = _SCHEDULES.setdefault(name, cls)
     if known is not cls:

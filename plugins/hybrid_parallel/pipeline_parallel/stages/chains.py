@@ -165,7 +165,7 @@ def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> C
 
 
 def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain | None:
-    """Returns the chain of two lists in modules that stand beside each other as encoder and decoder."""
+    """Return the chain of two layer lists in sibling modules named as encoder and decoder."""
     for encoder in stacks:
         for decoder in stacks:
             above, first, second = _branches(encoder[0], decoder[0])
