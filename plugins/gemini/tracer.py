@@ -1,4 +1,4 @@
-"""What one iteration needs, and when: the record that placement and prefetching look ahead in. Numbers only."""
+"""Trace of the chunk uses of one iteration, which placement and prefetching look ahead in."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from dataclasses import dataclass, field, replace
 
 __all__ = ["Cursor", "Moment", "Record", "Tracer"]
 
-# Note [Moments]
-# A moment is "the forward or backward of a module begins that needs these chunks". The first iteration is recorded as
-# its sequence of moments, and later iterations look ahead in it. They may deviate (a module that runs under a
-# condition), so nothing that is looked up here decides what a module computes with: a wrong guess costs time alone.
+# The first iteration is traced as a sequence of module starts with the chunks that they need. Later iterations look
+# ahead in it. They may deviate (conditional modules), so a lookup never affects results: a wrong guess only costs time.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The forward or backward of a module, as far as memory is concerned.
+    """Start of a module's forward or backward, with its memory use.
 
     Attributes:
-        chunks: Numbers of the chunks that it needs, each once.
-        is_backward: Their gradients come into being, too.
-        model_bytes: Weights, gradients and optimizer states in the compute tier when it began.
-        other_bytes: Largest seen of everything else there (activations and temporaries) until the next moment.
+        chunks: Indices of the chunks that it needs, without duplicates.
+        is_backward: True if gradients of the chunks are produced.
+        model_bytes: Weights, gradients and optimizer states in the compute tier at the start.
+        other_bytes: Peak of other memory there (activations and temporaries) until the next event.
     """
 
     chunks: tuple[int, ...]
@@ -33,19 +31,19 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The moments of one iteration, in order. Moments are numbered from 0.
+    """Trace of one iteration. Events are numbered from 0.
 
     Attributes:
-        moments: What was needed, in this order.
-        completed: Numbers of the chunks, in the order in which their gradients were complete.
+        moments: Events in order.
+        completed: Indices of the chunks, in the order in which their gradients were complete.
     """
 
     moments: tuple[Moment, ...]
     completed: tuple[int, ...]
-    # Per chunk: the moments that need it, ascending.
+    # Per chunk: the events that need it, ascending.
     _uses: dict[int, list[int]] = field(init=False, repr=False, compare=False)
-    # Moment and chunk of each use that does not merely go on from the moment before. Modules in a row mostly use the
-    # same chunk, so this is far shorter than the moments.
+    # Event and chunk of each use that does not merely continue the previous event's. Consecutive modules mostly use the
+    # same chunk, so this is far shorter than the events.
     _arrivals: list[tuple[int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,17 +59,17 @@ class Record:
         object.__setattr__(self, "_arrivals", arrivals)
 
     def next_use(self, chunk: int, now: int) -> int | None:
-        """Returns the first moment from `now` on that needs a chunk, in O(log n).
+        """Return the first event from `now` on that needs a chunk, in O(log n).
 
-        Iterations follow each other: if this one does not need it any more, it is the first use in the next one, whose
-        moments are numbered on from this one's. So the answers for two chunks compare as they should.
+        A chunk without another use in this iteration gets its first use in the next one, whose event numbers continue
+        this one's. So the results for two chunks are comparable.
 
         Args:
-            chunk: Number of the chunk.
-            now: Number of a moment, from 0 to the number of moments.
+            chunk: Index of the chunk.
+            now: Event number, from 0 to the number of events.
 
         Returns:
-            The moment's number, or None for a chunk that is never used.
+            The event number, or None for a chunk that is never used.
         """
         positions = self._uses.get(chunk)
         if positions is None:
@@ -80,12 +78,12 @@ class Record:
         return positions[index] if index < len(positions) else len(self.moments) + positions[0]
 
     def upcoming(self, now: int, limit: int, skip: Container[int]) -> list[int]:
-        """Returns the next chunks that are needed, in the order in which they are, within this iteration.
+        """Return the next chunks needed in this iteration, in order of use.
 
         Args:
-            now: First moment that counts, from 0 to the number of moments.
-            limit: How many chunks at most.
-            skip: Chunks that are left out, such as those that are there already.
+            now: First event to consider, from 0 to the number of events.
+            limit: Maximum number of chunks.
+            skip: Chunks to leave out, such as gathered ones.
         """
         found: dict[int, None] = {}
         if limit > 0:
@@ -97,11 +95,11 @@ class Record:
         return list(found)
 
     def peak_other_bytes(self, now: int, until: int) -> int:
-        """Returns the largest `other_bytes` of the moments from `now` to before `until`, 0 if there are none."""
+        """Return the largest `other_bytes` of the events in `[now, until)`, 0 if there are none."""
         return max((moment.other_bytes for moment in self.moments[now:until]), default=0)
 
     def _chunks_from(self, now: int) -> Iterator[int]:
-        """Yields the chunks that are needed from a moment on, some of them several times."""
+        """Chunks needed from an event on, with duplicates."""
         if now < len(self.moments):
             yield from self.moments[now].chunks
         for index in range(bisect_left(self._arrivals, (now + 1, -1)), len(self._arrivals)):
@@ -109,7 +107,7 @@ class Record:
 
 
 class Tracer:
-    """Writes down an iteration while it runs: `begin()`, then what happens as it happens, then `finish()`."""
+    """Recorder of an iteration: `begin()`, then the `note_*` methods, then `finish()`."""
 
     def __init__(self) -> None:
         self._is_recording = False
@@ -119,25 +117,25 @@ class Tracer:
 
     @property
     def is_recording(self) -> bool:
-        """An iteration was begun and not finished."""
+        """Whether an iteration was begun and not finished."""
         return self._is_recording
 
     def begin(self) -> None:
-        """Begins an iteration. One that was begun and not finished (its forward failed, say) is forgotten."""
+        """Begin an iteration. An unfinished one, such as after a failed forward, is dropped."""
         self._is_recording = True
         self._moments = []
         self._completed = {}
         self._early_bytes = 0
 
     def note_use(self, chunks: Iterable[int], is_backward: bool, model_bytes: int) -> None:
-        """Notes that a module begins that needs chunks: a new moment.
+        """Record the start of a module that needs chunks.
 
         Args:
-            chunks: Their numbers; one that is named twice counts once.
-            is_backward: It is the module's backward.
-            model_bytes: Weights, gradients and optimizer states in the compute tier now.
+            chunks: Indices of the chunks; duplicates are ignored.
+            is_backward: True for the module's backward.
+            model_bytes: Current bytes of weights, gradients and optimizer states in the compute tier.
         """
-        assert self._is_recording, "a moment was noted outside of an iteration"
+        assert self._is_recording, "an event was recorded outside of an iteration"
         self._moments.append(
             Moment(
                 chunks=_once_each(chunks),
@@ -148,38 +146,38 @@ class Tracer:
         )
 
     def note_other_bytes(self, num_bytes: int) -> None:
-        """Notes how much else is in the compute tier; the largest value since the moment began counts.
+        """Record the other memory in the compute tier; an event keeps its peak.
 
-        What is noted before the first moment counts for the first: its module finds that memory taken.
+        Values from before the first event count for the first, as that memory is in use when its module starts.
         """
-        assert self._is_recording, "bytes were noted outside of an iteration"
+        assert self._is_recording, "bytes were recorded outside of an iteration"
         if not self._moments:
             self._early_bytes = max(self._early_bytes, num_bytes)
         elif num_bytes > self._moments[-1].other_bytes:
             self._moments[-1] = replace(self._moments[-1], other_bytes=num_bytes)
 
     def note_complete(self, chunk: int) -> None:
-        """Notes that the gradients of a chunk are complete; its first time counts."""
-        assert self._is_recording, "a complete chunk was noted outside of an iteration"
+        """Record that the gradients of a chunk are complete; repeated calls are ignored."""
+        assert self._is_recording, "a complete chunk was recorded outside of an iteration"
         self._completed.setdefault(chunk)
 
     def finish(self) -> Record:
-        """Ends the iteration and returns its record."""
+        """Finish the iteration and return its trace."""
         assert self._is_recording, "no iteration was begun"
         self._is_recording = False
         return Record(tuple(self._moments), tuple(self._completed))
 
 
 class Cursor:
-    """Follows a record during a later iteration, which may leave modules out, repeat them, or have new ones.
+    """Position in a trace during a later iteration, which may skip, repeat or add modules.
 
-    A module that the record does not foresee within the next `lookahead` moments leaves the cursor where it is. Each
-    such miss adds another `lookahead` moments to how far the next search goes, so that the cursor catches up with an
-    iteration that left out a long stretch, and never runs far ahead of one that repeats something.
+    The cursor does not move for a module that the trace lacks within the next `lookahead` events. Each miss extends the
+    next search by another `lookahead` events. So the cursor catches up with an iteration that skips many modules, and
+    never runs far ahead of one that repeats some.
 
     Args:
-        record: What to follow.
-        lookahead: How many moments a search goes ahead.
+        record: Trace to follow.
+        lookahead: Search distance in events.
     """
 
     def __init__(self, record: Record, lookahead: int = 64) -> None:
@@ -191,21 +189,21 @@ class Cursor:
 
     @property
     def now(self) -> int:
-        """The moment that was reached last; 0 at the beginning."""
+        """Number of the last event reached, initially 0."""
         return self._now
 
     def restart(self) -> None:
-        """Goes back to the beginning: an iteration begins."""
+        """Reset to the start of an iteration."""
         self._now = 0
         self._next = 0
         self._reach = self._lookahead
 
     def advance(self, chunks: Iterable[int], is_backward: bool) -> int:
-        """Returns the moment that a module which begins now is: the next one that needs the same chunks.
+        """Advance to the next event that needs the same chunks, and return its number.
 
         Args:
-            chunks: Numbers of the chunks that the module needs, in the same order as they were recorded.
-            is_backward: It is the module's backward.
+            chunks: Indices of the chunks that the module needs, in the recorded order.
+            is_backward: True for the module's backward.
         """
         positions = self._positions.get((_once_each(chunks), is_backward), [])
         index = bisect_left(positions, self._next)

@@ -460,5 +460,5 @@ def test_a_forward_where_others_go_backward_is_an_error_on_all_ranks():
     _impatient(twins)
     loss = square_loss(twins.model(twins.batch(1)))
     calls = [lambda: twins.optimizer.backward(loss), lambda: twins.model(twins.batch(1))]
-    with pytest.raises(DesyncError, match=r"ranks \[0\] have ended a backward"):
+    with pytest.raises(DesyncError, match=r"ranks \[0\] have finished a backward"):
         calls[twins.rank]()

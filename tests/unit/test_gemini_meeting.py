@@ -138,5 +138,5 @@ def test_a_group_speaks_of_world_ranks():
     rank = dist.get_rank()
     meeting = Meeting(groups[rank % 2], MAX_WANTS)
     assert [post.num_ready for post in meeting.hold(Post(phase=FORWARD, num_ready=rank))] == [rank % 2, rank % 2 + 2]
-    with pytest.raises(DesyncError, match=rf"^ranks \[{rank % 2 + 2}\] have ended a backward"):
+    with pytest.raises(DesyncError, match=rf"^ranks \[{rank % 2 + 2}\] have finished a backward"):
         meeting.hold(Post(phase=BACKWARD if rank >= 2 else FORWARD, is_closing=True))
