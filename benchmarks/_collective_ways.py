@@ -78,7 +78,7 @@ def _our_reduce_scatter_step(case: Buffers, group: dist.ProcessGroup | None) -> 
     output = torch.zeros(case.numel // dist.get_world_size(), dtype=payload.dtype)
     received = torch.zeros(payload.numel() - output.numel(), dtype=payload.dtype)
     return _step(
-        case.num_bytes, lambda: start_reduce_scatter(payload, group, received).finish(output, accumulate=False), output
+        case.num_bytes, lambda: start_reduce_scatter(payload, group, received).wait(output, accumulate=False), output
     )
 
 

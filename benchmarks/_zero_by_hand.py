@@ -92,7 +92,7 @@ class _OurReduceScatter(_Allocating, ReduceScatter):
     ) -> dist.Work | None:
         from booster.comm import start_reduce_scatter
 
-        start_reduce_scatter(input_tensor, group).finish(output_tensor, accumulate=False)
+        start_reduce_scatter(input_tensor, group).wait(output_tensor, accumulate=False)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
         return None

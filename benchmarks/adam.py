@@ -37,7 +37,7 @@ _WARMUP = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code: 1 if a way is wrong, or with --strict a goal was missed."""
     options = _parser().parse_args(arguments)
-    precisions = _PRECISIONS if options.only is None else (options.only,)
+    precisions = _PRECISIONS if options.only_part is None else (options.only_part,)
     wrong = {precision: wrong_ways(precision, with_peers=options.peers) for precision in precisions}
     if any(wrong.values()):
         print(f"other results than the baseline's: {wrong}", file=sys.stderr)

@@ -28,7 +28,7 @@ from _pair import RankError, World, on_ranks, write_json
 from _table import align
 from torch import nn
 
-from booster.boost_agreement import agree_on_boost
+from booster.boost_agreement import verify_same_across_ranks
 from booster.comm import barrier
 from booster.plugins import TorchDDPPlugin
 
@@ -112,7 +112,7 @@ def measure(num_parameters: int, repeats: int) -> list[float]:
     for _ in range(1 + _WARMUP + repeats):
         barrier()
         started = time.perf_counter()
-        agree_on_boost(plugin, None, model, optimizer, None, None, None)
+        verify_same_across_ranks(plugin, None, model, optimizer, None, None, None)
         seconds.append(time.perf_counter() - started)
     return seconds
 

@@ -116,7 +116,7 @@ def _run_comparisons(options: argparse.Namespace) -> tuple[bool, list[Goal]]:
 
 
 def _compare(options: argparse.Namespace, directory: Path) -> tuple[Comparison, list[MemoryRow], list[Goal]]:
-    size, precision = options.size, options.only
+    size, precision = options.size, options.only_part
     world = World(size=_NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, environment=ENVIRONMENT)
     comparison = compare(
         f"{size} GPT in {precision}",

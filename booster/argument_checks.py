@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 from booster.errors import ConfigError
 
-__all__ = ["check_flag", "check_path", "is_number", "is_whole_number"]
+__all__ = ["check_flag", "check_path", "is_int", "is_number"]
 
 
 def is_number(value: Any) -> bool:
@@ -17,7 +17,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, SupportsFloat) and not isinstance(value, bool) and not math.isnan(float(value))
 
 
-def is_whole_number(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     """Return whether `value` is an integer of any type, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.boost_checks import check_can_boost
-from booster.comm import agree, are_others_imagined, group_size
+from booster.comm import check_same_across_ranks, group_size, is_fake_world
 from booster.data import check_can_shard
 from booster.data.prepare import loader_facts
 from booster.interface import MixedPrecision, Plugin
 
-__all__ = ["agree_on_boost", "boost_facts", "installed_versions"]
+__all__ = ["boost_fingerprint", "installed_versions", "verify_same_across_ranks"]
 
-# Note [What ranks may differ in]
+# Note [Fingerprint contents]
 # Everything that decides which collectives ranks call, and on which tensors, is compared: versions, strategy, dtypes,
 # parameters, the optimizer, the state of its scheduler, and how a loader's samples are split over the ranks. Left out
 # is everything that may differ: the device, the values of parameters (the plugin broadcasts rank 0's), whether
@@ -30,7 +30,7 @@ __all__ = ["agree_on_boost", "boost_facts", "installed_versions"]
 # own sampler (see join_uneven()). Versions are those of installed packages, not of imported ones.
 
 
-def agree_on_boost(
+def verify_same_across_ranks(
     plugin: Plugin,
     mixed_precision: MixedPrecision | None,
     model: Any,
@@ -48,39 +48,39 @@ def agree_on_boost(
         DesyncError: The ranks' arguments differ; the message names the ranks, and the first difference.
     """
     error: Exception | None = None
-    facts: list[str] = []
+    fingerprint: list[str] = []
     try:
         check_can_boost(model, optimizer, criterion, dataloader, lr_scheduler)
         plugin.check(model, optimizer)
         if dataloader is not None:
             check_can_shard(dataloader, plugin.dp_rank, plugin.dp_size)
-        if group_size() > 1 and not are_others_imagined():
-            facts = boost_facts(plugin, mixed_precision, model, optimizer)
-            facts += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_facts(lr_scheduler)
-            facts += ["no criterion" if criterion is None else "a criterion"]
-            facts += ["no dataloader"] if dataloader is None else loader_facts(dataloader)
+        if group_size() > 1 and not is_fake_world():
+            fingerprint = boost_fingerprint(plugin, mixed_precision, model, optimizer)
+            fingerprint += ["no lr_scheduler"] if lr_scheduler is None else _scheduler_fingerprint(lr_scheduler)
+            fingerprint += ["no criterion" if criterion is None else "a criterion"]
+            fingerprint += ["no dataloader"] if dataloader is None else loader_facts(dataloader)
     except Exception as raised:  # raised again on all ranks
         error = raised
-    agree("boost()", facts, error=error)
+    check_same_across_ranks("boost()", fingerprint, error=error)
 
 
-def boost_facts(
+def boost_fingerprint(
     plugin: Plugin, mixed_precision: MixedPrecision | None, model: nn.Module, optimizer: Optimizer | None
 ) -> list[str]:
-    """Return lines about plugin, model and optimizer that must be equal; see Note [What ranks may differ in].
+    """Return lines about plugin, model and optimizer that must be equal; see Note [Fingerprint contents].
 
     The most explanatory lines come first, as errors report the first difference: with another model the optimizer
     differs, too.
     """
-    model_facts, names = _model_facts(model)
-    precision = ["no mixed precision"] if mixed_precision is None else mixed_precision.agreement_facts()
+    model_fingerprint, names = _model_fingerprint(model)
+    precision = ["no mixed precision"] if mixed_precision is None else mixed_precision.config_fingerprint()
     return [
         *(f"{name} {number}" for name, number in installed_versions(_is_of_transformers(model)).items()),
         f"the plugin {type(plugin).__qualname__}",
-        *(f"{type(plugin).__qualname__} with {fact}" for fact in plugin.agreement_facts()),
+        *(f"{type(plugin).__qualname__} with {line}" for line in plugin.config_fingerprint()),
         *precision,
-        *model_facts,
-        *(["no optimizer"] if optimizer is None else _optimizer_facts(names, optimizer)),
+        *model_fingerprint,
+        *(["no optimizer"] if optimizer is None else _optimizer_fingerprint(names, optimizer)),
     ]
 
 
@@ -110,14 +110,14 @@ def _is_of_transformers(model: nn.Module) -> bool:
 # The model.
 
 
-def _model_facts(model: nn.Module) -> tuple[list[str], dict[int, str]]:
+def _model_fingerprint(model: nn.Module) -> tuple[list[str], dict[int, str]]:
     """Return a line for every name of a parameter or buffer, in the model's order, and by `id` the first names."""
     # One traversal of the modules: it costs more than the work per tensor.
     parameters: list[str] = []
     buffers: list[str] = []
     first_names: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for tensors, facts, describe in (
+        for tensors, lines, describe in (
             (module._parameters, parameters, _describe_parameter),
             (module._buffers, buffers, _describe_buffer),
         ):
@@ -125,7 +125,7 @@ def _model_facts(model: nn.Module) -> tuple[list[str], dict[int, str]]:
                 if tensor is not None:
                     name = f"{prefix}.{key}" if prefix else key
                     first = first_names.setdefault(id(tensor), name)
-                    facts.append(describe(name, tensor) if first is name else f"{name}: tied to {first}")
+                    lines.append(describe(name, tensor) if first is name else f"{name}: tied to {first}")
     return parameters + buffers, first_names
 
 
@@ -140,21 +140,21 @@ def _describe_buffer(name: str, buffer: torch.Tensor) -> str:
 # The optimizer.
 
 
-def _optimizer_facts(names: Mapping[int, str], optimizer: Optimizer) -> list[str]:
+def _optimizer_fingerprint(names: Mapping[int, str], optimizer: Optimizer) -> list[str]:
     """Return lines about the class, and the parameters and options of each param group."""
-    facts = [f"the optimizer {type(optimizer).__qualname__}", f"{len(optimizer.param_groups)} param groups"]
+    lines = [f"the optimizer {type(optimizer).__qualname__}", f"{len(optimizer.param_groups)} param groups"]
     for index, group in enumerate(optimizer.param_groups):
         members = ", ".join(names[id(parameter)] for parameter in group["params"])
-        facts.append(f"param groups with {members or 'nothing'} in group {index}")
+        lines.append(f"param groups with {members or 'nothing'} in group {index}")
         plain = {key: _plain(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
-        facts += [f"param groups with {key}={value} in group {index}" for key, value in plain.items()]
-    return facts
+        lines += [f"param groups with {key}={value} in group {index}" for key, value in plain.items()]
+    return lines
 
 
 # The scheduler.
 
 
-def _scheduler_facts(scheduler: Any) -> list[str]:
+def _scheduler_fingerprint(scheduler: Any) -> list[str]:
     """Return lines about the class, and the plain values of its state if it is one of torch's."""
     try:
         return _walk_scheduler("the lr_scheduler", scheduler)
@@ -164,15 +164,17 @@ def _scheduler_facts(scheduler: Any) -> list[str]:
 
 def _walk_scheduler(name: str, scheduler: Any) -> list[str]:
     title = f"{name} {type(scheduler).__qualname__}"
-    facts = [title]
+    lines = [title]
     for key, value in _scheduler_state(scheduler):
-        parts = {f"{key}[{index}]": one for index, one in enumerate(value)} if isinstance(value, list) else {key: value}
-        if parts and all(isinstance(part, LRScheduler) for part in parts.values()):
-            for part_name, part in parts.items():
-                facts += _walk_scheduler(f"{name}.{part_name}", part)
+        values = (
+            {f"{key}[{index}]": one for index, one in enumerate(value)} if isinstance(value, list) else {key: value}
+        )
+        if values and all(isinstance(inner, LRScheduler) for inner in values.values()):
+            for inner_name, inner in values.items():
+                lines += _walk_scheduler(f"{name}.{inner_name}", inner)
         else:
-            facts.append(f"{title} with {key}={_plain(value)}")
-    return facts
+            lines.append(f"{title} with {key}={_plain(value)}")
+    return lines
 
 
 def _scheduler_state(scheduler: Any) -> list[tuple[str, Any]]:

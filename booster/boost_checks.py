@@ -16,16 +16,16 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, Plugin
 
 __all__ = [
+    "check_boosted_model",
+    "check_boosted_optimizer",
     "check_can_boost",
+    "check_optimizer",
+    "check_scheduler",
+    "check_stateful_loader",
     "is_closed",
-    "note_boosted",
-    "note_closed",
-    "note_model",
-    "require_boosted_model",
-    "require_boosted_optimizer",
-    "require_optimizer",
-    "require_scheduler",
-    "require_stateful_loader",
+    "mark_boosted",
+    "mark_closed",
+    "register_model",
 ]
 
 # The user's objects that are boosted: boosting them again would average gradients twice.
@@ -43,7 +43,7 @@ def check_can_boost(
     tensors = _named_tensors(model)
     _check_shapes(tensors)
     if optimizer is not None:
-        _check_optimizer(optimizer, {id(tensor) for _, tensor in tensors})
+        _check_optimizer_argument(optimizer, {id(tensor) for _, tensor in tensors})
     if criterion is not None and not callable(criterion):
         raise ConfigError(
             f"boost() got a criterion of type {type(criterion).__name__}, which is not callable: give a loss such as"
@@ -55,22 +55,22 @@ def check_can_boost(
             " over your own batches, different ones on each rank"
         )
     if lr_scheduler is not None:
-        _check_scheduler(lr_scheduler, optimizer)
+        _check_scheduler_argument(lr_scheduler, optimizer)
 
 
-def note_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
+def mark_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Record that these are boosted: `check_can_boost` refuses them from now on."""
     _boosted.add(model)
     if optimizer is not None:
         _boosted.add(optimizer)
 
 
-def note_model(plugin: Plugin, model: ModelWrapper) -> None:
-    """Record a boosted model of the plugin, which `note_closed` closes."""
+def register_model(plugin: Plugin, model: ModelWrapper) -> None:
+    """Record a boosted model of the plugin, which `mark_closed` closes."""
     _models_of.setdefault(plugin, weakref.WeakSet()).add(model)
 
 
-def note_closed(plugin: Plugin) -> None:
+def mark_closed(plugin: Plugin) -> None:
     """Mark a plugin, and the models that it has boosted, as closed."""
     _closed.add(plugin)
     for model in _models_of.pop(plugin, ()):
@@ -121,7 +121,7 @@ def _check_shapes(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def _check_optimizer(optimizer: Any, known: Collection[int]) -> None:
+def _check_optimizer_argument(optimizer: Any, known: Collection[int]) -> None:
     if isinstance(optimizer, OptimizerWrapper) or (isinstance(optimizer, Optimizer) and optimizer in _boosted):
         raise ConfigError(
             "boost() was given an optimizer that is boosted already: boost each optimizer once, together with its model"
@@ -149,7 +149,7 @@ def _check_optimizer(optimizer: Any, known: Collection[int]) -> None:
         )
 
 
-def _check_scheduler(lr_scheduler: Any, optimizer: Any | None) -> None:
+def _check_scheduler_argument(lr_scheduler: Any, optimizer: Any | None) -> None:
     if not callable(getattr(lr_scheduler, "step", None)):
         raise ConfigError(
             f"boost() got an lr_scheduler of type {type(lr_scheduler).__name__}, which has no step(): give one such as"
@@ -168,7 +168,7 @@ def _check_scheduler(lr_scheduler: Any, optimizer: Any | None) -> None:
         )
 
 
-def require_boosted_model(model: Any, caller: str) -> ModelWrapper:
+def check_boosted_model(model: Any, caller: str) -> ModelWrapper:
     """Return the model if it is boosted, else raise ConfigError."""
     if not isinstance(model, ModelWrapper):
         raise ConfigError(
@@ -179,7 +179,7 @@ def require_boosted_model(model: Any, caller: str) -> ModelWrapper:
     return model
 
 
-def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
+def check_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
     """Return the optimizer if it is boosted, else raise ConfigError."""
     if not isinstance(optimizer, OptimizerWrapper):
         raise ConfigError(
@@ -190,14 +190,14 @@ def require_boosted_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper:
     return optimizer
 
 
-def require_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper | Optimizer:
+def check_optimizer(optimizer: Any, caller: str) -> OptimizerWrapper | Optimizer:
     """Return the optimizer if it is boosted, or a plain one that is not; else raise ConfigError."""
     if isinstance(optimizer, Optimizer) and optimizer not in _boosted:
         return optimizer  # an OptimizerWrapper is an Optimizer, too
-    return require_boosted_optimizer(optimizer, caller)
+    return check_boosted_optimizer(optimizer, caller)
 
 
-def require_stateful_loader(dataloader: Any, caller: str) -> Any:
+def check_stateful_loader(dataloader: Any, caller: str) -> Any:
     """Return the dataloader if it is stateful, else raise ConfigError."""
     if not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
         raise ConfigError(
@@ -208,7 +208,7 @@ def require_stateful_loader(dataloader: Any, caller: str) -> Any:
     return dataloader
 
 
-def require_scheduler(lr_scheduler: Any, caller: str) -> Any:
+def check_scheduler(lr_scheduler: Any, caller: str) -> Any:
     """Return the scheduler if it has a state to save, else raise ConfigError."""
     methods = ("step", "state_dict", "load_state_dict")  # a stateful dataloader has no step
     if isinstance(lr_scheduler, Optimizer) or not all(hasattr(lr_scheduler, method) for method in methods):

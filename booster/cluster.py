@@ -10,10 +10,10 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from booster.argument_checks import is_whole_number
+from booster.argument_checks import is_int
 from booster.comm import barrier, group_rank, group_size, is_initialized, raise_on_all_ranks
 from booster.errors import ConfigError
-from booster.launch import launched_local_rank, leave
+from booster.launch import destroy_world, launched_local_rank
 
 __all__ = ["DistCoordinator"]
 
@@ -100,7 +100,7 @@ class DistCoordinator:
             RankFailedError: The block failed on the first rank (or an error of that class, if it is of this library).
         """
         size = group_size(process_group)
-        if not is_whole_number(executor_rank) or not 0 <= executor_rank < size:
+        if not is_int(executor_rank) or not 0 <= executor_rank < size:
             raise ConfigError(
                 f"executor_rank={executor_rank!r} is outside of a group of {size}: choose 0 .. {size - 1}"
             )
@@ -145,7 +145,7 @@ class DistCoordinator:
         Collective: every rank of the group must call it. Does nothing without a launch.
         """
         if process_group is None:
-            leave()
+            destroy_world()
         elif is_initialized():
             dist.destroy_process_group(process_group)
 

@@ -12,30 +12,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.argument_checks import is_number, is_whole_number
-from booster.boost_agreement import agree_on_boost
+from booster.argument_checks import is_int, is_number
+from booster.boost_agreement import verify_same_across_ranks
 from booster.boost_checks import (
+    check_boosted_model,
+    check_boosted_optimizer,
     is_closed,
-    note_boosted,
-    note_closed,
-    note_model,
-    require_boosted_model,
-    require_boosted_optimizer,
+    mark_boosted,
+    mark_closed,
+    register_model,
 )
 from booster.checkpoint_io import CheckpointIO
-from booster.comm import barrier, group_rank, group_size, patience
+from booster.comm import barrier, group_rank, group_size, timeout_scope
 from booster.data.active import active_place
 from booster.errors import ConfigError
 from booster.facade_checkpoints import CheckpointMethods
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.metrics import gather_for_metrics
 from booster.mixed_precision import mixed_precision_from_name
-from booster.nonfinite import find_nonfinite
+from booster.nonfinite import detect_nonfinite
 from booster.phases import in_phase
 from booster.registry import plugin_from_name
 from booster.single_device import SingleDevicePlugin
 from booster.summary import summarize
-from booster.uneven import JoinedBatches
+from booster.uneven import JoinIterator
 
 __all__ = ["Booster"]
 
@@ -78,7 +78,7 @@ class Booster(CheckpointMethods):
         self._checkpoint_io: CheckpointIO = self.plugin.get_checkpoint_io()
 
     @in_phase("boost")
-    @patience("setup")
+    @timeout_scope("setup")
     def boost(
         self,
         model: nn.Module,
@@ -106,9 +106,11 @@ class Booster(CheckpointMethods):
             DesyncError: The ranks have different models, optimizers, other arguments, plugins or versions, or are at
                 another call. Nothing was changed.
         """
-        self._require_open()
-        agree_on_boost(self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler)
-        note_boosted(model, optimizer)
+        self._check_open()
+        verify_same_across_ranks(
+            self.plugin, self.mixed_precision, model, optimizer, criterion, dataloader, lr_scheduler
+        )
+        mark_boosted(model, optimizer)
         self.plugin.place(model, optimizer)
         if self.mixed_precision is not None:
             self.mixed_precision.prepare(model)
@@ -117,11 +119,11 @@ class Booster(CheckpointMethods):
         )
         if self.mixed_precision is not None:
             boosted, wrapped, criterion = self.mixed_precision.configure(boosted, wrapped, criterion)
-        boosted.num_ranks_of_batch = max(1, group_size() // self.plugin.dp_size)
-        note_model(self.plugin, boosted)
+        boosted.model_parallel_size = max(1, group_size() // self.plugin.dp_size)
+        register_model(self.plugin, boosted)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def close(self) -> None:
         """Release the plugin's process groups, with their threads, connections and files.
 
@@ -141,10 +143,10 @@ class Booster(CheckpointMethods):
             self.wait_for_checkpoints()
         finally:
             barrier()  # no rank waits for this one in these groups any more
-            note_closed(self.plugin)
+            mark_closed(self.plugin)
             self.plugin.close()
 
-    def _require_open(self) -> None:
+    def _check_open(self) -> None:
         if is_closed(self.plugin):
             raise ConfigError(
                 "this Booster is closed, which has released its plugin's process groups: make a new plugin and a new"
@@ -177,7 +179,7 @@ class Booster(CheckpointMethods):
             Exception: Error of reading a batch: itself on its rank, elsewhere an error of that class of this library,
                 else `RankFailedError`, with the rank and the text.
         """
-        return JoinedBatches(batches)
+        return JoinIterator(batches)
 
     def backward(
         self,
@@ -202,7 +204,7 @@ class Booster(CheckpointMethods):
         Raises:
             ConfigError: The optimizer is not boosted, or the loss is not a scalar or requires no gradient.
         """
-        require_boosted_optimizer(optimizer, "backward").backward(loss, retain_graph=retain_graph, num_items=num_items)
+        check_boosted_optimizer(optimizer, "backward").backward(loss, retain_graph=retain_graph, num_items=num_items)
 
     def no_sync(
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
@@ -217,9 +219,9 @@ class Booster(CheckpointMethods):
                 f"{type(self.plugin).__name__} reduces gradients in every backward(): leave no_sync() out"
             )
         if model is not None:
-            model = require_boosted_model(model, "no_sync")
+            model = check_boosted_model(model, "no_sync")
         if optimizer is not None:
-            optimizer = require_boosted_optimizer(optimizer, "no_sync")
+            optimizer = check_boosted_optimizer(optimizer, "no_sync")
         return self.plugin.no_sync(model, optimizer)
 
     @contextmanager
@@ -238,10 +240,10 @@ class Booster(CheckpointMethods):
         Yields:
             True for the last microbatch of a step: the one to step an LR scheduler in.
         """
-        if not is_whole_number(steps) or steps < 1:
+        if not is_int(steps) or steps < 1:
             raise ConfigError(f"accumulate(steps={steps!r}) is not a number of microbatches: give an int of 1 or more")
-        model = require_boosted_model(model, "accumulate")
-        optimizer = require_boosted_optimizer(optimizer, "accumulate")
+        model = check_boosted_model(model, "accumulate")
+        optimizer = check_boosted_optimizer(optimizer, "accumulate")
         batch = active_place()
         is_last = optimizer.num_micro_steps + 1 >= steps or (batch is not None and batch.is_last)
         with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.micro_step(is_last):
@@ -272,7 +274,7 @@ class Booster(CheckpointMethods):
                 f"clip_grad_norm_(norm_type={norm_type!r}): norm_type is not an order of a norm: give a number above 0,"
                 " such as 2.0, or float('inf') for the largest gradient"
             )
-        return require_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
+        return check_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
 
     @in_phase("pipeline")
     def execute_pipeline(
@@ -325,9 +327,9 @@ class Booster(CheckpointMethods):
                 f"execute_pipeline() was given a {type(criterion).__name__} for the criterion, which is not callable:"
                 " give a function of (outputs, batch) that returns the loss"
             )
-        model = require_boosted_model(model, "execute_pipeline")
+        model = check_boosted_model(model, "execute_pipeline")
         if optimizer is not None:
-            optimizer = require_boosted_optimizer(optimizer, "execute_pipeline")
+            optimizer = check_boosted_optimizer(optimizer, "execute_pipeline")
         return self.plugin.execute_pipeline(
             data_iter, model, criterion, optimizer, return_loss, return_outputs, num_items=num_items
         )
@@ -339,8 +341,8 @@ class Booster(CheckpointMethods):
         weight and state.
         """
         if optimizer is not None:
-            optimizer = require_boosted_optimizer(optimizer, "summary")
-        text = summarize(self.plugin, require_boosted_model(model, "summary"), optimizer)
+            optimizer = check_boosted_optimizer(optimizer, "summary")
+        text = summarize(self.plugin, check_boosted_model(model, "summary"), optimizer)
         self.print(text)
         return text
 
@@ -364,10 +366,10 @@ class Booster(CheckpointMethods):
         Raises:
             ConfigError: The action is unknown, or objects are not boosted.
         """
-        model = require_boosted_model(model, "debug_nonfinite")
+        model = check_boosted_model(model, "debug_nonfinite")
         if optimizer is not None:
-            optimizer = require_boosted_optimizer(optimizer, "debug_nonfinite")
-        return find_nonfinite(model, optimizer, action=action)
+            optimizer = check_boosted_optimizer(optimizer, "debug_nonfinite")
+        return detect_nonfinite(model, optimizer, action=action)
 
     def gather_for_metrics(self, data: Any) -> Any:
         """Return the ranks' tensors concatenated along dim 0, without the repeated samples of a loader's last batch.

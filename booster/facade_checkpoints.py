@@ -12,21 +12,21 @@ from torch.utils.data import DataLoader
 
 from booster.argument_checks import check_flag, check_path
 from booster.boost_checks import (
-    require_boosted_model,
-    require_optimizer,
-    require_scheduler,
-    require_stateful_loader,
+    check_boosted_model,
+    check_optimizer,
+    check_scheduler,
+    check_stateful_loader,
 )
 from booster.checkpoint_io import CheckpointIO
 from booster.checkpoint_io.loading.loader import check_verify
 from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingParts
 from booster.checkpoint_io.training.unboosted import as_optimizer_wrapper
-from booster.comm import agree, group_rank, patience
+from booster.comm import check_same_across_ranks, group_rank, timeout_scope
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
 from booster.phases import in_phase
-from booster.random_state import ProcessRandomState
-from booster.save_agreement import training_facts
+from booster.random_state import ProcessRNG
+from booster.save_agreement import training_fingerprint
 
 __all__ = ["CheckpointMethods"]
 
@@ -45,7 +45,7 @@ class CheckpointMethods:
     _checkpoint_io: CheckpointIO
 
     @in_phase("save")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def save(
         self,
         path: str | PathLike[str],
@@ -101,10 +101,10 @@ class CheckpointMethods:
             options.check()
             return self._parts("save", model, optimizer, lr_scheduler, dataloader)
 
-        def facts(parts: TrainingParts) -> list[str]:
-            return training_facts(_by_name(optimizer, require_optimizer, "save"), parts.lr_schedulers)
+        def fingerprint(parts: TrainingParts) -> list[str]:
+            return training_fingerprint(_by_name(optimizer, check_optimizer, "save"), parts.lr_schedulers)
 
-        parts = _on_all_ranks("save", checked, facts)
+        parts = _on_all_ranks("save", checked, fingerprint)
         precision = next((one.precision for one in parts.models.values()), self.mixed_precision)
         self._checkpoint_io.save_training_state(
             path,
@@ -120,7 +120,7 @@ class CheckpointMethods:
         )
 
     @in_phase("load")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def load(
         self,
         path: str | PathLike[str],
@@ -169,7 +169,7 @@ class CheckpointMethods:
         return self._checkpoint_io.load_training_state(path, parts, strict=strict, verify=verify, missing_ok=missing_ok)
 
     @in_phase("save")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def wait_for_checkpoints(self) -> None:
         """Wait for all background saves. Collective.
 
@@ -179,19 +179,19 @@ class CheckpointMethods:
         self._checkpoint_io.wait()
 
     def _parts(self, caller: str, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> TrainingParts:
-        optimizers = _by_name(optimizer, require_optimizer, caller)
+        optimizers = _by_name(optimizer, check_optimizer, caller)
         return TrainingParts(
-            models=_by_name(model, require_boosted_model, caller),
+            models=_by_name(model, check_boosted_model, caller),
             optimizers={
                 name: as_optimizer_wrapper(one, is_primary=group_rank() == 0) for name, one in optimizers.items()
             },
-            lr_schedulers=_by_name(lr_scheduler, require_scheduler, caller),
-            dataloaders=_by_name(dataloader, require_stateful_loader, caller),
-            random_state=ProcessRandomState(self.plugin.device),
+            lr_schedulers=_by_name(lr_scheduler, check_scheduler, caller),
+            dataloaders=_by_name(dataloader, check_stateful_loader, caller),
+            random_state=ProcessRNG(self.plugin.device),
         )
 
     @in_phase("save")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def save_model(
         self,
         model: ModelWrapper,
@@ -211,7 +211,7 @@ class CheckpointMethods:
 
         def checked() -> ModelWrapper:
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
-            return require_boosted_model(model, "save_model")
+            return check_boosted_model(model, "save_model")
 
         self._checkpoint_io.save_model(
             _on_all_ranks("save_model", checked),
@@ -224,7 +224,7 @@ class CheckpointMethods:
         )
 
     @in_phase("load")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def load_model(
         self,
         model: ModelWrapper,
@@ -239,13 +239,13 @@ class CheckpointMethods:
             check_path("checkpoint", checkpoint)
             check_flag("strict", strict)
             check_verify(verify)
-            return require_boosted_model(model, "load_model")
+            return check_boosted_model(model, "load_model")
 
         wrapped = _on_all_ranks("load_model", checked)
         self._checkpoint_io.load_model(wrapped, checkpoint, strict=strict, verify=verify)
 
     @in_phase("save")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def save_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -265,10 +265,10 @@ class CheckpointMethods:
 
         def checked() -> OptimizerWrapper | Optimizer:
             _check_save(checkpoint, gather_dtensor, shard, use_safetensors, use_async)
-            return require_optimizer(optimizer, "save_optimizer")
+            return check_optimizer(optimizer, "save_optimizer")
 
         self._checkpoint_io.save_optimizer(
-            _on_all_ranks("save_optimizer", checked, lambda one: training_facts({"": one})),
+            _on_all_ranks("save_optimizer", checked, lambda one: training_fingerprint({"": one})),
             checkpoint,
             shard=shard,
             prefix=prefix or None,
@@ -278,7 +278,7 @@ class CheckpointMethods:
         )
 
     @in_phase("load")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def load_optimizer(
         self,
         optimizer: OptimizerWrapper | Optimizer,
@@ -291,40 +291,40 @@ class CheckpointMethods:
         def checked() -> OptimizerWrapper | Optimizer:
             check_path("checkpoint", checkpoint)
             check_verify(verify)
-            return require_optimizer(optimizer, "load_optimizer")
+            return check_optimizer(optimizer, "load_optimizer")
 
         self._checkpoint_io.load_optimizer(_on_all_ranks("load_optimizer", checked), checkpoint, verify=verify)
 
     @in_phase("save")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Save the scheduler; see `CheckpointIO.save_lr_scheduler`. Collective."""
 
         def checked() -> Any:
             check_path("checkpoint", checkpoint)
-            return require_scheduler(lr_scheduler, "save_lr_scheduler")
+            return check_scheduler(lr_scheduler, "save_lr_scheduler")
 
         self._checkpoint_io.save_lr_scheduler(_on_all_ranks("save_lr_scheduler", checked), checkpoint)
 
     @in_phase("load")
-    @patience("checkpoint")
+    @timeout_scope("checkpoint")
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | PathLike[str]) -> None:
         """Load the scheduler; see `CheckpointIO.load_lr_scheduler`. Collective."""
 
         def checked() -> Any:
             check_path("checkpoint", checkpoint)
-            return require_scheduler(lr_scheduler, "load_lr_scheduler")
+            return check_scheduler(lr_scheduler, "load_lr_scheduler")
 
         self._checkpoint_io.load_lr_scheduler(_on_all_ranks("load_lr_scheduler", checked), checkpoint)
 
 
-def _on_all_ranks(caller: str, check: Callable[[], T], facts: Callable[[T], list[str]] | None = None) -> T:
+def _on_all_ranks(caller: str, check: Callable[[], T], fingerprint: Callable[[T], list[str]] | None = None) -> T:
     """Return the result of a check of this rank's arguments, once all ranks pass it and are at the same call.
 
     Args:
         caller: Name of the calling method.
         check: Check that raises for invalid arguments.
-        facts: Function of the check's result that returns lines of text that must be equal on all ranks.
+        fingerprint: Function of the check's result that returns lines of text that must be equal on all ranks.
 
     Collective. One small message, before files are opened: the other ranks would wait for one that raises.
 
@@ -334,11 +334,11 @@ def _on_all_ranks(caller: str, check: Callable[[], T], facts: Callable[[T], list
     """
     try:
         checked = check()
-        lines = [] if facts is None else facts(checked)
+        lines = [] if fingerprint is None else fingerprint(checked)
     except Exception as error:  # raised on the other ranks, too
-        agree(f"{caller}()", [], error=error)
+        check_same_across_ranks(f"{caller}()", [], error=error)
         raise
-    agree(f"{caller}()", lines)
+    check_same_across_ranks(f"{caller}()", lines)
     return checked
 
 
@@ -350,18 +350,18 @@ def _check_path(path: Any, caller: str) -> None:
         )
 
 
-def _by_name(given: Any, require: Callable[[Any, str], Any], caller: str) -> dict[str, Any]:
+def _by_name(given: Any, check: Callable[[Any, str], Any], caller: str) -> dict[str, Any]:
     """Return the checked objects by name, "" for a single one."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        return {"": require(given, caller)}
+        return {"": check(given, caller)}
     for name in given:
         if not isinstance(name, str) or not name:
             raise ConfigError(
                 f"{caller}() was given a dict with the key {name!r}: give names that are strings and not empty"
             )
-    return {name: require(one, caller) for name, one in given.items()}
+    return {name: check(one, caller) for name, one in given.items()}
 
 
 def _check_save(checkpoint: Any, gather_dtensor: bool, shard: bool, use_safetensors: bool, use_async: bool) -> None:

@@ -10,14 +10,14 @@ from torch.distributed.distributed_c10d import Store
 
 from booster.errors import RankFailedError
 
-__all__ = ["missing_ranks_named"]
+__all__ = ["report_missing_ranks"]
 
 _REPORT_SECONDS = 3.0
-_PAUSE_SECONDS = 0.02
+_RETRY_SECONDS = 0.02
 
 
 @contextmanager
-def missing_ranks_named(store: Store, rank: int, world_size: int) -> Iterator[None]:
+def report_missing_ranks(store: Store, rank: int, world_size: int) -> Iterator[None]:
     """Name the ranks that neither completed the block nor reported a failure, in errors of the block.
 
     Args:
@@ -34,7 +34,7 @@ def missing_ranks_named(store: Store, rank: int, world_size: int) -> Iterator[No
         yield
     except RuntimeError as error:
         raise RankFailedError(
-            f"rank {rank} could not connect with all ranks at the launch: {_missing(store, rank, world_size)};"
+            f"rank {rank} could not connect with all ranks at the launch: {_missing_ranks(store, rank, world_size)};"
             f" torch reports: {str(error).splitlines()[0]}"
         ) from error
     if world_size > 1:
@@ -42,7 +42,7 @@ def missing_ranks_named(store: Store, rank: int, world_size: int) -> Iterator[No
             store.set(f"joined/{rank}", "joined")
 
 
-def _missing(store: Store, rank: int, world_size: int) -> str:
+def _missing_ranks(store: Store, rank: int, world_size: int) -> str:
     try:
         store.set(f"joined/{rank}", "failed")
         waiting = _wait_for_others(store, world_size)
@@ -62,5 +62,5 @@ def _wait_for_others(store: Store, world_size: int) -> list[int]:
     waiting = list(range(world_size))
     while waiting and time.monotonic() < deadline:
         waiting = [rank for rank in waiting if not store.check([f"joined/{rank}"])]
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_RETRY_SECONDS)
     return waiting

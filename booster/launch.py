@@ -17,21 +17,21 @@ import torch.distributed as dist
 
 from booster.comm import group_size
 from booster.comm.groups import register_world
-from booster.comm.signs import ENDED, end_signs, start_signs
+from booster.comm.signs import ENDED, start_heartbeat, stop_heartbeat
 from booster.config import Config
 from booster.device import current_device, default_backend, device_type, set_device
 from booster.errors import ConfigError
-from booster.farewell import say_farewell
-from booster.joining import missing_ranks_named
-from booster.launch_environment import Place, has_torch_rank, has_torch_variables, read_torch
+from booster.farewell import shutdown_barrier
+from booster.joining import report_missing_ranks
+from booster.launch_environment import RankEnvironment, has_torch_rank, has_torch_variables, read_torch
 from booster.launch_openmpi import num_openmpi_processes, read_openmpi
 from booster.launch_settings import LaunchSettings
 from booster.launch_slurm import num_slurm_tasks, read_slurm
 from booster.logger import get_dist_logger
 from booster.network_interface import choose_gloo_interface, local_address
 from booster.random_state import set_default_seed, set_seed
-from booster.rendezvous import Card, meet, open_store
-from booster.time_limits import set_time_limits, time_limits
+from booster.rendezvous import RankInfo, open_store, rendezvous
+from booster.time_limits import set_timeouts, timeouts
 
 __all__ = [
     "get_config",
@@ -119,7 +119,7 @@ def launch(
         _adopt(settings, loaded)
     else:
         _start(settings, loaded)
-    start_signs()
+    start_heartbeat()
     set_seed(seed)
     set_default_seed(seed)
     if verbose:
@@ -148,10 +148,10 @@ def launch_from_torch(
             in `launch`.
     """
     if has_torch_rank():
-        place = read_torch()
+        environment = read_torch()
     elif dist.is_initialized() and _world is not None:  # launched in another way: this call is the second
         known = _world.settings
-        place = Place(
+        environment = RankEnvironment(
             rank=known.rank,
             world_size=known.world_size,
             local_rank=known.local_rank,
@@ -159,11 +159,11 @@ def launch_from_torch(
             port=known.port,
         )
     elif dist.is_initialized():
-        place = Place(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
+        environment = RankEnvironment(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
     else:
-        place = _place_without_torch()
-    limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
-    _launch_at(place, backend, seed, verbose, config, limits)
+        environment = _environment_without_torch()
+    timeouts = _timeout_arguments(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
+    _launch_with(environment, backend, seed, verbose, config, timeouts)
 
 
 def launch_from_slurm(
@@ -193,8 +193,8 @@ def launch_from_slurm(
         ConfigError: Variables are missing or not numbers, `srun` did not start this process, host or port are unknown,
             or as in `launch`.
     """
-    limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
-    _launch_at(read_slurm(host, port), backend, seed, verbose, config, limits)
+    timeouts = _timeout_arguments(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
+    _launch_with(read_slurm(host, port), backend, seed, verbose, config, timeouts)
 
 
 def launch_from_openmpi(
@@ -224,8 +224,8 @@ def launch_from_openmpi(
     Raises:
         ConfigError: Variables are missing or not numbers, host or port are unknown, or as in `launch`.
     """
-    limits = _limits(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
-    _launch_at(read_openmpi(host, port), backend, seed, verbose, config, limits)
+    timeouts = _timeout_arguments(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
+    _launch_with(read_openmpi(host, port), backend, seed, verbose, config, timeouts)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -261,20 +261,20 @@ def launched_local_rank() -> int | None:
     return _world.local_rank if _world is not None and dist.is_initialized() else None
 
 
-def leave() -> None:
+def destroy_world() -> None:
     """Destroy all process groups and reset the launch; another one may follow. Does nothing without a launch.
 
     Collective: every rank should call it, when no collective is in flight.
     """
     global _world
     _world = None
-    set_time_limits(None)
-    end_signs(ENDED)
+    set_timeouts(None)
+    stop_heartbeat(ENDED)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _place_without_torch() -> Place:
+def _environment_without_torch() -> RankEnvironment:
     for launcher, count, function in (
         ("srun", num_slurm_tasks(), "launch_from_slurm"),
         ("mpirun", num_openmpi_processes(), "launch_from_openmpi"),
@@ -289,27 +289,32 @@ def _place_without_torch() -> Place:
     get_dist_logger().info(
         "no launcher's variables in the environment: a world of one; for more start with `booster run`"
     )
-    return Place(rank=0, world_size=1, local_rank=0)
+    return RankEnvironment(rank=0, world_size=1, local_rank=0)
 
 
-def _limits(training: float, setup: float, checkpoint: float) -> dict[str, float]:
+def _timeout_arguments(training: float, setup: float, checkpoint: float) -> dict[str, float]:
     return {"timeout_seconds": training, "setup_timeout_seconds": setup, "checkpoint_timeout_seconds": checkpoint}
 
 
-def _launch_at(
-    place: Place, backend: str | None, seed: int, verbose: bool, config: ConfigSource, limits: Mapping[str, float]
+def _launch_with(
+    environment: RankEnvironment,
+    backend: str | None,
+    seed: int,
+    verbose: bool,
+    config: ConfigSource,
+    timeouts: Mapping[str, float],
 ) -> None:
     launch(
-        place.rank,
-        place.world_size,
-        place.host,
-        place.port,
+        environment.rank,
+        environment.world_size,
+        environment.host,
+        environment.port,
         backend,
-        place.local_rank,
+        environment.local_rank,
         seed,
         verbose,
         config,
-        **limits,
+        **timeouts,
     )
 
 
@@ -317,7 +322,7 @@ def _already_launched(settings: LaunchSettings, config: Config | None) -> bool:
     global _world
     if _world is not None and not dist.is_initialized():
         _world = None  # the user destroyed the group
-        set_time_limits(None)
+        set_timeouts(None)
     if _world is None:
         return False
     names = [field.name for field in fields(LaunchSettings)]
@@ -347,9 +352,9 @@ def _adopt(settings: LaunchSettings, config: Config | None) -> None:
             "init_process_group, or launch with the same settings"
         )
     local_rank = settings.local_rank if settings.local_rank is not None else _local_rank_guess(settings.rank)
-    set_time_limits(settings.time_limits())
+    set_timeouts(settings.timeouts())
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=False)
-    _leave_at_the_end()
+    _register_shutdown()
 
 
 def _local_rank_guess(rank: int) -> int:
@@ -360,9 +365,9 @@ def _local_rank_guess(rank: int) -> int:
 def _start(settings: LaunchSettings, config: Config | None) -> None:
     global _world
     rank, world_size, seconds = settings.rank, settings.world_size, settings.setup_timeout_seconds
-    settings.check_meeting_place()
+    settings.check_store_address()
     store = open_store(settings.host, settings.port, rank, world_size, seconds)
-    card = Card(
+    info = RankInfo(
         host=socket.gethostname(),
         address=local_address(settings.host, settings.port) if world_size > 1 else "",
         world_size=world_size,
@@ -372,11 +377,11 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
         setup_timeout_seconds=settings.setup_timeout_seconds,
         checkpoint_timeout_seconds=settings.checkpoint_timeout_seconds,
     )
-    meeting = meet(store, rank, card, seconds)
-    choose_gloo_interface(meeting.hosts, meeting.addresses, rank)
-    local_rank = meeting.local_rank if settings.local_rank is None else settings.local_rank
+    rendezvous_info = rendezvous(store, rank, info, seconds)
+    choose_gloo_interface(rendezvous_info.hosts, rendezvous_info.addresses, rank)
+    local_rank = rendezvous_info.local_rank if settings.local_rank is None else settings.local_rank
     device = set_device(local_rank)
-    with missing_ranks_named(store, rank, world_size):
+    with report_missing_ranks(store, rank, world_size):
         dist.init_process_group(
             settings.backend,
             store=store,
@@ -386,29 +391,29 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
             # Bound to its device, nccl needs no guess at the first barrier and can split groups.
             device_id=device if "nccl" in settings.backend else None,
         )
-    set_time_limits(settings.time_limits())
+    set_timeouts(settings.timeouts())
     register_world()
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=True)
-    _leave_at_the_end()
+    _register_shutdown()
 
 
-def _leave_at_the_end() -> None:
+def _register_shutdown() -> None:
     global _registered_at_exit
     if not _registered_at_exit:
-        atexit.register(_leave_at_exit)
+        atexit.register(_shutdown_at_exit)
         _registered_at_exit = True
 
 
-def _leave_at_exit() -> None:
+def _shutdown_at_exit() -> None:
     if _world is None or _world.process_id != os.getpid() or not dist.is_initialized():
         return  # a forked child is not a rank
     error = getattr(sys, "last_value", None)  # the uncaught exception
     if group_size() > 1:
-        say_farewell(error, time_limits().training)
+        shutdown_barrier(error, timeouts().training)
     # After an uncaught error other ranks may never join the collectives that are queued here, and destroying a group
     # waits for those until their timeout.
     if _world.is_ours and error is None:
-        leave()
+        destroy_world()
 
 
 def _known_backend() -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from booster.errors import ConfigError
 
 __all__ = [
-    "Place",
+    "RankEnvironment",
     "choose_host",
     "choose_port",
     "first_set",
@@ -20,11 +20,11 @@ __all__ = [
     "read_torch",
 ]
 
-_TORCH_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_TORCH_NUMBERS = (*_TORCH_PLACE, "MASTER_PORT")
+_TORCH_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_TORCH_NUMBERS = (*_TORCH_RANK, "MASTER_PORT")
 _TORCH = (*_TORCH_NUMBERS, "MASTER_ADDR")
 
-# Note [Meeting place]
+# Note [Store address]
 # srun and mpirun set the rank of a process, but no store address. It is, in this order: the argument; MASTER_ADDR and
 # MASTER_PORT, which job scripts often export; derived from the launcher's other variables. The address is that of rank
 # 0's host; rank 0 raises at once if it is not. The port is derived from the job's name, so that all ranks compute the
@@ -33,7 +33,7 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000  # below the ephemeral ports: 32768 and u
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankEnvironment:
     """Rank of this process and store address; `local_rank` is None if unknown, host and port may be empty."""
 
     rank: int
@@ -45,7 +45,7 @@ class Place:
 
 def has_torch_rank() -> bool:
     """Return whether any rank variable of `booster run` and torchrun is set."""
-    return first_set(_TORCH_PLACE) is not None
+    return first_set(_TORCH_RANK) is not None
 
 
 def has_torch_variables() -> bool:
@@ -53,7 +53,7 @@ def has_torch_variables() -> bool:
     return first_set(_TORCH) is not None
 
 
-def read_torch() -> Place:
+def read_torch() -> RankEnvironment:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
@@ -62,7 +62,7 @@ def read_torch() -> Place:
     _require("booster run", _TORCH)
     rank, world_size, local_rank, port = read_numbers("booster run", _TORCH_NUMBERS)
     host = os.environ["MASTER_ADDR"]
-    return Place(rank=rank, world_size=world_size, local_rank=local_rank, host=host, port=port)
+    return RankEnvironment(rank=rank, world_size=world_size, local_rank=local_rank, host=host, port=port)
 
 
 def read_numbers(launcher: str, names: Sequence[str]) -> list[int]:
@@ -87,7 +87,7 @@ def first_set(names: Sequence[str]) -> str | None:
 
 
 def choose_host(host: str | None, find: Callable[[], str]) -> str:
-    """Return the host of the store: as given, else MASTER_ADDR, else `find()`; see Note [Meeting place]."""
+    """Return the host of the store: as given, else MASTER_ADDR, else `find()`; see Note [Store address]."""
     if host is not None:
         return host
     return os.environ.get("MASTER_ADDR") or find()

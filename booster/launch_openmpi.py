@@ -6,14 +6,14 @@ import os
 import re
 
 from booster.errors import ConfigError
-from booster.launch_environment import Place, choose_host, choose_port, read_numbers
+from booster.launch_environment import RankEnvironment, choose_host, choose_port, read_numbers
 from booster.network_interface import nearest_address
 
 __all__ = ["num_openmpi_processes", "read_openmpi"]
 
 _SIZE = "OMPI_COMM_WORLD_SIZE"
-_PLACE = ("OMPI_COMM_WORLD_RANK", _SIZE, "OMPI_COMM_WORLD_LOCAL_RANK")
-_JOB_NAMES = ("PMIX_NAMESPACE",)
+_RANK = ("OMPI_COMM_WORLD_RANK", _SIZE, "OMPI_COMM_WORLD_LOCAL_RANK")
+_OPENMPI_JOB_NAMES = ("PMIX_NAMESPACE",)
 # Addresses of mpirun and of the daemon on this host, which is mpirun itself on its own host.
 # OpenMPI 4 sets them, OpenMPI 5 does not.
 _MPIRUN = "OMPI_MCA_orte_hnp_uri"
@@ -22,29 +22,29 @@ _DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 
 def num_openmpi_processes() -> int:
     """Return the number of processes that `mpirun` started, or 1 if it did not start this one."""
-    text = os.environ.get(_SIZE, "") if os.environ.get(_PLACE[0]) else ""
+    text = os.environ.get(_SIZE, "") if os.environ.get(_RANK[0]) else ""
     return int(text) if text.isdecimal() else 1
 
 
-def read_openmpi(host: str | None = None, port: int | None = None) -> Place:
+def read_openmpi(host: str | None = None, port: int | None = None) -> RankEnvironment:
     """Read OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and the variables for the job's name and mpirun's host.
 
     Raises:
         ConfigError: Variables are missing or not numbers, or the store address is unknown.
     """
-    rank, world_size, local_rank = read_numbers("mpirun", _PLACE)
+    rank, world_size, local_rank = read_numbers("mpirun", _RANK)
     if world_size == 1:
-        return Place(rank=rank, world_size=1, local_rank=local_rank)
-    return Place(
+        return RankEnvironment(rank=rank, world_size=1, local_rank=local_rank)
+    return RankEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        host=choose_host(host, lambda: _host_of_rank_0(rank, world_size)),
-        port=choose_port(port, "mpirun", _JOB_NAMES),
+        host=choose_host(host, lambda: _openmpi_store_host(rank, world_size)),
+        port=choose_port(port, "mpirun", _OPENMPI_JOB_NAMES),
     )
 
 
-def _host_of_rank_0(rank: int, world_size: int) -> str:
+def _openmpi_store_host(rank: int, world_size: int) -> str:
     if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world_size):
         return "localhost"
     mpirun = os.environ.get(_MPIRUN, "")

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from booster.argument_checks import is_whole_number
+from booster.argument_checks import is_int
 from booster.errors import ConfigError
 from booster.random_state import check_seed
-from booster.time_limits import TimeLimits, check_seconds
+from booster.time_limits import Timeouts, check_seconds
 
 __all__ = ["LaunchSettings", "available_backends", "check_backend"]
 
@@ -32,7 +32,7 @@ class LaunchSettings:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        self._check_kinds()
+        self._check_types()
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"rank={self.rank} with world_size={self.world_size} is outside of the world: "
@@ -47,25 +47,25 @@ class LaunchSettings:
             check_seconds(name, getattr(self, name))
         check_backend(self.backend)
 
-    def _check_kinds(self) -> None:
+    def _check_types(self) -> None:
         numbers: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size}
-        if is_whole_number(self.world_size) and self.world_size > 1:
+        if is_int(self.world_size) and self.world_size > 1:
             numbers["port"] = self.port
         if self.local_rank is not None:
             numbers["local_rank"] = self.local_rank
         for name, value in numbers.items():
-            if not is_whole_number(value):
+            if not is_int(value):
                 raise ConfigError(
                     f"{name} must be an int, got {value!r} ({type(value).__name__}): write {name}=int(os.environ[...])"
                     " where it comes from the environment"
                 )
 
-    def time_limits(self) -> TimeLimits:
-        return TimeLimits(
+    def timeouts(self) -> Timeouts:
+        return Timeouts(
             training=self.timeout_seconds, setup=self.setup_timeout_seconds, checkpoint=self.checkpoint_timeout_seconds
         )
 
-    def check_meeting_place(self) -> None:
+    def check_store_address(self) -> None:
         """Raise `ConfigError` unless host and port are a valid store address, if there are several ranks."""
         if self.world_size > 1 and not (self.host and 0 < self.port < 2**16):
             raise ConfigError(

@@ -6,7 +6,7 @@ import os
 import re
 
 from booster.errors import ConfigError
-from booster.launch_environment import Place, choose_host, choose_port, first_set, read_numbers
+from booster.launch_environment import RankEnvironment, choose_host, choose_port, first_set, read_numbers
 
 __all__ = ["first_host", "num_slurm_tasks", "read_slurm"]
 
@@ -16,7 +16,7 @@ _STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 _NUM_TASKS = (_STEP_TASKS, "SLURM_NTASKS", "SLURM_NPROCS")
 # The step's nodes first, too: `srun --nodes 1 --nodelist b` in a job on a and b has its rank 0 on b.
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+_SLURM_JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def num_slurm_tasks() -> int:
@@ -25,7 +25,7 @@ def num_slurm_tasks() -> int:
     return int(text) if text.isdecimal() else 1
 
 
-def read_slurm(host: str | None = None, port: int | None = None) -> Place:
+def read_slurm(host: str | None = None, port: int | None = None) -> RankEnvironment:
     """Read SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the variables for the names of job and nodes.
 
     Raises:
@@ -35,18 +35,18 @@ def read_slurm(host: str | None = None, port: int | None = None) -> Place:
     tasks = first_set(_NUM_TASKS) or _STEP_TASKS
     rank, world_size, local_rank = read_numbers("srun", ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
     if world_size == 1:
-        return Place(rank=rank, world_size=1, local_rank=local_rank)
+        return RankEnvironment(rank=rank, world_size=1, local_rank=local_rank)
     if tasks != _STEP_TASKS and os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURM_STEP_ID"):
         raise ConfigError(
             f"{tasks}={world_size}, but srun did not start this process (it sets SLURM_STEP_ID and {_STEP_TASKS}), so "
             "the other ranks would never start: write `srun python train.py` in the job script"
         )
-    return Place(
+    return RankEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        host=choose_host(host, lambda: _host_of_rank_0(rank)),
-        port=choose_port(port, "srun", _JOB_NAMES),
+        host=choose_host(host, lambda: _slurm_store_host(rank)),
+        port=choose_port(port, "srun", _SLURM_JOB_NAMES),
     )
 
 
@@ -56,7 +56,7 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else "")
 
 
-def _host_of_rank_0(rank: int) -> str:
+def _slurm_store_host(rank: int) -> str:
     name = first_set(_NODE_LISTS)
     node_list = os.environ[name] if name is not None else ""
     host = first_host(node_list)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, global_rank_of, group_rank, share_facts
+from booster.comm import all_gather_equal, all_gather_text, global_rank_of, group_rank
 from booster.data.active import active_place
 from booster.errors import ConfigError, DesyncError
 from booster.tensor_tree import map_tensors
@@ -25,7 +25,7 @@ __all__ = ["gather_for_metrics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
+class _TensorRows:
     """Shape of one rank's rows of one tensor."""
 
     dtype: str
@@ -38,7 +38,7 @@ class _Block:
         """Whether it is an empty 1-D tensor, which torch.cat accepts beside any shape."""
         return self.num_rows == 0 and not self.row_shape
 
-    def fits(self, other: _Block) -> bool:
+    def fits(self, other: _TensorRows) -> bool:
         """Whether the rows of the two can be concatenated."""
         return self.fits_any or other.fits_any or (self.dtype, self.row_shape) == (other.dtype, other.row_shape)
 
@@ -47,20 +47,22 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Brought:
+class _RankRows:
     """Shapes of one rank's tensors, and the numbers of samples and repeats of its batch."""
 
-    blocks: tuple[_Block, ...]
+    blocks: tuple[_TensorRows, ...]
     num_samples: int
     num_repeated: int
 
-    def as_fact(self) -> str:
+    def to_text(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_fact(cls, fact: str) -> _Brought:
-        fields = json.loads(fact)
-        blocks = tuple(_Block(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("blocks"))
+    def from_text(cls, text: str) -> _RankRows:
+        fields = json.loads(text)
+        blocks = tuple(
+            _TensorRows(**(block | {"row_shape": tuple(block["row_shape"])})) for block in fields.pop("blocks")
+        )
         return cls(blocks=blocks, **fields)
 
     def has_row_per_sample(self, index: int) -> bool:
@@ -81,16 +83,16 @@ def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any
     """
     tensors: list[torch.Tensor] = []
     map_tensors(tensors.append, data)
-    error = _obstacle(tensors, data)
-    own = None if error is not None else _brought(tensors)
-    facts = share_facts("gather_for_metrics()", [] if own is None else [own.as_fact()], group, error)
-    everyone = [_Brought.from_fact(fact) for (fact,) in facts]
-    _require_fitting(everyone, group)
-    joined = iter([_joined(tensor, index, everyone, group) for index, tensor in enumerate(tensors)])
+    error = _unsupported(tensors, data)
+    own = None if error is not None else _local_rows(tensors)
+    texts = all_gather_text("gather_for_metrics()", [] if own is None else [own.to_text()], group, error)
+    ranks = [_RankRows.from_text(fact) for (fact,) in texts]
+    _check_matching(ranks, group)
+    joined = iter([_concatenated(tensor, index, ranks, group) for index, tensor in enumerate(tensors)])
     return map_tensors(lambda _: next(joined), data)
 
 
-def _obstacle(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | None:
+def _unsupported(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | None:
     """Return the error of data that cannot be gathered, or None."""
     if not tensors:
         return ConfigError(
@@ -106,23 +108,23 @@ def _obstacle(tensors: Sequence[torch.Tensor], data: Any) -> ConfigError | None:
     return None
 
 
-def _brought(tensors: Sequence[torch.Tensor]) -> _Brought:
+def _local_rows(tensors: Sequence[torch.Tensor]) -> _RankRows:
     place = active_place()
-    return _Brought(
+    return _RankRows(
         blocks=tuple(_block(tensor) for tensor in tensors),
         num_samples=0 if place is None else place.num_samples,
         num_repeated=0 if place is None else place.num_repeated_here,
     )
 
 
-def _block(tensor: torch.Tensor) -> _Block:
+def _block(tensor: torch.Tensor) -> _TensorRows:
     num_rows, *row_shape = tensor.shape or (1,)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return _Block(dtype=dtype, row_shape=tuple(row_shape), num_rows=num_rows, is_scalar=tensor.dim() == 0)
+    return _TensorRows(dtype=dtype, row_shape=tuple(row_shape), num_rows=num_rows, is_scalar=tensor.dim() == 0)
 
 
-def _require_fitting(everyone: Sequence[_Brought], group: dist.ProcessGroup | None) -> None:
-    counts = [len(one.blocks) for one in everyone]
+def _check_matching(ranks: Sequence[_RankRows], group: dist.ProcessGroup | None) -> None:
+    counts = [len(one.blocks) for one in ranks]
     if len(set(counts)) > 1:
         raise DesyncError(
             "gather_for_metrics() got different numbers of tensors: "
@@ -130,7 +132,7 @@ def _require_fitting(everyone: Sequence[_Brought], group: dist.ProcessGroup | No
             + ". Pass the same structure on every rank, with torch.empty(0) where one has no rows"
         )
     for index in range(counts[0]):
-        blocks = [one.blocks[index] for one in everyone]
+        blocks = [one.blocks[index] for one in ranks]
         reference = _reference(blocks)
         if not all(block.fits(reference) for block in blocks):
             raise DesyncError(
@@ -140,7 +142,7 @@ def _require_fitting(everyone: Sequence[_Brought], group: dist.ProcessGroup | No
             )
 
 
-def _reference(blocks: Sequence[_Block]) -> _Block:
+def _reference(blocks: Sequence[_TensorRows]) -> _TensorRows:
     """Return a block with dtype and row shape of the concatenated tensor."""
     return next((block for block in blocks if not block.fits_any), blocks[0])
 
@@ -155,13 +157,13 @@ def _by_ranks(texts: Sequence[str], group: dist.ProcessGroup | None) -> str:
     )
 
 
-def _joined(
-    tensor: torch.Tensor, index: int, everyone: Sequence[_Brought], group: dist.ProcessGroup | None
+def _concatenated(
+    tensor: torch.Tensor, index: int, ranks: Sequence[_RankRows], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Return the rows of all ranks, without repeats."""
-    blocks = [one.blocks[index] for one in everyone]
-    is_per_sample = all(one.has_row_per_sample(index) for one in everyone)
-    counts = [one.blocks[index].num_rows - is_per_sample * one.num_repeated for one in everyone]
+    blocks = [one.blocks[index] for one in ranks]
+    is_per_sample = all(one.has_row_per_sample(index) for one in ranks)
+    counts = [one.blocks[index].num_rows - is_per_sample * one.num_repeated for one in ranks]
     own = tensor.detach().reshape(tensor.shape or (1,))[: counts[group_rank(group)]]
     if len(counts) == 1:
         return own
@@ -174,6 +176,6 @@ def _joined(
     padded[: own.nbytes].copy_(own.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
     gathered = all_gather_equal(padded, group)
     if len(set(counts)) > 1:
-        pieces = gathered.view(len(counts), -1)
-        gathered = torch.cat([piece[: count * row_bytes] for piece, count in zip(pieces, counts, strict=True)])
+        rows = gathered.view(len(counts), -1)
+        gathered = torch.cat([row[: count * row_bytes] for row, count in zip(rows, counts, strict=True)])
     return gathered.view(dtype).view(shape)

@@ -59,9 +59,9 @@ def choose_gloo_interface(hosts: Sequence[str], addresses: Sequence[str], rank: 
     if os.environ.get(VARIABLE) or len(set(hosts)) == 1 or _own_name_is_reachable():
         return
     others = [address for host, address in zip(hosts, addresses, strict=True) if host != hosts[rank]]
-    ways = [local_address(address, 1) for address in others if address and not _is_loopback(address)]
+    routes = [local_address(address, 1) for address in others if address and not _is_loopback(address)]
     interfaces = {address: name for name, address in _own_addresses() if not _is_loopback(address)}
-    for address in [*ways, addresses[rank]]:
+    for address in [*routes, addresses[rank]]:
         if address in interfaces:
             os.environ[VARIABLE] = interfaces[address]
             return

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from booster.comm import all_reduce_numbers, gather_distinct
+from booster.comm import all_gather_bytes, all_reduce_numbers
 from booster.errors import ConfigError, NonfiniteError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.interface.gradient_norm import any_nonfinite
 from booster.logger import get_dist_logger
-from booster.phases import PhaseObserver, current_place, watch_phases
+from booster.phases import StepCallback, current_progress, observe_phases
 from booster.tensor_tree import map_tensors
 
-__all__ = ["find_nonfinite"]
+__all__ = ["detect_nonfinite"]
 
-# Note [Looking for inf and nan]
+# Note [Nonfinite detection]
 # In forward, each rank records the modules that computed nonfinite outputs from finite inputs, in order of completion;
 # modules around a recorded one are skipped. In backward, it records the modules' outputs and parameters whose local
 # gradients were nonfinite, before they are summed over ranks: afterwards all ranks have the same inf or nan, whose
@@ -36,7 +36,7 @@ _MAX_NAMES = 5
 
 
 @contextmanager
-def find_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, action: str) -> Iterator[None]:
+def detect_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, action: str) -> Iterator[None]:
     """Check a model in a block; see `Booster.debug_nonfinite`.
 
     Args:
@@ -52,14 +52,14 @@ def find_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, a
             f"debug_nonfinite(action={action!r}): the action is unknown: write action='raise' for an error or"
             " action='log' for a line of the log"
         )
-    watch = _Watch(model, optimizer, raises=action == "raise")
-    with watch.hooked(), watch_phases(watch):
+    detector = _NonfiniteDetector(model, optimizer, raises=action == "raise")
+    with detector.installed(), observe_phases(detector):
         yield
 
 
 @dataclass(slots=True)
-class _Notes:
-    """Records of a rank; see Note [Looking for inf and nan].
+class _Records:
+    """Records of a rank; see Note [Nonfinite detection].
 
     Attributes:
         modules: Names of modules with nonfinite outputs, and whether their inputs were finite.
@@ -72,31 +72,31 @@ class _Notes:
     gradients_at: str | None = None
 
 
-class _Watch(PhaseObserver):
+class _NonfiniteDetector(StepCallback):
     def __init__(self, model: ModelWrapper, optimizer: OptimizerWrapper | None, *, raises: bool) -> None:
         self._model = model
         self._optimizer = optimizer
         self._raises = raises
-        self._notes = _Notes()
+        self._records = _Records()
         self._handles: list[RemovableHandle] = []
         # Tensors with a hook by id, kept alive so that no other tensor gets their id.
-        self._watched: dict[int, torch.Tensor] = {}
+        self._hooked: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         try:
             for name, parameter in self._model.named_parameters():
-                self._watch_parameter(self._model.logical_name(name), parameter)
+                self._hook_parameter(self._model.logical_name(name), parameter)
             for name, module in self._model.named_modules():
-                self._watch_module(name, module)
+                self._hook_module(name, module)
             yield
         finally:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            self._watched.clear()
+            self._hooked.clear()
 
-    def _watch_module(self, name: str, module: nn.Module) -> None:
+    def _hook_module(self, name: str, module: nn.Module) -> None:
         prefix = f"{name}." if name else ""
 
         def before(module: nn.Module, *_: Any) -> None:
@@ -105,93 +105,93 @@ class _Watch(PhaseObserver):
             # A plugin may bind other tensors while a module runs.
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._watch_parameter(self._model.logical_name(prefix + key), parameter)
+                    self._hook_parameter(self._model.logical_name(prefix + key), parameter)
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not torch.compiler.is_compiling() and (module.training or torch.is_grad_enabled()):
-                self._note_output(name, (args, kwargs), output)
+                self._record_output(name, (args, kwargs), output)
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
-    def _note_output(self, name: str, inputs: Any, output: Any) -> None:
+    def _record_output(self, name: str, inputs: Any, output: Any) -> None:
         for tensor in _tensors(output):
             # Tensor subclasses that wrap other ranks' values have no local gradient to check.
             if tensor.requires_grad and type(tensor) is torch.Tensor:
-                tensor.register_hook(lambda gradient: self._note_gradient_at(name, gradient))
-        noted = self._notes.modules
-        if len(noted) >= _MAX_NAMES or not _has_nonfinite(output):
+                tensor.register_hook(lambda gradient: self._record_gradient_at(name, gradient))
+        recorded = self._records.modules
+        if len(recorded) >= _MAX_NAMES or not _has_nonfinite(output):
             return
-        if any(inner == name or inner.startswith(f"{name}." if name else "") for inner, _ in noted):
+        if any(inner == name or inner.startswith(f"{name}." if name else "") for inner, _ in recorded):
             return
         had_finite_inputs = not _has_nonfinite(inputs)
-        if had_finite_inputs or not noted:
-            noted.append((name, had_finite_inputs))
+        if had_finite_inputs or not recorded:
+            recorded.append((name, had_finite_inputs))
 
-    def _note_gradient_at(self, name: str, gradient: torch.Tensor) -> None:
-        if self._notes.gradients_at is None and _has_nonfinite(gradient):
-            self._notes.gradients_at = name
+    def _record_gradient_at(self, name: str, gradient: torch.Tensor) -> None:
+        if self._records.gradients_at is None and _has_nonfinite(gradient):
+            self._records.gradients_at = name
 
-    def _watch_parameter(self, name: str, parameter: torch.Tensor) -> None:
-        if not parameter.requires_grad or id(parameter) in self._watched:
+    def _hook_parameter(self, name: str, parameter: torch.Tensor) -> None:
+        if not parameter.requires_grad or id(parameter) in self._hooked:
             return
-        self._watched[id(parameter)] = parameter
+        self._hooked[id(parameter)] = parameter
 
         def note(gradient: torch.Tensor) -> None:
-            if name not in self._notes.gradients_of and _has_nonfinite(gradient):
-                self._notes.gradients_of.append(name)
+            if name not in self._records.gradients_of and _has_nonfinite(gradient):
+                self._records.gradients_of.append(name)
 
         handle: RemovableHandle = parameter.register_hook(note)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
-    def loss_given(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
+    def on_loss(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
         self._check_loss(optimizer, loss)
 
-    def loss_is_elsewhere(self, optimizer: Any) -> None:
+    def on_remote_loss(self, optimizer: Any) -> None:
         self._check_loss(optimizer, None)
 
     def _check_loss(self, optimizer: Any, loss: torch.Tensor | None) -> None:
         if self._optimizer is not None and optimizer is not self._optimizer:
             return
         value = 0.0 if loss is None else float(loss.detach())
-        modules, self._notes.modules = self._notes.modules, []
-        if not _is_so_anywhere(not math.isfinite(value)):
+        modules, self._records.modules = self._records.modules, []
+        if not _any_rank(not math.isfinite(value)):
             return
-        self._notes = _Notes()  # a pipeline's backward has finished when the loss is known
+        self._records = _Records()  # a pipeline's backward has finished when the loss is known
         report = _LossReport(
             loss=None if math.isfinite(value) else str(value), modules=modules, parameters=self._nonfinite_parameters()
         )
-        text = _say_loss([_LossReport(**one) for one in _from_all_ranks(asdict(report))])
-        self._tell(optimizer, text, skips_by_itself=optimizer.loss_scaler is not None)
+        text = _format_loss([_LossReport(**one) for one in _all_gather_reports(asdict(report))])
+        self._report(optimizer, text, skips_step=optimizer.loss_scaler is not None)
 
     def _nonfinite_parameters(self) -> list[str]:
         parameters = {self._model.logical_name(name) for name, _ in self._model.named_parameters()}
         found = [part.name for part in self._model.tensor_slices() if _has_nonfinite(part.tensor)]
         return list(dict.fromkeys(name for name in found if name in parameters))
 
-    def gradients_known(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+    def on_gradients(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         if self._optimizer is not None and optimizer is not self._optimizer:
             return
-        notes, self._notes = self._notes, _Notes()
+        notes, self._records = self._records, _Records()
         has_scale = optimizer.loss_scaler is not None
         held = [name for name, gradient in named() if any_nonfinite([gradient])]
-        found = optimizer.window.found_nonfinite if has_scale else _is_so_anywhere(len(held) > 0)
+        found = optimizer.window.found_nonfinite if has_scale else _any_rank(len(held) > 0)
         if not found:
             return
         report = _GradientReport(held=held, gradients_of=notes.gradients_of, gradients_at=notes.gradients_at)
-        text = _say_gradients([_GradientReport(**one) for one in _from_all_ranks(asdict(report))])
+        text = _format_gradients([_GradientReport(**one) for one in _all_gather_reports(asdict(report))])
         if not has_scale:
-            self._tell(optimizer, f"{text}. {_ABOUT_GRADIENTS}")
+            self._report(optimizer, f"{text}. {_ABOUT_GRADIENTS}")
             return
         scale = optimizer.loss_scaler.scale
         get_dist_logger("booster").warning(f"{text}. The step with loss scale {scale:g} is skipped", ranks=[0])
 
-    def _tell(self, optimizer: OptimizerWrapper, text: str, *, skips_by_itself: bool = False) -> None:
+    def _report(self, optimizer: OptimizerWrapper, text: str, *, skips_step: bool = False) -> None:
         if self._raises:
             # Ends the accumulation, so that zero_grad() clears the gradients.
             optimizer.restore_window(replace(optimizer.window, has_stepped=True), 0)
             raise NonfiniteError(f"{text}. {_RAISED}")
-        get_dist_logger("booster").warning(text if skips_by_itself else f"{text}. {_LOGGED}", ranks=[0])
+        get_dist_logger("booster").warning(text if skips_step else f"{text}. {_LOGGED}", ranks=[0])
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -226,12 +226,12 @@ def _is_nonfinite(tensor: torch.Tensor) -> bool:
     return not bool(torch.isfinite(tensor).all())
 
 
-def _is_so_anywhere(fact: bool) -> bool:
-    return all_reduce_numbers([float(fact)])[0] > 0
+def _any_rank(flag: bool) -> bool:
+    return all_reduce_numbers([float(flag)])[0] > 0
 
 
-def _from_all_ranks(report: Any) -> list[Any]:
-    payloads, owners = gather_distinct(json.dumps(report).encode())
+def _all_gather_reports(report: Any) -> list[Any]:
+    payloads, owners = all_gather_bytes(json.dumps(report).encode())
     return [json.loads(payloads[owner]) for owner in owners]
 
 
@@ -263,37 +263,39 @@ class _GradientReport:
     gradients_at: str | None
 
 
-def _say_loss(reports: Sequence[_LossReport]) -> str:
+def _format_loss(reports: Sequence[_LossReport]) -> str:
     losses = [f"{one.loss} on rank {rank}" for rank, one in enumerate(reports) if one.loss is not None]
-    lines = [f"the loss is not finite after {current_place().num_steps} steps: {', '.join(losses)} of {len(reports)}"]
+    lines = [
+        f"the loss is not finite after {current_progress().num_steps} steps: {', '.join(losses)} of {len(reports)}"
+    ]
     notes = {rank: one.modules for rank, one in enumerate(reports) if one.modules}
     for rank, modules in notes.items():
-        named, *others = [_say_module(*one) for one in modules]
+        named, *others = [_format_module(*one) for one in modules]
         lines.append(f"on rank {rank} the first module with an output that is not finite was {named}")
         if others:
             lines.append(f"after it {', '.join(others)}")
     if not notes:
         lines.append("the outputs of all modules were finite, so the criterion computed it")
     names = list(dict.fromkeys(name for one in reports for name in one.parameters))
-    lines.append(f"parameters that are not finite: {_listed(names)}")
+    lines.append(f"parameters that are not finite: {_format_names(names)}")
     return f"{'; '.join(lines)}. {_ABOUT_PARAMETERS if names else _ABOUT_LOSSES}"
 
 
-def _say_module(name: str, had_finite_inputs: bool) -> str:
+def _format_module(name: str, had_finite_inputs: bool) -> str:
     inputs = "inputs were finite" if had_finite_inputs else "inputs were not finite either"
     return f"{name!r} (its {inputs})" if name else f"the model itself (its {inputs})"
 
 
-def _say_gradients(reports: Sequence[_GradientReport]) -> str:
+def _format_gradients(reports: Sequence[_GradientReport]) -> str:
     held = list(dict.fromkeys(name for one in reports for name in one.held))
-    lines = [f"gradients are not finite after {current_place().num_steps} steps: those of {_listed(held)}"]
+    lines = [f"gradients are not finite after {current_progress().num_steps} steps: those of {_format_names(held)}"]
     produced = {rank: one for rank, one in enumerate(reports) if one.gradients_of or one.gradients_at is not None}
     for rank, one in produced.items():
-        begun = ""
+        first = ""
         if one.gradients_at is not None:
             output = f"the output of {one.gradients_at!r}" if one.gradients_at else "the model's output"
-            begun = f", first at {output}"
-        lines.append(f"rank {rank} computed nonfinite gradients of {_listed(one.gradients_of)}{begun}")
+            first = f", first at {output}"
+        lines.append(f"rank {rank} computed nonfinite gradients of {_format_names(one.gradients_of)}{first}")
     if not produced:
         lines.append(
             "the gradients of each rank were finite: their sum over the ranks was too large, or a hook has changed them"
@@ -301,7 +303,7 @@ def _say_gradients(reports: Sequence[_GradientReport]) -> str:
     return "; ".join(lines)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"{shown}{more}" if names else "none"

@@ -17,19 +17,19 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 
 __all__ = [
-    "PARTS_OF_SAVE",
     "PHASES",
+    "SAVE_PHASES",
+    "CollectiveInfo",
     "Communication",
-    "CurrentPlace",
-    "OperationPlace",
     "Phase",
-    "PhaseObserver",
+    "Progress",
+    "StepCallback",
     "call_on_entry",
-    "current_place",
+    "current_progress",
     "end_step",
     "in_phase",
+    "observe_phases",
     "observers",
-    "watch_phases",
 ]
 
 # Note [Phases]
@@ -44,15 +44,15 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PARTS_OF_SAVE = ("save plan", "save write", "commit")
+SAVE_PHASES = ("save plan", "save write", "commit")
 
 # All phases but "communication", whose operations have their own names.
-_OF_TRAINING = ("boost", "data", "forward", "evaluate", "backward", "clip", "step", "pipeline")
-PHASES = (*_OF_TRAINING, "save", *PARTS_OF_SAVE, "load")
+_TRAINING_PHASES = ("boost", "data", "forward", "evaluate", "backward", "clip", "step", "pipeline")
+PHASES = (*_TRAINING_PHASES, "save", *SAVE_PHASES, "load")
 
 
 class Communication(Protocol):
-    """Attributes of an operation that a phase records; see `booster.comm.operation.Operation`."""
+    """Attributes of an operation that a phase records; see `booster.comm.operation.CollectiveOp`."""
 
     @property
     def name(self) -> str: ...
@@ -67,29 +67,29 @@ class Communication(Protocol):
     def peer(self) -> int | None: ...
 
 
-class PhaseObserver:
+class StepCallback:
     """Callbacks of a thread's training loop. The defaults do nothing."""
 
-    def spent(self, name: str | None, seconds: float) -> None:
+    def on_time(self, name: str | None, seconds: float) -> None:
         """Time was spent in a phase as the innermost one, or outside of all phases (`name` is None)."""
 
-    def forward_called(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def on_forward(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """A boosted model starts a training forward."""
 
-    def loss_given(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
+    def on_loss(self, optimizer: Any, loss: Any, num_items: float | None) -> None:
         """An optimizer starts the backward of a loss: a mean, or a sum over `num_items`."""
 
-    def loss_is_elsewhere(self, optimizer: Any) -> None:
+    def on_remote_loss(self, optimizer: Any) -> None:
         """An optimizer finished the backward of a loss that another pipeline stage holds."""
 
-    def gradients_known(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+    def on_gradients(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, Any]]]) -> None:
         """An optimizer has the gradients of its next step; `named` yields this rank's, by the user's names."""
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         """An optimizer has stepped, or skipped its step."""
 
 
-class _PastOperation:
+class _FinishedCollective:
     """Finished operation. Holds no reference to its group, which owns memory and connections."""
 
     __slots__ = ("_group", "name", "number", "peer")
@@ -98,42 +98,42 @@ class _PastOperation:
         self.name, self.number, self.peer = operation.name, operation.number, operation.peer
         self._group = None if operation.group is None else weakref.ref(operation.group)
 
-    def place(self) -> OperationPlace | None:
+    def info(self) -> CollectiveInfo | None:
         """Return its description, or None if its group is gone."""
         group = None if self._group is None else self._group()
-        return None if group is None and self._group is not None else _place_of(self, group)
+        return None if group is None and self._group is not None else _info_of(self, group)
 
 
-class _Track:
+class _ThreadState:
     """Phases, steps and observers of one thread."""
 
-    __slots__ = ("__weakref__", "accounted", "last_operation", "num_steps", "observers", "phase")
+    __slots__ = ("__weakref__", "attributed_until", "last_operation", "num_steps", "observers", "phase")
 
     def __init__(self) -> None:
         self.phase: Phase | None = None
-        self.last_operation: _PastOperation | None = None
+        self.last_operation: _FinishedCollective | None = None
         self.num_steps = 0
-        self.observers: tuple[PhaseObserver, ...] = ()
-        self.accounted = 0.0
+        self.observers: tuple[StepCallback, ...] = ()
+        self.attributed_until = 0.0
 
-    def account(self, now: float) -> None:
+    def attribute_time(self, now: float) -> None:
         """Attribute the time since the last call to the innermost phase."""
         name = None if self.phase is None else self.phase.name
-        seconds, self.accounted = now - self.accounted, now
+        seconds, self.attributed_until = now - self.attributed_until, now
         for observer in self.observers:
-            observer.spent(name, seconds)
+            observer.on_time(name, seconds)
 
 
-class _OfThisThread(threading.local):
+class _CurrentThread(threading.local):
     def __init__(self) -> None:
-        self.track = _Track()
+        self.state = _ThreadState()
         with _lock:
-            _tracks[threading.get_ident()] = self.track
+            _threads[threading.get_ident()] = self.state
 
 
 _lock = threading.Lock()
-_tracks: WeakValueDictionary[int, _Track] = WeakValueDictionary()  # freed with the thread
-_here = _OfThisThread()
+_threads: WeakValueDictionary[int, _ThreadState] = WeakValueDictionary()  # freed with the thread
+_current = _CurrentThread()
 
 
 class Phase:
@@ -144,40 +144,40 @@ class Phase:
         operation: Operation of a "communication" phase.
     """
 
-    __slots__ = ("_track", "name", "operation", "outer", "since")
+    __slots__ = ("_thread", "name", "operation", "outer", "since")
 
     def __init__(self, name: str, operation: Communication | None = None) -> None:
         self.name = name
         self.operation = operation
 
     def __enter__(self) -> Phase:
-        self._track = track = _here.track
+        self._thread = state = _current.state
         self.since = now = time.perf_counter()
-        if track.observers:
-            track.account(now)
-        self.outer = track.phase
-        track.phase = self
+        if state.observers:
+            state.attribute_time(now)
+        self.outer = state.phase
+        state.phase = self
         if _on_entry is not None:
-            self._tell_entry(_on_entry)
+            self._call_on_entry(_on_entry)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        track = self._track
-        if track.observers:
-            track.account(time.perf_counter())
-        track.phase = self.outer
+        state = self._thread
+        if state.observers:
+            state.attribute_time(time.perf_counter())
+        state.phase = self.outer
         if self.operation is not None:
-            track.last_operation = _PastOperation(self.operation)
+            state.last_operation = _FinishedCollective(self.operation)
 
-    def _tell_entry(self, callback: Callable[[str], None]) -> None:
+    def _call_on_entry(self, callback: Callable[[str], None]) -> None:
         if self.outer is not None and self.outer.name == self.name:  # one method of a phase calls another
             return
         try:
             callback(self.name)
         except BaseException:  # __exit__ is not called for a context whose __enter__ raised
-            self._track.phase = self.outer
+            self._thread.phase = self.outer
             raise
 
 
@@ -209,42 +209,42 @@ def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def end_step(optimizer: Any, num_steps: int) -> None:
     """Record that an optimizer finished step `num_steps` (from 1), and notify the observers."""
-    track = _here.track
-    track.num_steps = num_steps
-    if track.observers:
-        track.account(time.perf_counter())
-        for observer in track.observers:
-            observer.step_ended(optimizer)
+    state = _current.state
+    state.num_steps = num_steps
+    if state.observers:
+        state.attribute_time(time.perf_counter())
+        for observer in state.observers:
+            observer.on_step_end(optimizer)
 
 
-def observers() -> tuple[PhaseObserver, ...]:
+def observers() -> tuple[StepCallback, ...]:
     """Return the observers of this thread."""
-    return _here.track.observers
+    return _current.state.observers
 
 
 @contextmanager
-def watch_phases(observer: PhaseObserver) -> Iterator[None]:
+def observe_phases(observer: StepCallback) -> Iterator[None]:
     """Notify the observer of this thread's phases in the block. Blocks may be nested. No communication."""
-    track = _here.track
-    _account_if_watched(track)
-    track.observers = (*track.observers, observer)
+    state = _current.state
+    _attribute_if_observed(state)
+    state.observers = (*state.observers, observer)
     try:
         yield
     finally:
-        _account_if_watched(track)
-        track.observers = tuple(other for other in track.observers if other is not observer)
+        _attribute_if_observed(state)
+        state.observers = tuple(other for other in state.observers if other is not observer)
 
 
-def _account_if_watched(track: _Track) -> None:
+def _attribute_if_observed(state: _ThreadState) -> None:
     """Attribute the time so far to the current observers, before one is added or removed."""
-    if track.observers:
-        track.account(time.perf_counter())
+    if state.observers:
+        state.attribute_time(time.perf_counter())
     else:
-        track.accounted = time.perf_counter()
+        state.attributed_until = time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperationPlace:
+class CollectiveInfo:
     """Description of a collective or message.
 
     Attributes:
@@ -267,7 +267,7 @@ class OperationPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurrentPlace:
+class Progress:
     """Progress of a thread.
 
     Attributes:
@@ -281,13 +281,13 @@ class CurrentPlace:
     num_steps: int = 0
     phases: tuple[str, ...] = ()
     seconds: float = 0.0
-    operation: OperationPlace | None = None
-    last_operation: OperationPlace | None = None
+    operation: CollectiveInfo | None = None
+    last_operation: CollectiveInfo | None = None
 
     def __str__(self) -> str:
-        return f"after {self.num_steps} steps, {self.where()}"
+        return f"after {self.num_steps} steps, {self.describe()}"
 
-    def where(self) -> str:
+    def describe(self) -> str:
         """Return the progress as text, without the step."""
         text = "outside of all phases"
         if self.phases:
@@ -297,29 +297,29 @@ class CurrentPlace:
         return text if self.last_operation is None else f"{text}, its last communication {self.last_operation}"
 
 
-def current_place(thread_id: int | None = None) -> CurrentPlace:
+def current_progress(thread_id: int | None = None) -> Progress:
     """Return the progress of a thread of this process, by default the calling one. No communication."""
     with _lock:
-        track = _tracks.get(threading.get_ident() if thread_id is None else thread_id)
-    if track is None:
-        return CurrentPlace()
+        state = _threads.get(threading.get_ident() if thread_id is None else thread_id)
+    if state is None:
+        return Progress()
     entered: list[Phase] = []
-    innermost = phase = track.phase
+    innermost = phase = state.phase
     while phase is not None:
         entered.append(phase)
         phase = phase.outer
     operation = next((one.operation for one in entered if one.operation is not None), None)
-    return CurrentPlace(
-        num_steps=track.num_steps,
+    return Progress(
+        num_steps=state.num_steps,
         phases=tuple(name for name, _ in groupby(one.name for one in reversed(entered))),
         seconds=0.0 if innermost is None else time.perf_counter() - innermost.since,
-        operation=None if operation is None else _place_of(operation, operation.group),
-        last_operation=None if track.last_operation is None else track.last_operation.place(),
+        operation=None if operation is None else _info_of(operation, operation.group),
+        last_operation=None if state.last_operation is None else state.last_operation.info(),
     )
 
 
-def _place_of(operation: Communication | _PastOperation, group: dist.ProcessGroup | None) -> OperationPlace:
-    return OperationPlace(name=operation.name, number=operation.number, ranks=_ranks_of(group), peer=operation.peer)
+def _info_of(operation: Communication | _FinishedCollective, group: dist.ProcessGroup | None) -> CollectiveInfo:
+    return CollectiveInfo(name=operation.name, number=operation.number, ranks=_ranks_of(group), peer=operation.peer)
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:

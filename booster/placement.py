@@ -11,7 +11,7 @@ from booster.comm import broadcast, raise_on_all_ranks
 from booster.errors import ConfigError
 from booster.lazy_init import materialize
 
-__all__ = ["make_replicas_equal", "move_to_device", "require_values"]
+__all__ = ["check_materialized", "move_to_device", "sync_module_states"]
 
 
 def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
@@ -30,7 +30,7 @@ def move_to_device(model: nn.Module, optimizer: Optimizer | None, device: torch.
     raise_on_all_ranks(error)
 
 
-def require_values(model: nn.Module) -> None:
+def check_materialized(model: nn.Module) -> None:
     """Raise `ConfigError` if a parameter is on the meta device and was not made in a `LazyInitContext`."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -41,14 +41,14 @@ def require_values(model: nn.Module) -> None:
 
 
 def _move(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
-    require_values(model)
+    check_materialized(model)
     materialize(model, device)
     model.to(device)
     if optimizer is not None and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
 
 
-def make_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def sync_module_states(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Broadcast weights and buffers from the group's first rank.
 
     Collective: the ranks' models have the same names, shapes and dtypes.

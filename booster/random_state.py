@@ -14,18 +14,18 @@ from booster.device import current_device, device_type, num_devices
 from booster.errors import CheckpointError, ConfigError
 
 __all__ = [
-    "ProcessRandomState",
-    "capture_random_state",
-    "check_random_state",
+    "ProcessRNG",
+    "check_rng_state",
     "check_seed",
     "default_seed",
-    "derive_random_state",
-    "restore_random_state",
+    "fork_rng_state",
+    "get_rng_state",
     "set_default_seed",
+    "set_rng_state",
     "set_seed",
 ]
 
-# Note [Random state]
+# Note [RNG state]
 # A state is a few tensors, all exact. "torch_cpu" has torch's format. "python" holds the version and the 625 numbers of
 # `random`, "numpy" the 624 numbers and the position of numpy's global generator; "python_gauss" and "numpy_gauss" hold
 # the second half of a pair of normal numbers, or are empty. "<type>", such as "cuda", is this rank's device, whatever
@@ -76,8 +76,8 @@ def default_seed() -> int:
     return _default_seed
 
 
-def capture_random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of all global generators of this process as CPU tensors; see Note [Random state].
+def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the states of all global generators of this process as CPU tensors; see Note [RNG state].
 
     Args:
         device: Device of this rank.
@@ -91,8 +91,8 @@ def capture_random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return state
 
 
-def check_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Raise if `restore_random_state` would fail.
+def check_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Raise if `set_rng_state` would fail.
 
     Args:
         state: Tensors by name.
@@ -117,11 +117,11 @@ def check_random_state(state: Mapping[str, torch.Tensor], device: torch.device) 
         ) from None
 
 
-def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Restore all global generators of this process from a result of `capture_random_state`.
+def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Restore all global generators of this process from a result of `get_rng_state`.
 
     An accelerator without a stored state, as in a run that moves from the CPU to it, is seeded by a hash of the state.
-    Call `check_random_state` first.
+    Call `check_rng_state` first.
 
     Args:
         state: Tensors by name.
@@ -137,7 +137,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         torch.get_device_module(accelerator.type).set_rng_state(stored, accelerator)
 
 
-def derive_random_state(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+def fork_rng_state(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """Return the state of a rank without a stored one, derived from another rank's state and its rank.
 
     Args:
@@ -185,7 +185,7 @@ def _python_tensors(state: tuple[Any, ...]) -> dict[str, torch.Tensor]:
 
 def _python_state(state: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...], float | None]:
     version, *words = state[_PYTHON].tolist()
-    return version, tuple(words), _waiting(state[_PYTHON_GAUSS])
+    return version, tuple(words), _cached_normal(state[_PYTHON_GAUSS])
 
 
 def _numpy_tensors(source: Any) -> dict[str, torch.Tensor]:
@@ -206,17 +206,17 @@ def _numpy_state(state: Mapping[str, torch.Tensor]) -> tuple[str, np.ndarray[Any
     *words, position = state[_NUMPY].tolist()
     if not 0 <= position <= len(words):  # numpy would read beyond its memory
         raise ValueError(f"numpy's generator has position {position} of {len(words)} numbers")
-    gauss = _waiting(state[_NUMPY_GAUSS])
+    gauss = _cached_normal(state[_NUMPY_GAUSS])
     return _NUMPY_KIND, np.array(words, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0
 
 
-def _waiting(tensor: torch.Tensor) -> float | None:
+def _cached_normal(tensor: torch.Tensor) -> float | None:
     if tensor.dim() != 1 or len(tensor) > 1:
         raise ValueError(f"a cached normal number has shape {tuple(tensor.shape)} in place of at most one element")
     return float(tensor[0]) if len(tensor) else None
 
 
-class ProcessRandomState:
+class ProcessRNG:
     """RNG state of this process, as the interface of checkpoints.
 
     Args:
@@ -227,17 +227,17 @@ class ProcessRandomState:
         self._device = device
 
     def capture(self) -> dict[str, torch.Tensor]:
-        """Return the state; see `capture_random_state`."""
-        return capture_random_state(self._device)
+        """Return the state; see `get_rng_state`."""
+        return get_rng_state(self._device)
 
     def derive(self, state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        """Return the state of a rank without a stored one; see `derive_random_state`."""
-        return derive_random_state(state, rank)
+        """Return the state of a rank without a stored one; see `fork_rng_state`."""
+        return fork_rng_state(state, rank)
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise CheckpointError if the state cannot be restored; see `check_random_state`."""
-        check_random_state(state, self._device)
+        """Raise CheckpointError if the state cannot be restored; see `check_rng_state`."""
+        check_rng_state(state, self._device)
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore the generators; see `restore_random_state`."""
-        restore_random_state(state, self._device)
+        """Restore the generators; see `set_rng_state`."""
+        set_rng_state(state, self._device)

@@ -73,13 +73,13 @@ def _near(name: str) -> str | None:
     """Return the known name closest to an unknown one, by the whole name or a word of it."""
     known = plugin_names()
     count_of_word = Counter(word for one in known for word in one.split("_"))
-    meant = {word: one for one in known for word in one.split("_") if count_of_word[word] == 1}
-    meant |= {word: one for word, one in _OTHER_NAMES.items() if one in known} | {one: one for one in known}
+    candidates = {word: one for one in known for word in one.split("_") if count_of_word[word] == 1}
+    candidates |= {word: one for word, one in _OTHER_NAMES.items() if one in known} | {one: one for one in known}
     given = name.lower()
-    near = [word for word in re.split(r"[\W_]+", given) if word in meant] or difflib.get_close_matches(
-        given, meant, n=1
+    near = [word for word in re.split(r"[\W_]+", given) if word in candidates] or difflib.get_close_matches(
+        given, candidates, n=1
     )
-    return meant[near[0]] if near else None
+    return candidates[near[0]] if near else None
 
 
 def _built_in() -> dict[str, tuple[str, str]]:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from booster.errors import BoosterError, ConfigError, RankFailedError
 
-__all__ = ["Card", "Meeting", "meet", "open_store"]
+__all__ = ["RankInfo", "RendezvousInfo", "open_store", "rendezvous"]
 
 # torch's elastic launcher keeps its store over a restart of the ranks, with the addresses of the dead ones in it, and
 # init_method="env://" reads those. Separate keys per attempt, and per launch within a process (a script may destroy its
@@ -28,7 +28,7 @@ _GRACE_SECONDS = 5  # the others wait longer than rank 0, so that its verdict, w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class RankInfo:
     """Settings of a rank at the rendezvous. All but host and address must be equal on every rank.
 
     Attributes:
@@ -52,11 +52,11 @@ class Card:
     address: str = ""
 
 
-_ALIKE = tuple(field.name for field in fields(Card) if field.name not in ("host", "address"))
+_EQUAL_FIELDS = tuple(field.name for field in fields(RankInfo) if field.name not in ("host", "address"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class RendezvousInfo:
     """Result of a rendezvous.
 
     Attributes:
@@ -92,11 +92,11 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout_seconds
             _wait_for_server(host, port, timeout_seconds)
         store = TCPStore(host, port, world_size, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except (dist.DistError, OSError) as error:
-        raise _unreachable(host, port, rank, serves, timeout_seconds, error) from error
+        raise _connection_error(host, port, rank, serves, timeout_seconds, error) from error
     return PrefixStore(prefix, store)
 
 
-def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> Meeting:
+def rendezvous(store: Store, rank: int, info: RankInfo, timeout_seconds: float) -> RendezvousInfo:
     """Wait for every rank, compare their settings, and return the hosts and addresses of all.
 
     Collective: every rank must call it.
@@ -105,23 +105,23 @@ def meet(store: Store, rank: int, card: Card, timeout_seconds: float) -> Meeting
         ConfigError: The ranks were launched with different settings; on every rank.
         RankFailedError: A rank is too late: the message names it.
     """
-    store.set(f"card/{rank}", json.dumps(asdict(card)))
+    store.set(f"card/{rank}", json.dumps(asdict(info)))
     if rank == 0:
-        store.set("verdict", json.dumps(_judge(store, card, timeout_seconds)))
+        store.set("verdict", json.dumps(_compare(store, info, timeout_seconds)))
     try:
         store.wait(["verdict"], timedelta(seconds=timeout_seconds + _GRACE_SECONDS))
-        verdict = json.loads(store.get("verdict"))
+        outcome = json.loads(store.get("verdict"))
     except dist.DistError as error:
         raise RankFailedError(
-            f"rank {rank} waited {timeout_seconds:g} s at the launch for rank 0 to see all {card.world_size} ranks, "
+            f"rank {rank} waited {timeout_seconds:g} s at the launch for rank 0 to see all {info.world_size} ranks, "
             "and it never did: look at rank 0's output, or allow more time with setup_timeout_seconds=..."
         ) from error
-    if verdict["missing"]:
-        raise _missing(verdict["missing"], card.world_size, timeout_seconds)
-    if verdict["difference"]:
-        raise ConfigError(verdict["difference"])
-    hosts: list[str] = verdict["hosts"]
-    return Meeting(local_rank=hosts[:rank].count(hosts[rank]), hosts=hosts, addresses=verdict["addresses"])
+    if outcome["missing"]:
+        raise _missing(outcome["missing"], info.world_size, timeout_seconds)
+    if outcome["difference"]:
+        raise ConfigError(outcome["difference"])
+    hosts: list[str] = outcome["hosts"]
+    return RendezvousInfo(local_rank=hosts[:rank].count(hosts[rank]), hosts=hosts, addresses=outcome["addresses"])
 
 
 def _wait_for_server(host: str, port: int, timeout_seconds: float) -> None:
@@ -141,25 +141,25 @@ def _wait_for_server(host: str, port: int, timeout_seconds: float) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _judge(store: Store, mine: Card, timeout_seconds: float) -> dict[str, object]:
-    keys = [f"card/{rank}" for rank in range(mine.world_size)]
+def _compare(store: Store, local: RankInfo, timeout_seconds: float) -> dict[str, object]:
+    keys = [f"card/{rank}" for rank in range(local.world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
     except dist.DistStoreError:  # the timeout: collect the late ranks for the errors of the others
         return {"missing": [rank for rank, key in enumerate(keys) if not store.check([key])]}
-    cards = [Card(**json.loads(store.get(key))) for key in keys]
+    infos = [RankInfo(**json.loads(store.get(key))) for key in keys]
     return {
         "missing": [],
-        "difference": _first_difference(cards),
-        "hosts": [card.host for card in cards],
-        "addresses": [card.address for card in cards],
+        "difference": _first_difference(infos),
+        "hosts": [info.host for info in infos],
+        "addresses": [info.address for info in infos],
     }
 
 
-def _first_difference(cards: list[Card]) -> str | None:
-    for rank, card in enumerate(cards):
-        for name in _ALIKE:
-            first, other = getattr(cards[0], name), getattr(card, name)
+def _first_difference(infos: list[RankInfo]) -> str | None:
+    for rank, info in enumerate(infos):
+        for name in _EQUAL_FIELDS:
+            first, other = getattr(infos[0], name), getattr(info, name)
             if other != first:
                 return (
                     f"rank 0 was launched with {name}={first!r} and rank {rank} with {name}={other!r}, "
@@ -175,7 +175,7 @@ def _missing(ranks: list[int], world_size: int, timeout_seconds: float) -> RankF
     )
 
 
-def _unreachable(
+def _connection_error(
     host: str, port: int, rank: int, serves: bool, timeout_seconds: float, error: Exception
 ) -> BoosterError:
     if serves and "failed to listen" not in str(error):

@@ -9,7 +9,7 @@ import torch
 
 from booster.interface import OptimizerWrapper
 
-__all__ = ["training_facts"]
+__all__ = ["training_fingerprint"]
 
 # Some mistakes on one rank raise no error at once: another learning rate, or a step that one rank leaves out while no
 # rank communicates in it. The training then differs from that of one process. A save compares values that prove it, in
@@ -17,29 +17,29 @@ __all__ = ["training_facts"]
 # loss has another state on each rank, which may change nothing.
 
 
-def training_facts(optimizers: Mapping[str, Any], lr_schedulers: Mapping[str, Any] | None = None) -> list[str]:
+def training_fingerprint(optimizers: Mapping[str, Any], lr_schedulers: Mapping[str, Any] | None = None) -> list[str]:
     """Return lines of text that must be equal on all ranks.
 
     Args:
         optimizers: Optimizers by name. Those that are not boosted may differ between ranks and are skipped.
         lr_schedulers: Schedulers by name.
     """
-    facts: list[str] = []
+    lines: list[str] = []
     for name, optimizer in optimizers.items():
         if isinstance(optimizer, OptimizerWrapper):
-            facts += [f"{_called('optimizer', name)} with {fact}" for fact in _optimizer_facts(optimizer)]
+            lines += [f"{_called('optimizer', name)} with {fact}" for fact in _saved_optimizer_fingerprint(optimizer)]
     for name, scheduler in (lr_schedulers or {}).items():
         steps = getattr(scheduler, "last_epoch", None)
         if isinstance(steps, int):
-            facts.append(f"{_called('scheduler', name)} after {steps} steps")
-    return facts
+            lines.append(f"{_called('scheduler', name)} after {steps} steps")
+    return lines
 
 
 def _called(kind: str, name: str) -> str:
     return f"the {kind} {name!r}" if name else f"the {kind}"
 
 
-def _optimizer_facts(optimizer: OptimizerWrapper) -> list[str]:
+def _saved_optimizer_fingerprint(optimizer: OptimizerWrapper) -> list[str]:
     rates = [f"lr={_number(group.get('lr'))} in group {index}" for index, group in enumerate(optimizer.param_groups)]
     return [f"{optimizer.num_steps} steps since boost()", f"{optimizer.num_skipped_steps} skipped steps", *rates]
 

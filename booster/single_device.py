@@ -17,7 +17,7 @@ from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.estimate.replicas import replica_memory
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
+from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_names
 from booster.placement import move_to_device
 
@@ -87,8 +87,8 @@ class SingleDevicePlugin(Plugin):
             dataloader = shard_dataloader(dataloader, dp_rank=0, dp_size=1)  # the sample order of several ranks
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
-    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
-        return replica_memory(question)
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
+        return replica_memory(request)
 
     def control_checkpoint_io(self) -> bool:
         return False

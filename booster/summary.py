@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from booster.interface import ModelWrapper, OptimizerWrapper, Plugin, layout_of
-from booster.interface.parameter_layout import is_cut
+from booster.interface import ModelWrapper, OptimizerWrapper, Plugin, shard_spec_of
+from booster.interface.parameter_layout import is_sharded
 
 __all__ = ["summarize"]
 
@@ -29,9 +29,9 @@ def summarize(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper |
 def _count(model: ModelWrapper) -> str:
     """Return the number of parameters of the user's model, and of this rank where it is smaller."""
     parameters = list(model.parameters())
-    whole = _num_logical(model.logical_parameters())
+    total = _num_logical(model.logical_parameters())
     here = sum(parameter.numel() for parameter in parameters)
-    return f"{whole:,} parameters" + (f", {here:,} on this rank" if any(map(is_cut, parameters)) else "")
+    return f"{total:,} parameters" + (f", {here:,} on this rank" if any(map(is_sharded, parameters)) else "")
 
 
 def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterable[tuple[str, ...]]:
@@ -43,19 +43,19 @@ def _rows(plugin: Plugin, model: ModelWrapper, optimizer: OptimizerWrapper) -> I
         yield (
             str(index),
             f"{_num_logical(working):,}",
-            _formats(parameter.dtype for parameter in working),
-            _formats([compute] if compute is not None else [parameter.dtype for parameter in working]),
-            _formats(plugin.reduction_dtype(parameter.dtype) for parameter in working),
-            _formats(master.dtype for master in optimizer.group_masters(index)) or "none",
-            _formats(value.dtype for value in states if isinstance(value, torch.Tensor)) or "none yet",
+            _dtypes(parameter.dtype for parameter in working),
+            _dtypes([compute] if compute is not None else [parameter.dtype for parameter in working]),
+            _dtypes(plugin.reduction_dtype(parameter.dtype) for parameter in working),
+            _dtypes(master.dtype for master in optimizer.group_masters(index)) or "none",
+            _dtypes(value.dtype for value in states if isinstance(value, torch.Tensor)) or "none yet",
         )
 
 
 def _num_logical(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(math.prod(layout_of(parameter).logical_shape) for parameter in parameters)
+    return sum(math.prod(shard_spec_of(parameter).logical_shape) for parameter in parameters)
 
 
-def _formats(dtypes: Iterable[torch.dtype]) -> str:
+def _dtypes(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from booster.errors import ConfigError
 
-__all__ = ["DEFAULT_LIMITS", "TimeLimits", "check_seconds", "set_time_limits", "time_limits"]
+__all__ = ["DEFAULT_TIMEOUTS", "Timeouts", "check_seconds", "set_timeouts", "timeouts"]
 
-_LEAST_SECONDS, _MOST_SECONDS = 0.001, 1e9  # torch counts milliseconds, and 0 disables its timeout
+_MIN_SECONDS, _MAX_SECONDS = 0.001, 1e9  # torch counts milliseconds, and 0 disables its timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLimits:
+class Timeouts:
     """Timeouts of waits for other ranks, in seconds.
 
     Attributes:
@@ -41,23 +41,23 @@ def check_seconds(name: str, seconds: Any) -> None:
         raise ConfigError(f"{name}={seconds!r} is not a number of seconds: give one above 0, such as 600")
     if not seconds > 0:
         raise ConfigError(f"{name}={seconds!r} leaves no time to wait for others: give a number of seconds above 0")
-    if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+    if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
         raise ConfigError(
             f"{name}={seconds!r} is not a possible timeout: a lost rank would block the others without end, or messages"
-            f" would be too late. Give seconds from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}"
+            f" would be too late. Give seconds from {_MIN_SECONDS:g} to {_MAX_SECONDS:g}"
         )
 
 
-DEFAULT_LIMITS = TimeLimits()
-_limits = DEFAULT_LIMITS
+DEFAULT_TIMEOUTS = Timeouts()
+_timeouts = DEFAULT_TIMEOUTS
 
 
-def time_limits() -> TimeLimits:
+def timeouts() -> Timeouts:
     """Return the timeouts given to the launch, or the defaults."""
-    return _limits
+    return _timeouts
 
 
-def set_time_limits(limits: TimeLimits | None) -> None:
+def set_timeouts(timeouts: Timeouts | None) -> None:
     """Set the timeouts of new groups and waits; None restores the defaults."""
-    global _limits
-    _limits = DEFAULT_LIMITS if limits is None else limits
+    global _timeouts
+    _timeouts = DEFAULT_TIMEOUTS if timeouts is None else timeouts

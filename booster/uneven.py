@@ -16,9 +16,9 @@ from booster.errors import ConfigError, RankFailedError
 from booster.logger import get_dist_logger
 from booster.phases import in_phase
 
-__all__ = ["JoinedBatches"]
+__all__ = ["JoinIterator"]
 
-# Note [Common end]
+# Note [Uneven inputs]
 # Before each batch the ranks sum three numbers: how many ranks have no batch left, how many have their last one, and
 # how many have failed. If any rank has none, all end here. If it is the last one of any rank, it is the last of all,
 # and is marked as such, so that `accumulate` ends its step there. So a rank must know whether another batch follows:
@@ -31,7 +31,7 @@ _UNKNOWN_PLACE = BatchPlace(num_samples=0, num_repeated=0, num_repeated_here=0, 
 _MAX_LISTED = 10  # ranks in a message
 
 
-class JoinedBatches(Iterator[T_co]):
+class JoinIterator(Iterator[T_co]):
     """Iterator over one epoch of each rank's batches; see `Booster.join_uneven`. Collective."""
 
     loader = None  # as in `booster.data.active.Iteration`: it has no loader
@@ -40,33 +40,33 @@ class JoinedBatches(Iterator[T_co]):
         self._batches: Iterable[T_co] = batches
         self._reader: _Reader[T_co] | None = None
         self._num_batches = 0
-        self._is_over = False
+        self._has_ended = False
         self.place = _UNKNOWN_PLACE
 
     @in_phase("data")
     def __next__(self) -> T_co:
-        if self._is_over:
+        if self._has_ended:
             self.close()
             raise StopIteration
-        read = self._read_together()
+        read = self._read_synchronized()
         if read is None:
             self.close()
             raise StopIteration
         self._num_batches += 1
         if read.place is not None:
-            self.place = replace(read.place, is_last=self._is_over)
+            self.place = replace(read.place, is_last=self._has_ended)
             enter_iteration(self)
         return read.batch
 
     def close(self) -> None:
         """End the epoch on this rank and close its source. No communication."""
-        self._is_over = True
+        self._has_ended = True
         reader, self._reader, self._batches = self._reader, None, ()
         leave_iteration(self)
         if reader is not None:
             reader.close()
 
-    def _read_together(self) -> _Read[T_co] | None:
+    def _read_synchronized(self) -> _ReadBatch[T_co] | None:
         """Return the next batch, or None if some rank has none; record whether it is the last one. Collective."""
         read, error = None, None
         try:
@@ -85,21 +85,21 @@ class JoinedBatches(Iterator[T_co]):
             self._end(num_left, is_common=max(num_ended, num_ending) == group_size(), has_batch=not num_ended)
         return None if num_ended else read
 
-    def _read(self) -> _Read[T_co] | None:
+    def _read(self) -> _ReadBatch[T_co] | None:
         if self._reader is None:
             self._reader = _reader_of(self._batches)
         return self._reader.read()
 
     def _end(self, num_left: int, *, is_common: bool, has_batch: bool) -> None:
-        self._is_over = True
+        self._has_ended = True
         if not is_common:
             left = all_gather_equal(torch.tensor([num_left])).tolist()
-            _announce_end([rank for rank, num in enumerate(left) if num == min(left)], self._num_batches + has_batch)
+            _log_end([rank for rank, num in enumerate(left) if num == min(left)], self._num_batches + has_batch)
             if self._reader is not None:
-                self._reader.end_here()
+                self._reader.truncate()
 
 
-def _announce_end(ended: Sequence[int], num_batches: int) -> None:
+def _log_end(ended: Sequence[int], num_batches: int) -> None:
     logger = get_dist_logger("booster.data")
     ranks = ("rank " if len(ended) == 1 else "ranks ") + ", ".join(map(str, ended[:_MAX_LISTED]))
     ranks += f" and {len(ended) - _MAX_LISTED} more" if len(ended) > _MAX_LISTED else ""
@@ -114,7 +114,7 @@ def _announce_end(ended: Sequence[int], num_batches: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Read(Generic[T]):
+class _ReadBatch(Generic[T]):
     """Batch of a reader.
 
     Attributes:
@@ -131,10 +131,10 @@ class _Read(Generic[T]):
 class _Reader(Protocol[T]):
     """Reader of one rank's batches."""
 
-    def read(self) -> _Read[T] | None:
+    def read(self) -> _ReadBatch[T] | None:
         """Return the next batch, or None."""
 
-    def end_here(self) -> None:
+    def truncate(self) -> None:
         """Make the last read batch the last one that is used."""
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def _reader_of(batches: Iterable[T]) -> _Reader[T]:
             " any iterable of batches, once an epoch: for batch in booster.join_uneven(loader)"
         )
     source = iter(batches)
-    return _LoaderReader(source) if isinstance(source, EpochIterator) else _ReaderAhead(source)
+    return _LoaderReader(source) if isinstance(source, EpochIterator) else _PrefetchReader(source)
 
 
 class _LoaderReader(Generic[T]):
@@ -157,14 +157,14 @@ class _LoaderReader(Generic[T]):
     def __init__(self, source: EpochIterator[T]) -> None:
         self._source = source
 
-    def read(self) -> _Read[T] | None:
+    def read(self) -> _ReadBatch[T] | None:
         try:
             batch = next(self._source)
         except StopIteration:
             return None
-        return _Read(batch=batch, is_followed=not self._source.place.is_last, place=None)
+        return _ReadBatch(batch=batch, is_followed=not self._source.place.is_last, place=None)
 
-    def end_here(self) -> None:
+    def truncate(self) -> None:
         self._source.end_after_this()
 
     def close(self) -> None:
@@ -176,14 +176,14 @@ class _Failed:
     error: Exception
 
 
-class _ReaderAhead(Generic[T]):
+class _PrefetchReader(Generic[T]):
     """Reader of any iterator that prefetches one batch."""
 
     def __init__(self, source: Iterator[T]) -> None:
         self._source: Iterator[T] | None = source
         self._next = self._fetch()
 
-    def read(self) -> _Read[T] | None:
+    def read(self) -> _ReadBatch[T] | None:
         now = self._next
         if isinstance(now, _Failed):
             raise now.error
@@ -192,7 +192,7 @@ class _ReaderAhead(Generic[T]):
             return replace(now, is_followed=self._next is not None)
         return None
 
-    def _fetch(self) -> _Read[T] | _Failed | None:
+    def _fetch(self) -> _ReadBatch[T] | _Failed | None:
         if self._source is None:
             return None
         before = active_place()
@@ -205,12 +205,12 @@ class _ReaderAhead(Generic[T]):
         # If one of our loaders inside of a generator has just advanced, the batch has its samples.
         place = active_place()
         is_its_own = place is not None and place is not before
-        return _Read(batch=batch, is_followed=True, place=place if is_its_own else _UNKNOWN_PLACE)
+        return _ReadBatch(batch=batch, is_followed=True, place=place if is_its_own else _UNKNOWN_PLACE)
 
-    def end_here(self) -> None:
+    def truncate(self) -> None:
         pass
 
     def close(self) -> None:
         source, self._source, self._next = self._source, None, None
-        if isinstance(source, (Generator, JoinedBatches)):  # other sources, such as files, are left to their owners
+        if isinstance(source, (Generator, JoinIterator)):  # other sources, such as files, are left to their owners
             source.close()

@@ -13,16 +13,16 @@ from uuid import uuid4
 
 from booster.checkpoint_io.pending_commit import (
     DirectoryView,
-    complete_commits,
     names_in,
     new_temporary_name,
     publish,
+    recover_commits,
 )
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError, ConfigError
 from booster.logger import get_dist_logger
 
-__all__ = ["DirectoryView", "Transaction", "listing", "remove_checkpoint", "resolve"]
+__all__ = ["DirectoryView", "Transaction", "list_directory", "remove_checkpoint", "resolve"]
 
 # Note [Commit]
 # A save writes into a temporary directory; each file is synced by its writers, then the directories are. Then a single
@@ -36,7 +36,7 @@ __all__ = ["DirectoryView", "Transaction", "listing", "remove_checkpoint", "reso
 # (c) The target is an existing directory: it may hold other parts, logs and directories, and be a mount point. So
 #     the temporary is inside it (renames cannot cross file systems), and no single rename can replace all files.
 #     Commit point: the rename of the temporary to a commit directory in the target, synced. From then on every reader
-#     of this library sees the new files through it, see Note [Commit folder], and no stale old ones. Only then are the
+#     of this library sees the new files through it, see Note [Commit directory], and no stale old ones. Only then are the
 #     files moved to their places, for other libraries. If that is interrupted, readers still see the complete
 #     checkpoint, and the next save into the directory finishes it first.
 #     Other libraries read the plain files: between commit point and end they find the old checkpoint, none, or the new
@@ -51,7 +51,7 @@ __all__ = ["DirectoryView", "Transaction", "listing", "remove_checkpoint", "reso
 
 _LOCK_TIMEOUT_SECONDS = 120.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.1
-_MAX_NAMES = 10  # attempts, as other saves may remove a temporary before it is locked
+_MAX_ATTEMPTS = 10  # attempts, as other saves may remove a temporary before it is locked
 _REMOVED = re.compile(r"\..*\.removed-[0-9a-f]{32}", re.DOTALL)
 _TEMPORARY = re.compile(r"\.(?P<target>.*)\.tmp-[0-9a-f]{32}", re.DOTALL)
 _INNER = re.compile(r"\.booster-tmp-[0-9a-f]{32}")
@@ -103,12 +103,12 @@ class Transaction:
         container = target if self._is_directory else target.parent
         # Pending commits first: they may contain the target or its directory.
         for directory in (container.parent, container):
-            complete_commits(storage, directory)
+            recover_commits(storage, directory)
         self._check_target()
         storage.make_parents(target)
         self.clear_leftovers()
         self._is_inside = self._is_directory and storage.kind(target) == "directory"
-        self._make_temporary()
+        self._create_temporary()
         assert self._temporary is not None
         return self._temporary
 
@@ -125,9 +125,9 @@ class Transaction:
         """
         temporary = self._temporary
         assert temporary is not None, "commit() comes after begin()"
-        with _renames(self._target):
+        with _explain_rename_errors(self._target):
             if self._is_inside:
-                with _locked(self._storage, self._target):
+                with _hold_lock(self._storage, self._target):
                     publish(self._storage, temporary, self._target, is_stale=is_stale)
             elif self._is_directory:
                 self._rename_directory(temporary)
@@ -150,9 +150,9 @@ class Transaction:
 
     def clear_leftovers(self) -> None:
         """Remove leftovers of killed saves, as `begin` does, to free space early."""
-        _clear(self._storage, self._target.parent, self._is_leftover)
+        _remove_leftovers(self._storage, self._target.parent, self._is_leftover)
         if self._is_directory:
-            _clear(self._storage, self._target, lambda name: _INNER.fullmatch(name) is not None)
+            _remove_leftovers(self._storage, self._target, lambda name: _INNER.fullmatch(name) is not None)
 
     def _rename_directory(self, temporary: Path) -> None:
         storage = self._storage
@@ -181,12 +181,12 @@ class Transaction:
                 " name, or pass shard=True"
             )
 
-    def _make_temporary(self) -> None:
-        for _ in range(_MAX_NAMES):
+    def _create_temporary(self) -> None:
+        for _ in range(_MAX_ATTEMPTS):
             path = self._new_name()
             self._storage.make_directory(path)
             self._temporary = path
-            self._lock = self._locked_by_us(path)
+            self._lock = self._try_lock(path)
             if self._lock is not None:
                 return
         raise CheckpointError(
@@ -198,7 +198,7 @@ class Transaction:
             return self._target / new_temporary_name()
         return self._target.parent / f"{_prefix(self._target.name)}.tmp-{uuid4().hex}"
 
-    def _locked_by_us(self, path: Path) -> int | None:
+    def _try_lock(self, path: Path) -> int | None:
         """Lock a new directory; return None if another save removed it as a leftover before that."""
         try:
             lock = self._storage.lock(path)
@@ -229,7 +229,7 @@ def resolve(storage: Storage, directory: Path, name: str) -> Path:
     return DirectoryView(storage, directory / folder if folder else directory).path(base)
 
 
-def listing(storage: Storage, directory: Path) -> list[str]:
+def list_directory(storage: Storage, directory: Path) -> list[str]:
     """List a directory as readers see it, sorted: with files of pending commits, without stale ones.
 
     Raises:
@@ -254,11 +254,11 @@ def remove_checkpoint(storage: Storage, directory: Path) -> None:
         return
     if kind != "directory":
         raise CheckpointError(f"{directory} is not a directory, and only directories are removed: check the path")
-    aside = directory.parent / f"{_prefix(directory.name)}.removed-{uuid4().hex}"
-    with _renames(directory), _locked(storage, directory):
-        storage.rename_new(directory, aside)
+    removed = directory.parent / f"{_prefix(directory.name)}.removed-{uuid4().hex}"
+    with _explain_rename_errors(directory), _hold_lock(storage, directory):
+        storage.rename_new(directory, removed)
         storage.sync_path(directory.parent)
-        storage.remove_tree(aside)
+        storage.remove_tree(removed)
     storage.sync_path(directory.parent)
 
 
@@ -268,7 +268,7 @@ def _prefix(name: str) -> str:
 
 
 @contextmanager
-def _locked(storage: Storage, directory: Path) -> Iterator[None]:
+def _hold_lock(storage: Storage, directory: Path) -> Iterator[None]:
     """Hold the lock of a directory. Other saves hold it only for a few renames."""
     deadline, pause = time.monotonic() + _LOCK_TIMEOUT_SECONDS, _FIRST_PAUSE
     while (lock := storage.lock(directory)) is None:
@@ -286,7 +286,7 @@ def _locked(storage: Storage, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _renames(target: Path) -> Iterator[None]:
+def _explain_rename_errors(target: Path) -> Iterator[None]:
     """Add advice to errors that are specific to renames."""
     try:
         yield
@@ -297,19 +297,19 @@ def _renames(target: Path) -> Iterator[None]:
         raise CheckpointError(f"{target} cannot be replaced by the new checkpoint ({error}): {advice}") from error
 
 
-def _clear(storage: Storage, directory: Path, is_leftover: Callable[[str], bool]) -> None:
+def _remove_leftovers(storage: Storage, directory: Path, is_leftover: Callable[[str], bool]) -> None:
     try:
         names = storage.names(directory) if storage.kind(directory) == "directory" else []
     except PermissionError:
         return  # writable, but not listable
     for name in filter(is_leftover, names):
         try:
-            _clear_one(storage, directory / name)
+            _remove_leftover(storage, directory / name)
         except (FileNotFoundError, PermissionError):
             continue  # removed by another save, or owned by another user
 
 
-def _clear_one(storage: Storage, path: Path) -> None:
+def _remove_leftover(storage: Storage, path: Path) -> None:
     if storage.kind(path) != "directory":
         return  # links, files and pipes of that name are not from this library
     lock = storage.lock(path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-__all__ = ["copy_elements", "is_plain", "wait_for_devices"]
+__all__ = ["copy_elements", "needs_no_conversion", "synchronize_devices"]
 
 # A flat range is a range of the row-major flattening. Flattening a transposed or strided tensor would copy all of it.
 # So the range is split into boxes, each of which is a view: part of the first row, full rows, part of the last row,
@@ -34,16 +34,16 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
     if start == stop:
         return
     tensor = tensor.detach()
-    if is_plain(tensor, dtype):
+    if needs_no_conversion(tensor, dtype):
         source = tensor.data_ptr() + start * dtype.itemsize
         ctypes.memmove(out.data_ptr(), source, (stop - start) * dtype.itemsize)  # releases the GIL
         return
     if tensor.is_contiguous():
         tensor = tensor.view(-1)  # one box instead of several
     elements = out.view(dtype)
-    limit = stop - start if tensor.device.type == "cpu" else _MAX_DEVICE_ELEMENTS
+    max_elements = stop - start if tensor.device.type == "cpu" else _MAX_DEVICE_ELEMENTS
     done = 0
-    for box in _boxes(tensor, start, stop, limit):
+    for box in _boxes(tensor, start, stop, max_elements):
         target = elements[done : done + box.numel()].view(box.shape)
         done += box.numel()
         if box.device.type == "cpu":
@@ -52,7 +52,7 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
             target.copy_(box.to(dtype).contiguous())
 
 
-def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def needs_no_conversion(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether the tensor's memory equals its bytes in a file of this dtype, so that no conversion is needed."""
     return (
         tensor.dtype == dtype
@@ -63,7 +63,7 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def wait_for_devices(tensors: Iterable[torch.Tensor]) -> bool:
+def synchronize_devices(tensors: Iterable[torch.Tensor]) -> bool:
     """Synchronize the accelerators of the tensors; return whether there are any.
 
     Copies in another thread run on another stream, which is not ordered after the training's kernels.
@@ -74,25 +74,25 @@ def wait_for_devices(tensors: Iterable[torch.Tensor]) -> bool:
     return bool(devices)
 
 
-def _boxes(tensor: torch.Tensor, start: int, stop: int, limit: int) -> Iterator[torch.Tensor]:
-    """Yield views of at most `limit` elements that cover the flat range in order."""
+def _boxes(tensor: torch.Tensor, start: int, stop: int, max_elements: int) -> Iterator[torch.Tensor]:
+    """Yield views of at most `max_elements` elements that cover the flat range in order."""
     if tensor.dim() == 0:
         yield tensor
         return
     row = math.prod(tensor.shape[1:])
     first, last = -(-start // row), stop // row  # full rows
     if first > last:  # within one row
-        yield from _boxes(tensor[last], start - last * row, stop - last * row, limit)
+        yield from _boxes(tensor[last], start - last * row, stop - last * row, max_elements)
         return
     if start < first * row:
-        yield from _boxes(tensor[first - 1], start - (first - 1) * row, row, limit)
-    if row <= limit:
-        yield from tensor[first:last].split(limit // row)
+        yield from _boxes(tensor[first - 1], start - (first - 1) * row, row, max_elements)
+    if row <= max_elements:
+        yield from tensor[first:last].split(max_elements // row)
     else:
         for index in range(first, last):
-            yield from _boxes(tensor[index], 0, row, limit)
+            yield from _boxes(tensor[index], 0, row, max_elements)
     if last * row < stop:
-        yield from _boxes(tensor[last], 0, stop - last * row, limit)
+        yield from _boxes(tensor[last], 0, stop - last * row, max_elements)
 
 
 def _copy_tiles(box: torch.Tensor, target: torch.Tensor) -> None:
@@ -101,5 +101,5 @@ def _copy_tiles(box: torch.Tensor, target: torch.Tensor) -> None:
         return
     dim = max(range(box.dim()), key=lambda dim: box.shape[dim])
     half = box.shape[dim] // 2
-    for source, part in zip(box.tensor_split([half], dim), target.tensor_split([half], dim), strict=True):
-        _copy_tiles(source, part)
+    for source, target_half in zip(box.tensor_split([half], dim), target.tensor_split([half], dim), strict=True):
+        _copy_tiles(source, target_half)

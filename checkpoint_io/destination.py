@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from booster.checkpoint_io.layout import BIN_SUFFIXES, SAFETENSORS_SUFFIXES, FileNames, Kind, is_valid_prefix
+from booster.checkpoint_io.layout import BIN_SUFFIXES, SAFETENSORS_SUFFIXES, FileKind, FileNames, is_valid_prefix
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError, ConfigError
 
-__all__ = ["Destination", "as_path", "check_size_per_shard", "parents_must_be_made"]
+__all__ = ["SaveTarget", "as_path", "check_size_per_shard", "explain_missing_parents"]
 
 MEGABYTE = 10**6
 
 
-class Destination:
+class SaveTarget:
     """Path and format of a save; see `CheckpointIO.save_model` for the arguments.
 
     Attributes:
@@ -33,7 +33,7 @@ class Destination:
     def __init__(
         self,
         checkpoint: str | os.PathLike[str],
-        kind: Kind,
+        kind: FileKind,
         shard: bool,
         prefix: str | None,
         size_per_shard: int,
@@ -68,13 +68,13 @@ def check_size_per_shard(size_per_shard: Any) -> None:
 
 
 @contextmanager
-def parents_must_be_made(storage: Storage, target: Path, doing: str) -> Iterator[None]:
+def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iterator[None]:
     """Replace an error by one that names the missing parent directory, if that is the cause.
 
     Args:
         storage: Storage of the target.
         target: File or directory to write; the block creates its parents.
-        doing: Description of the operation for messages.
+        action: Description of the operation for messages.
 
     Raises:
         CheckpointError: The parents could not be created.
@@ -84,15 +84,15 @@ def parents_must_be_made(storage: Storage, target: Path, doing: str) -> Iterator
         yield
     except OSError as error:
         parent = Path(os.path.realpath(target.parent))
-        place = parent
-        while storage.kind(place) is None:
-            place = place.parent
-        if place == parent and storage.kind(place) == "directory":
+        existing = parent
+        while storage.kind(existing) is None:
+            existing = existing.parent
+        if existing == parent and storage.kind(existing) == "directory":
             raise
-        is_directory = storage.kind(place) == "directory"
-        reason = f"the directory {parent} cannot be created" if is_directory else f"{place} is not a directory"
+        is_directory = storage.kind(existing) == "directory"
+        reason = f"the directory {parent} cannot be created" if is_directory else f"{existing} is not a directory"
         raise CheckpointError(
-            f"{doing} to {target} failed, because {reason} ({error}): give a path below a writable directory"
+            f"{action} to {target} failed, because {reason} ({error}): give a path below a writable directory"
         ) from error
 
 

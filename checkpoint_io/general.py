@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.checkpoint_io.commit import Transaction
-from booster.checkpoint_io.destination import Destination, as_path, parents_must_be_made
+from booster.checkpoint_io.destination import SaveTarget, as_path, explain_missing_parents
 from booster.checkpoint_io.files import json_values
 from booster.checkpoint_io.files.json_documents import json_bytes
 from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.interface import CheckpointIO
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
 from booster.checkpoint_io.loading.loader import Loader, ModelLoad, OptimizerLoad, load_all
-from booster.checkpoint_io.ranks import Ranks
-from booster.checkpoint_io.saving.component import Component
-from booster.checkpoint_io.saving.components import model_component, optimizer_component, optimizer_values, save_facts
+from booster.checkpoint_io.ranks import CheckpointGroup
+from booster.checkpoint_io.saving.component import CheckpointPart
+from booster.checkpoint_io.saving.components import model_part, optimizer_part, optimizer_values, save_metadata
 from booster.checkpoint_io.saving.save_request import SaveRequest
 from booster.checkpoint_io.saving.saver import Saver
 from booster.checkpoint_io.storage import Storage
@@ -69,7 +69,7 @@ class GeneralCheckpointIO(CheckpointIO):
                 f"timeout_seconds={timeout_seconds!r} is not a positive number: give seconds above 0, or None for the"
                 " timeout of the launch"
             )
-        self.ranks = Ranks(group, host)
+        self.ranks = CheckpointGroup(group, host)
         self.storage = Storage() if storage is None else storage
         self.saver = Saver(self.ranks, self.storage, timeout_seconds)
         self._training_state = TrainingStateIO(self.ranks, self.storage, self.saver)
@@ -91,14 +91,14 @@ class GeneralCheckpointIO(CheckpointIO):
         an older save with the same prefix and format are removed. `shard=False` writes just that file, no configs.
         """
 
-        def prepare() -> tuple[Destination, Component]:
-            to = Destination(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
-            return to, model_component(wrapped, to)
+        def prepare() -> tuple[SaveTarget, CheckpointPart]:
+            to = SaveTarget(checkpoint, MODEL, shard, prefix, size_per_shard, use_safetensors)
+            return to, model_part(wrapped, to)
 
-        doing = "saving the model"
-        wrapped = self.ranks.agree(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), doing)
+        action = "saving the model"
+        wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
         wrapped.require_equal_copies()
-        self._save(prepare, doing, use_async)
+        self._save(prepare, action, use_async)
 
     def load_model(
         self,
@@ -111,7 +111,7 @@ class GeneralCheckpointIO(CheckpointIO):
         """Load the model; see `CheckpointIO.load_model` and `ModelLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
-        wrapped = self.ranks.agree(
+        wrapped = self.ranks.run_on_all_ranks(
             lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), f"loading the model from {path}"
         )
         with Loader(self.ranks, self.storage, verify) as loader:
@@ -134,14 +134,14 @@ class GeneralCheckpointIO(CheckpointIO):
         `shard=False` puts both into one file.
         """
 
-        def destined() -> tuple[Destination, OptimizerWrapper]:
-            to = Destination(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors)
+        def prepare_target() -> tuple[SaveTarget, OptimizerWrapper]:
+            to = SaveTarget(checkpoint, OPTIMIZER, shard, prefix, size_per_shard, use_safetensors)
             return to, as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0)
 
-        doing = "saving the optimizer"
-        to, wrapped = self.ranks.agree(destined, doing)
-        values = self.ranks.agree(lambda: optimizer_values(wrapped), doing)
-        self._save(lambda: (to, optimizer_component(wrapped, to, values)), doing, use_async)
+        action = "saving the optimizer"
+        target, wrapped = self.ranks.run_on_all_ranks(prepare_target, action)
+        values = self.ranks.run_on_all_ranks(lambda: optimizer_values(wrapped), action)
+        self._save(lambda: (target, optimizer_part(wrapped, target, values)), action, use_async)
 
     def load_optimizer(
         self,
@@ -153,7 +153,7 @@ class GeneralCheckpointIO(CheckpointIO):
         """Load the optimizer; see `CheckpointIO.load_optimizer` and `OptimizerLoad`. Collective over the group."""
         self.saver.wait()
         path = as_path(checkpoint)
-        wrapped = self.ranks.agree(
+        wrapped = self.ranks.run_on_all_ranks(
             lambda: as_optimizer_wrapper(optimizer, is_primary=self.ranks.rank == 0),
             f"loading the optimizer from {path}",
         )
@@ -174,7 +174,7 @@ class GeneralCheckpointIO(CheckpointIO):
             if self.ranks.rank == 0:
                 self._write_document(path, json_bytes(document))
 
-        self.ranks.agree(write, f"saving the LR scheduler to {path}")
+        self.ranks.run_on_all_ranks(write, f"saving the LR scheduler to {path}")
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
         """Load the scheduler's state; see `CheckpointIO.load_lr_scheduler`. Collective over the group.
@@ -191,8 +191,10 @@ class GeneralCheckpointIO(CheckpointIO):
             raw = self.storage.read_file(path, max_bytes=MAX_JSON_BYTES)
             return scheduler_state(json_values.loads(raw, str(path)), lr_scheduler, path)
 
-        state = self.ranks.agree(read, f"loading the LR scheduler from {path}")
-        self.ranks.agree(lambda: lr_scheduler.load_state_dict(state), f"loading the LR scheduler from {path}")
+        state = self.ranks.run_on_all_ranks(read, f"loading the LR scheduler from {path}")
+        self.ranks.run_on_all_ranks(
+            lambda: lr_scheduler.load_state_dict(state), f"loading the LR scheduler from {path}"
+        )
 
     def save_training_state(
         self,
@@ -205,7 +207,7 @@ class GeneralCheckpointIO(CheckpointIO):
         use_async: bool = False,
     ) -> None:
         """Write a training checkpoint; see `TrainingStateIO.save`. Collective over the group."""
-        self._training_state.save(checkpoint, parts, extra=extra, facts=facts, options=options, use_async=use_async)
+        self._training_state.save(checkpoint, parts, extra=extra, metadata=facts, options=options, use_async=use_async)
 
     def load_training_state(
         self,
@@ -223,21 +225,21 @@ class GeneralCheckpointIO(CheckpointIO):
         """Wait until no save is in flight; see `CheckpointIO.wait`. Collective over the group."""
         self.saver.wait()
 
-    def _save(self, prepare: Callable[[], tuple[Destination, Component]], doing: str, use_async: bool) -> None:
-        to, component = self.ranks.agree(prepare, doing)
+    def _save(self, prepare: Callable[[], tuple[SaveTarget, CheckpointPart]], action: str, use_async: bool) -> None:
+        target, part = self.ranks.run_on_all_ranks(prepare, action)
         request = SaveRequest(
-            target=to.path,
-            is_directory=to.is_sharded,
-            components=[component],
-            facts=save_facts(self.ranks.size),
-            doing=doing,
+            target=target.path,
+            is_directory=target.is_sharded,
+            parts=[part],
+            metadata=save_metadata(self.ranks.size),
+            action=action,
         )
         self.saver.save(request, use_async=use_async)
 
     def _write_document(self, path: Path, content: bytes) -> None:
         transaction = Transaction(self.storage, path, is_directory=False)
         try:
-            with parents_must_be_made(self.storage, path, "saving the LR scheduler"):
+            with explain_missing_parents(self.storage, path, "saving the LR scheduler"):
                 directory = transaction.begin()
             self.storage.write_file(directory / path.name, content)
             transaction.commit(is_stale=lambda name: False)

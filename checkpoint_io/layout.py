@@ -14,9 +14,9 @@ __all__ = [
     "PAGE_BYTES",
     "RANDOM_STATE",
     "SINGLE_FILE_SUFFIXES",
+    "FileKind",
     "FileNames",
     "FilePlan",
-    "Kind",
     "index_document",
     "plan_files",
 ]
@@ -32,7 +32,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class FileKind:
     """Kind of checkpoint part, with the stems of its file names in each format."""
 
     name: str
@@ -48,10 +48,12 @@ class Kind:
     def names_of(self, file_name: str) -> FileNames | None:
         """Return the file names that an index, a manifest or a single file of this kind belongs to, else None."""
         for is_safetensors in (True, False):
-            plain = self.names(is_safetensors=is_safetensors)
+            default_names = self.names(is_safetensors=is_safetensors)
             variant = rf"(?:\.({_PREFIX.pattern}))?"
-            record = re.fullmatch(rf"{plain.stem}\.{plain.suffix}\.(?:index|manifest){variant}\.json", file_name)
-            match = record or re.fullmatch(rf"{plain.stem}{variant}\.{plain.suffix}", file_name)
+            record = re.fullmatch(
+                rf"{default_names.stem}\.{default_names.suffix}\.(?:index|manifest){variant}\.json", file_name
+            )
+            match = record or re.fullmatch(rf"{default_names.stem}{variant}\.{default_names.suffix}", file_name)
             if match is None:
                 continue
             found = self.names(is_safetensors=is_safetensors, prefix=match.group(1))
@@ -77,17 +79,17 @@ class FileNames:
     @property
     def single(self) -> str:
         """Name of an unsharded tensor file."""
-        return f"{self._begin}.{self.suffix}"
+        return f"{self._full_stem}.{self.suffix}"
 
     @property
     def index(self) -> str:
         """Name of the index, which maps tensors to shards."""
-        return self._record("index")
+        return self._json_name("index")
 
     @property
     def manifest(self) -> str:
         """Name of the manifest, with sizes and checksums of all other files."""
-        return self._record("manifest")
+        return self._json_name("manifest")
 
     @property
     def groups(self) -> str:
@@ -96,11 +98,11 @@ class FileNames:
 
     def shard(self, number: int, num_shards: int) -> str:
         """Return the name of a shard; numbers start at 1."""
-        return f"{self._begin}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
+        return f"{self._full_stem}-{number:05d}-of-{num_shards:05d}.{self.suffix}"
 
-    def owns(self, file_name: str) -> bool:
+    def may_have_written(self, file_name: str) -> bool:
         """Return whether a save with these names may have written the file."""
-        shard = rf"{re.escape(self._begin)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
+        shard = rf"{re.escape(self._full_stem)}-\d{{5,}}-of-\d{{5,}}\.{self.suffix}"
         return file_name in (self.single, self.index, self.manifest) or re.fullmatch(shard, file_name) is not None
 
     @staticmethod
@@ -108,19 +110,19 @@ class FileNames:
         """Return whether the name is numbered like a shard's."""
         return re.search(r"-\d{5,}-of-\d{5,}\.", file_name) is not None
 
-    def _record(self, what: str) -> str:
+    def _json_name(self, kind: str) -> str:
         variant = f".{self.prefix}" if self.prefix else ""
-        return f"{self.stem}.{self.suffix}.{what}{variant}.json"
+        return f"{self.stem}.{self.suffix}.{kind}{variant}.json"
 
     @property
-    def _begin(self) -> str:
+    def _full_stem(self) -> str:
         return f"{self.stem}.{self.prefix}" if self.prefix else self.stem
 
 
-MODEL = Kind(name="model", safetensors_stem="model", bin_stem="pytorch_model")
-OPTIMIZER = Kind(name="optimizer", safetensors_stem="optimizer", bin_stem="optimizer")
-RANDOM_STATE = Kind(name="random_state", safetensors_stem="random_state", bin_stem="random_state")
-GRADIENTS = Kind(name="gradients", safetensors_stem="gradients", bin_stem="gradients")
+MODEL = FileKind(name="model", safetensors_stem="model", bin_stem="pytorch_model")
+OPTIMIZER = FileKind(name="optimizer", safetensors_stem="optimizer", bin_stem="optimizer")
+RANDOM_STATE = FileKind(name="random_state", safetensors_stem="random_state", bin_stem="random_state")
+GRADIENTS = FileKind(name="gradients", safetensors_stem="gradients", bin_stem="gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +155,13 @@ def plan_files(
         always_index: If True, number the files and write an index even for a single file.
     """
     shards: list[list[str]] = [[]]
-    filled = 0
+    shard_bytes = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > max_shard_bytes:
+        if shards[-1] and shard_bytes + size > max_shard_bytes:
             shards.append([])
-            filled = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        filled += size
+        shard_bytes += size
     if len(shards) == 1 and not always_index:
         return FilePlan(files={names.single: tuple(shards[0])}, index=None)
     files = {names.shard(number, len(shards)): tuple(shard) for number, shard in enumerate(shards, start=1)}
@@ -174,9 +176,9 @@ def index_document(plan: FilePlan, sizes: Mapping[str, int], num_parameters: int
         sizes: Size of every tensor in bytes, by name.
         num_parameters: Number of elements of the model's parameters. Optional; omitted for optimizers.
     """
-    counted = {} if num_parameters is None else {"total_parameters": num_parameters}
+    parameter_count = {} if num_parameters is None else {"total_parameters": num_parameters}
     file_of = {name: file_name for file_name, names in plan.files.items() for name in names}
     return {
-        "metadata": {**counted, "total_size": sum(sizes.values())},
+        "metadata": {**parameter_count, "total_size": sum(sizes.values())},
         "weight_map": dict(sorted(file_of.items())),
     }

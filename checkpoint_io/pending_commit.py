@@ -15,9 +15,9 @@ from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES, parse_json
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 
-__all__ = ["DirectoryView", "complete_commits", "names_in", "new_temporary_name", "publish"]
+__all__ = ["DirectoryView", "names_in", "new_temporary_name", "publish", "recover_commits"]
 
-# Note [Commit folder]: `.booster-commit-<uuid>` in a directory holds the files of a committed checkpoint and the list
+# Note [Commit directory]: `.booster-commit-<uuid>` in a directory holds the files of a committed checkpoint and the list
 # of names that it makes stale. The content of the directory is an overlay: its own files, minus the stale names, plus
 # the files of the commit directory. Installing moves the files one by one and removes the stale ones; after a sync, the
 # commit directory is removed. No step changes the overlay, nor does the loss of any step in a power failure, so
@@ -26,7 +26,7 @@ __all__ = ["DirectoryView", "complete_commits", "names_in", "new_temporary_name"
 # of its parent. In shared directories such as /tmp, only the user's own commit directories count.
 
 _COMMIT = re.compile(r"\.booster-commit-[0-9a-f]{32}")
-_OURS = re.compile(r"\.booster-(?:commit|tmp)-[0-9a-f]{32}")
+_COMMIT_OR_TEMPORARY = re.compile(r"\.booster-(?:commit|tmp)-[0-9a-f]{32}")
 _STALE = ".booster-stale.json"
 _MAX_ATTEMPTS = 20  # to read a consistent overlay during concurrent commits
 
@@ -51,8 +51,8 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
     """
     _install_all(storage, target)
     files, folders = names_in(storage, temporary)
-    _check_places(storage, target, files, folders)
-    _make_folders(storage, target, folders)
+    _check_targets(storage, target, files, folders)
+    _create_directories(storage, target, folders)
     stale = _stale_names(storage, target, files, folders, is_stale)
     storage.write_file(temporary / _STALE, json.dumps(stale).encode("ascii"))
     for folder in [*folders, "."]:
@@ -63,20 +63,20 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
     try:
         storage.sync_path(target)  # the commit point
     except OSError:
-        _take_back(storage, commit, temporary)
+        _rollback(storage, commit, temporary)
         raise
     _install(storage, commit, target)
 
 
-def complete_commits(storage: Storage, directory: Path) -> None:
+def recover_commits(storage: Storage, directory: Path) -> None:
     """Install commits of killed saves in a directory, unless another save holds its lock.
 
     Args:
         storage: Storage of the directory.
         directory: Directory; need not exist.
     """
-    names = _names_or_none(storage, directory) if storage.kind(directory) == "directory" else []
-    if not _commit_folders(storage, directory, names):
+    names = _names_if_readable(storage, directory) if storage.kind(directory) == "directory" else []
+    if not _commit_directories(storage, directory, names):
         return
     lock = storage.lock(directory)
     if lock is None:
@@ -129,24 +129,24 @@ class DirectoryView:
         self._directory = directory
         real = Path(os.path.realpath(directory))
         self._parent, self._name = real.parent, real.name
-        self._places = self._look()
+        self._paths = self._read_snapshot()
 
     def path(self, name: str) -> Path:
         """Return the path of a file; for a missing file, its path in the directory."""
-        return self._places.get(name, self._directory / name)
+        return self._paths.get(name, self._directory / name)
 
     def names(self) -> list[str]:
         """Return the names, sorted."""
-        return sorted(self._places)
+        return sorted(self._paths)
 
-    def _look(self) -> dict[str, Path]:
-        names, commits = self._now()
+    def _read_snapshot(self) -> dict[str, Path]:
+        names, commits = self._read_names_and_commits()
         for _ in range(_MAX_ATTEMPTS if commits else 0):
             # Commit directories are listed before the directory, because files move from the former to the latter.
-            layers = [self._layer(*commit) for commit in commits]
-            seen = commits
-            names, commits = self._now()
-            if commits == seen:
+            layers = [self._read_commit(*commit) for commit in commits]
+            previous = commits
+            names, commits = self._read_names_and_commits()
+            if commits == previous:
                 return self._overlay(names, layers)
         if commits:
             raise CheckpointError(
@@ -155,47 +155,47 @@ class DirectoryView:
             )
         return self._overlay(names, [])
 
-    def _now(self) -> tuple[list[str], list[tuple[Path, str]]]:
+    def _read_names_and_commits(self) -> tuple[list[str], list[tuple[Path, str]]]:
         """Return the names in the directory, and its commit directories, each with the subdirectory to overlay."""
         names = self._storage.names(self._directory)
-        own = [(path, "") for path in _commit_folders(self._storage, self._directory, names)]
-        above = _names_or_none(self._storage, self._parent)
-        theirs = [(path, self._name) for path in _commit_folders(self._storage, self._parent, above)]
-        return names, sorted(own + theirs, key=lambda found: found[0].name)
+        local = [(path, "") for path in _commit_directories(self._storage, self._directory, names)]
+        parent_names = _names_if_readable(self._storage, self._parent)
+        from_parent = [(path, self._name) for path in _commit_directories(self._storage, self._parent, parent_names)]
+        return names, sorted(local + from_parent, key=lambda found: found[0].name)
 
-    def _layer(self, commit: Path, part: str) -> tuple[set[str], dict[str, Path]]:
+    def _read_commit(self, commit: Path, subdirectory: str) -> tuple[set[str], dict[str, Path]]:
         """Return the names that a commit makes stale in this directory, and the paths of its files."""
         try:
             stale = _read_stale(self._storage, commit)
             files, _ = names_in(self._storage, commit)
         except FileNotFoundError:  # just installed and removed; the next listing shows that
             return set(), {}
-        ours = {name.rpartition("/")[2]: commit / name for name in files if name.rpartition("/")[0] == part}
-        return {name.rpartition("/")[2] for name in stale if name.rpartition("/")[0] == part}, ours
+        paths = {name.rpartition("/")[2]: commit / name for name in files if name.rpartition("/")[0] == subdirectory}
+        return {name.rpartition("/")[2] for name in stale if name.rpartition("/")[0] == subdirectory}, paths
 
     def _overlay(self, names: Sequence[str], layers: Sequence[tuple[set[str], Mapping[str, Path]]]) -> dict[str, Path]:
-        places = {name: self._directory / name for name in names if not _OURS.fullmatch(name)}
-        for stale, ours in layers:
+        paths = {name: self._directory / name for name in names if not _COMMIT_OR_TEMPORARY.fullmatch(name)}
+        for stale, commit_paths in layers:
             for name in stale:
-                places.pop(name, None)
-            places.update(ours)
-        return places
+                paths.pop(name, None)
+            paths.update(commit_paths)
+        return paths
 
 
-def _names_or_none(storage: Storage, directory: Path) -> list[str]:
+def _names_if_readable(storage: Storage, directory: Path) -> list[str]:
     try:
         return storage.names(directory)
     except PermissionError:
         return []  # not listable: no process of this user can have committed into it
 
 
-def _commit_folders(storage: Storage, directory: Path, names: Sequence[str]) -> list[Path]:
+def _commit_directories(storage: Storage, directory: Path, names: Sequence[str]) -> list[Path]:
     """Return the commit directories among the names, oldest first."""
     found = [directory / name for name in sorted(names) if _COMMIT.fullmatch(name)]
     return [path for path in found if storage.kind(path) == "directory" and not storage.is_foreign(path)]
 
 
-def _check_places(storage: Storage, target: Path, files: Sequence[str], folders: Sequence[str]) -> None:
+def _check_targets(storage: Storage, target: Path, files: Sequence[str], folders: Sequence[str]) -> None:
     for names, kinds in ((files, ("file", "link", None)), (folders, ("directory", None))):
         for name in names:
             if storage.kind(target / name) not in kinds:
@@ -205,7 +205,7 @@ def _check_places(storage: Storage, target: Path, files: Sequence[str], folders:
                 )
 
 
-def _make_folders(storage: Storage, target: Path, folders: Sequence[str]) -> None:
+def _create_directories(storage: Storage, target: Path, folders: Sequence[str]) -> None:
     # Before any file is moved: files below an unsynced directory entry could be lost.
     missing = [folder for folder in folders if storage.kind(target / folder) is None]
     for folder in missing:
@@ -216,13 +216,13 @@ def _make_folders(storage: Storage, target: Path, folders: Sequence[str]) -> Non
 def _stale_names(
     storage: Storage, target: Path, files: Sequence[str], folders: Sequence[str], is_stale: Callable[[str], bool]
 ) -> list[str]:
-    there = [name for name in storage.names(target) if not _OURS.fullmatch(name)]
-    there += [f"{folder}/{name}" for folder in folders for name in storage.names(target / folder)]
-    candidates = [name for name in there if name not in set(files) and is_stale(name)]
+    existing = [name for name in storage.names(target) if not _COMMIT_OR_TEMPORARY.fullmatch(name)]
+    existing += [f"{folder}/{name}" for folder in folders for name in storage.names(target / folder)]
+    candidates = [name for name in existing if name not in set(files) and is_stale(name)]
     return [name for name in candidates if storage.kind(target / name) in ("file", "link")]
 
 
-def _take_back(storage: Storage, commit: Path, temporary: Path) -> None:
+def _rollback(storage: Storage, commit: Path, temporary: Path) -> None:
     """Try to undo a commit that may not be on disk; if that fails too, it stays, complete."""
     with suppress(OSError):
         storage.rename_new(commit, temporary)
@@ -231,17 +231,17 @@ def _take_back(storage: Storage, commit: Path, temporary: Path) -> None:
 
 
 def _install_all(storage: Storage, directory: Path) -> None:
-    for commit in _commit_folders(storage, directory, storage.names(directory)):
+    for commit in _commit_directories(storage, directory, storage.names(directory)):
         _install(storage, commit, directory)
 
 
 def _install(storage: Storage, commit: Path, target: Path) -> None:
-    """Move the files of a commit to their places; see Note [Commit folder]."""
+    """Move the files of a commit to their places; see Note [Commit directory]."""
     stale = _read_stale(storage, commit)
     files, folders = names_in(storage, commit)
-    _check_places(storage, target, files, folders)
-    _make_folders(storage, target, folders)
-    _hide_indexes(storage, target, files)
+    _check_targets(storage, target, files, folders)
+    _create_directories(storage, target, folders)
+    _remove_old_indexes(storage, target, files)
     for name in sorted(files, key=_is_index):
         _move(storage, commit / name, target / name)
     for name in stale:
@@ -252,7 +252,7 @@ def _install(storage: Storage, commit: Path, target: Path) -> None:
     storage.remove_tree(commit)
 
 
-def _hide_indexes(storage: Storage, target: Path, files: Sequence[str]) -> None:
+def _remove_old_indexes(storage: Storage, target: Path, files: Sequence[str]) -> None:
     """Remove the old index of replaced shards: other libraries would read a mix of old and new shards."""
     if len(files) > 1:
         for name in filter(_is_index, files):
@@ -283,7 +283,7 @@ def _read_stale(storage: Storage, commit: Path) -> list[str]:
         if storage.kind(path) is None:
             return []
         raise
-    if not isinstance(names, list) or not all(_is_plain(name) for name in names):
+    if not isinstance(names, list) or not all(_is_safe_name(name) for name in names):
         raise CheckpointError(
             f"{path} is damaged or not from this library: it must be a list of names within {commit.parent}. Remove"
             f" {commit} to restore the checkpoint from before that save"
@@ -291,9 +291,11 @@ def _read_stale(storage: Storage, commit: Path) -> list[str]:
     return names
 
 
-def _is_plain(name: object) -> bool:
+def _is_safe_name(name: object) -> bool:
     """Return whether the name is valid in a save: in the directory, or one level below."""
     if not isinstance(name, str):
         return False
     parts = name.split("/")
-    return len(parts) <= 2 and all(part and not part.startswith(".") and part.isprintable() for part in parts)
+    return len(parts) <= 2 and all(
+        component and not component.startswith(".") and component.isprintable() for component in parts
+    )

@@ -10,15 +10,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal, gather_distinct, group_rank, group_size, raise_on_all_ranks
+from booster.comm import all_gather_bytes, all_gather_equal, group_rank, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, CheckpointError
 
-__all__ = ["Ranks", "as_checkpoint_error"]
+__all__ = ["CheckpointGroup", "as_checkpoint_error"]
 
 T = TypeVar("T")
 
 
-class Ranks:
+class CheckpointGroup:
     """Process group of one checkpoint call.
 
     Args:
@@ -44,42 +44,42 @@ class Ranks:
         """Number of ranks in the group."""
         return group_size(self.group)
 
-    def agree(self, action: Callable[[], T], doing: str) -> T:
+    def run_on_all_ranks(self, action: Callable[[], T], action_name: str) -> T:
         """Run `action` and return its result if it succeeds on every rank; else raise on every rank. Collective.
 
         Args:
             action: Function to run. It must not call collectives, except as its first step and if any failure of that
                 step occurs on all ranks.
-            doing: Description of the operation for messages.
+            action_name: Description of the operation for messages.
         """
         results: list[T] = []
         failure: Exception | None = None
         try:
             results.append(action())
         except Exception as error:  # raised below on every rank
-            failure = as_checkpoint_error(error, doing)
+            failure = as_checkpoint_error(error, action_name)
         raise_on_all_ranks(failure, self.group)
         return results[0]
 
-    def agree_rank_zero_first(self, action: Callable[[], T], doing: str) -> T:
-        """Like `agree`, but rank 0 runs first, so that the other ranks find on disk what rank 0 found."""
-        first = self.agree(lambda: [action()] if self.rank == 0 else [], doing)
-        return self.agree(lambda: first[0] if self.rank == 0 else action(), doing)
+    def rank_zero_first(self, action: Callable[[], T], action_name: str) -> T:
+        """Like `run_on_all_ranks`, but rank 0 runs first, so that the other ranks find on disk what rank 0 found."""
+        first = self.run_on_all_ranks(lambda: [action()] if self.rank == 0 else [], action_name)
+        return self.run_on_all_ranks(lambda: first[0] if self.rank == 0 else action(), action_name)
 
-    def gather(self, payload: bytes) -> tuple[list[bytes], list[int]]:
+    def all_gather_distinct(self, payload: bytes) -> tuple[list[bytes], list[int]]:
         """Return the distinct payloads of all ranks, and for every rank the index of its payload. Collective."""
-        return gather_distinct(payload, self.group)
+        return all_gather_bytes(payload, self.group)
 
-    def gather_equal(self, payload: bytes) -> list[bytes]:
+    def all_gather_equal_sized(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, of equal length, in rank order. Collective."""
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        return [bytes(row.numpy()) for row in all_gather_equal(mine, self.group).view(self.size, -1)]
+        local = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return [bytes(row.numpy()) for row in all_gather_equal(local, self.group).view(self.size, -1)]
 
 
-def as_checkpoint_error(error: Exception, doing: str) -> Exception:
+def as_checkpoint_error(error: Exception, action_name: str) -> Exception:
     """Wrap an OSError with a description of the operation; return other errors unchanged."""
     if isinstance(error, BoosterError) or not isinstance(error, OSError):
         return error
-    failure = CheckpointError(f"{doing} failed: {error}. Check the path, its permissions and the free space")
+    failure = CheckpointError(f"{action_name} failed: {error}. Check the path, its permissions and the free space")
     failure.__cause__ = error
     return failure

@@ -32,7 +32,7 @@ _MAX_CALL_BYTES = 2**30  # Linux moves 2 GiB less a page in one call, macOS 2 Gi
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @dataclass(slots=True)
@@ -104,13 +104,13 @@ class Storage:
             if not hasattr(os, "O_DIRECT"):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
             flags |= os.O_DIRECT
-        return self._checked(OpenFile(path, os.open(path, flags)))
+        return self._check_opened(OpenFile(path, os.open(path, flags)))
 
     def resize(self, file: OpenFile, num_bytes: int) -> None:
         """Set the size of a file and, if supported, allocate its disk space, so that a full disk is detected here."""
         if num_bytes > 0:
             _reserve(file, num_bytes)
-        with _named(file.path):
+        with _add_path_to_errors(file.path):
             os.ftruncate(file.descriptor, num_bytes)
 
     def write_at(self, file: OpenFile, data: Buffer, offset: int) -> None:
@@ -118,7 +118,7 @@ class Storage:
         rest = _bytes_of(data)
         while len(rest) > 0:
             try:
-                with _named(file.path):
+                with _add_path_to_errors(file.path):
                     count = self._pwrite(file.descriptor, rest[:_MAX_CALL_BYTES], offset)
             except InterruptedError:
                 continue
@@ -132,7 +132,7 @@ class Storage:
     def sync(self, file: OpenFile) -> None:
         """Flush the file to disk."""
         # Never retried: after a failed fsync the next one reports success although the pages are lost.
-        with _named(file.path):
+        with _add_path_to_errors(file.path):
             os.fsync(file.descriptor)
 
     def close(self, file: OpenFile) -> None:
@@ -143,7 +143,7 @@ class Storage:
         """Flush a file's content, or a directory's entries, to disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with _named(path):
+            with _add_path_to_errors(path):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -213,7 +213,7 @@ class Storage:
         except ValueError:  # a NUL in the name
             return None
         except OSError as error:
-            if error.errno in _NOTHING_THERE:
+            if error.errno in _NOT_FOUND:
                 return None
             raise
         if stat.S_ISLNK(mode):
@@ -235,10 +235,10 @@ class Storage:
 
         File systems that report no blocks (/proc, some FUSE ones) do not count space; for these return sys.maxsize.
         """
-        place = Path(os.path.abspath(path))
-        while not place.exists():
-            place = place.parent
-        status = os.statvfs(place)
+        existing = Path(os.path.abspath(path))
+        while not existing.exists():
+            existing = existing.parent
+        status = os.statvfs(existing)
         if status.f_blocks == 0:
             return sys.maxsize
         return status.f_bavail * status.f_frsize
@@ -257,7 +257,7 @@ class Storage:
         """
         try:
             real = Path(os.path.realpath(path, strict=True))
-            if inside is not None and not any(real.is_relative_to(place) for place in _allowed_places(inside)):
+            if inside is not None and not any(real.is_relative_to(allowed) for allowed in _allowed_directories(inside)):
                 raise CheckpointError(
                     f"{path} is a link that leaves its directory, which a checkpoint must not contain: copy the file"
                     " into the directory"
@@ -266,7 +266,7 @@ class Storage:
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise CheckpointError(f"cannot open {str(path)!r}: {error}. Check the path and its permissions") from error
-        return self._checked(OpenFile(path, descriptor))  # the path may have been replaced since the check
+        return self._check_opened(OpenFile(path, descriptor))  # the path may have been replaced since the check
 
     def size(self, file: OpenFile) -> int:
         """Return the size of a file in bytes."""
@@ -314,7 +314,7 @@ class Storage:
         return bytes(content)
 
     @staticmethod
-    def _checked(file: OpenFile) -> OpenFile:
+    def _check_opened(file: OpenFile) -> OpenFile:
         try:
             _check_regular(file.path, os.fstat(file.descriptor))
         except BaseException:
@@ -324,7 +324,7 @@ class Storage:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _add_path_to_errors(path: Path) -> Iterator[None]:
     """Add the path to errors of calls that take a descriptor."""
     try:
         yield
@@ -344,7 +344,7 @@ def _bytes_of(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # cast() rejects shapes with a zero
 
 
-def _allowed_places(directory: Path) -> list[Path]:
+def _allowed_directories(directory: Path) -> list[Path]:
     real = Path(os.path.realpath(directory))
     if "snapshots" not in real.parts:
         return [real]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from booster.comm import AllReduce, all_reduce_max, all_reduce_sparse, collective_device, group_size, start_all_reduce
-from booster.comm.waiting import Place, failures_named
+from booster.comm.waiting import CollectiveId, translate_errors
 from booster.errors import ConfigError
 from booster.plugins.ddp_buckets import (
     MAX_IN_FLIGHT,
@@ -251,7 +251,7 @@ class Reducer:
         return partial(_wait_for_sum, start_all_reduce(real, self._group), bucket)
 
     def _hook_errors(self, bucket: Bucket) -> AbstractContextManager[None]:
-        return failures_named(Place("communication hook", bucket.index + 1), self._group)
+        return translate_errors(CollectiveId("communication hook", bucket.index + 1), self._group)
 
     def _wait_for_hook(self, future: torch.futures.Future[Any], bucket: Bucket) -> list[torch.Tensor]:
         with self._hook_errors(bucket):

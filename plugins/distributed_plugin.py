@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from booster.comm import agree, group_rank, group_size, is_initialized, release_groups, release_unused_groups
+from booster.comm import (
+    check_same_across_ranks,
+    group_rank,
+    group_size,
+    is_initialized,
+    release_groups,
+    release_unused_groups,
+)
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import Plugin
@@ -50,7 +57,9 @@ class DistributedPlugin(Plugin):
     def _agree(self, check: Callable[[], object]) -> None:
         """Returns if a check of the arguments raises on no rank, and they are the same on all. Collective."""
         error = error_of(check)
-        agree(f"making a {type(self).__name__}", [] if error else self.agreement_facts(), error=error)
+        check_same_across_ranks(
+            f"making a {type(self).__name__}", [] if error else self.config_fingerprint(), error=error
+        )
 
     def supported_devices(self) -> list[str]:
         return ["cpu", self._device.type]

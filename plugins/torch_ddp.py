@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import new_cpu_group, patience
+from booster.comm import new_cpu_group, timeout_scope
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
 from booster.estimate.replicas import replica_memory
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
-from booster.interface.gradient_window import GradientWindow
+from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface.gradient_window import AccumulationState
 from booster.mixed_precision import mixed_precision_names
-from booster.placement import make_replicas_equal, move_to_device, require_values
+from booster.placement import check_materialized, move_to_device, sync_module_states
 from booster.plugins.ddp_buckets import bucket_buffer_bytes
 from booster.plugins.ddp_reducer import CommHook, Reducer
 from booster.plugins.distributed_plugin import DistributedPlugin
-from booster.plugins.sharding.checks import check_flag, is_number
+from booster.plugins.sharding.checks import check_flag, is_non_nan_number
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.tensor_tree import map_tensors
 
@@ -62,7 +62,7 @@ class TorchDDPPlugin(DistributedPlugin):
         DesyncError: The ranks' arguments differ.
     """
 
-    @patience("setup")
+    @timeout_scope("setup")
     def __init__(
         self,
         broadcast_buffers: bool = True,
@@ -92,7 +92,7 @@ class TorchDDPPlugin(DistributedPlugin):
 
     def _check_arguments(self) -> None:
         bucket_cap_mb = self._arguments["bucket_cap_mb"]
-        if not is_number(bucket_cap_mb) or not bucket_cap_mb > 0:
+        if not is_non_nan_number(bucket_cap_mb) or not bucket_cap_mb > 0:
             raise ConfigError(
                 f"bucket_cap_mb={bucket_cap_mb!r} holds no gradient: give a size in MiB above 0, such as 25"
             )
@@ -107,16 +107,16 @@ class TorchDDPPlugin(DistributedPlugin):
     def control_precision(self) -> bool:
         return False
 
-    def agreement_facts(self) -> list[str]:
+    def config_fingerprint(self) -> list[str]:
         arguments = self._arguments | {"sync_batch_norm": self._sync_batch_norm}
         return [f"{name}={value!r}" for name, value in arguments.items()]
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        require_values(model)
+        check_materialized(model)
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         move_to_device(model, optimizer, self._device)
-        make_replicas_equal(model)
+        sync_module_states(model)
         if self._sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
@@ -165,13 +165,16 @@ class TorchDDPPlugin(DistributedPlugin):
         reducer = wrapper.reducer if isinstance(wrapper, DDPModel) else None
         return nullcontext() if reducer is None else reducer.no_sync()
 
-    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         size, uses_views = self.dp_size, self._arguments["gradient_as_bucket_view"]
-        averaged = question.activations().gradients if size > 1 else 0
-        trained = [one for one in question.prepared_model().parameters() if one.requires_grad]
+        averaged = request.activations().gradients if size > 1 else 0
+        trained = [one for one in request.prepared_model().parameters() if one.requires_grad]
         buckets = bucket_buffer_bytes(trained, self._bucket_bytes, uses_views=uses_views) if size > 1 else 0
         return replica_memory(
-            question, bucket_bytes=buckets, sent=2 * (size - 1) * averaged // size, views=uses_views and size > 1
+            request,
+            bucket_bytes=buckets,
+            sent=2 * (size - 1) * averaged // size,
+            gradient_as_bucket_view=uses_views and size > 1,
         )
 
 
@@ -212,16 +215,16 @@ class DDPOptimizer(OptimizerWrapper):
 
     model: DDPModel
 
-    def _collecting_gradients(self) -> AbstractContextManager[None]:
+    def _backward_context(self) -> AbstractContextManager[None]:
         reducer = self.model.reducer
         return nullcontext() if reducer is None else reducer.collecting()
 
-    def _finalize_gradients(self) -> None:
-        if self.model.reducer is not None and not self._window.is_final:
+    def _unscale_gradients(self) -> None:
+        if self.model.reducer is not None and not self._accumulation.is_unscaled:
             self.model.reducer.reduce_rest()
-        super()._finalize_gradients()
+        super()._unscale_gradients()
 
-    def restore_window(self, window: GradientWindow, num_micro_steps: int) -> None:
-        super().restore_window(window, num_micro_steps)
+    def restore_window(self, accumulation: AccumulationState, num_microbatches: int) -> None:
+        super().restore_window(accumulation, num_microbatches)
         if self.model.reducer is not None:
             self.model.reducer.mark_local()

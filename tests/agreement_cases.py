@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from booster import Booster, boost_agreement
-from booster.boost_checks import note_boosted
+from booster.boost_checks import mark_boosted
 from booster.comm import (
     all_reduce_numbers,
     use_shared_memory,
@@ -368,7 +368,7 @@ def boosted(
     source = Net() if not isinstance(net, Net) or optimizer == "foreign" else net
     updates = optimizer_of(source, optimizer)
     if boosts_again:
-        note_boosted(net, updates)
+        mark_boosted(net, updates)
     with pytest.MonkeyPatch.context() as patch, faked_version(version, patch):
         result = booster.boost(
             net,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from oracles.crash_disk import read_tree
 from oracles.faulting_storage import UnsyncedStorage
 
-from booster.checkpoint_io.commit import Transaction, listing, resolve
+from booster.checkpoint_io.commit import Transaction, list_directory, resolve
 
 STORAGE = UnsyncedStorage()
 TOKEN = "0123456789abcdef" * 2
@@ -55,10 +55,10 @@ def complete(storage, target):
 def seen(directory, storage=STORAGE):
     """Returns the content of each file as a reader sees the directory and the folders in it."""
     found = {}
-    for name in listing(storage, directory):
+    for name in list_directory(storage, directory):
         path = resolve(storage, directory, name)
         if path.is_dir():
-            for inner in listing(storage, path):
+            for inner in list_directory(storage, path):
                 at = resolve(storage, path, inner)
                 assert at == resolve(storage, directory, f"{name}/{inner}")
                 found[f"{name}/{inner}"] = at.read_text()

@@ -96,7 +96,7 @@ class ShardedByHand(OptimizerWrapper):
                     global_shape=tuple(parameter.shape),
                     span=span,
                     parameter=nn.Parameter(memory.float() if has_master else memory),
-                    working=parameter,
+                    model_param=parameter,
                     group_index=index,
                     has_master=has_master,
                     is_primary=group_rank() < group_size(group),
@@ -104,9 +104,9 @@ class ShardedByHand(OptimizerWrapper):
             )
         return found
 
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        shard = self.shards.of(parameter)
-        return parameter if shard is None else shard.working
+    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        shard = self.shards.shard_of(parameter)
+        return parameter if shard is None else shard.model_param
 
     def checkpoint_state(self) -> ShardedOptimizerState:
         return ShardedOptimizerState(self)
@@ -144,5 +144,5 @@ class ShardedByHand(OptimizerWrapper):
 
 
 def _sum(shard: Shard) -> torch.dtype:
-    dtype = shard.working.dtype
+    dtype = shard.model_param.dtype
     return torch.float32 if dtype.itemsize < 4 else dtype

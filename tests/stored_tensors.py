@@ -7,7 +7,7 @@ from save_cases import small_shards
 from torch import nn
 
 from booster.checkpoint_io import GeneralCheckpointIO
-from booster.checkpoint_io.files.tensor_bytes import bytes_of, plain
+from booster.checkpoint_io.files.tensor_bytes import bytes_of, to_contiguous_cpu
 from booster.interface import ModelWrapper, TensorSlice
 
 
@@ -43,4 +43,4 @@ def load_tensors(path, tensors, *, storage=None, **options):
 
 def bits(tensor):
     """Returns the bytes of a tensor in row-major order."""
-    return bytes(bytes_of(plain(tensor)))
+    return bytes(bytes_of(to_contiguous_cpu(tensor)))

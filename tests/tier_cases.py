@@ -13,7 +13,7 @@ from booster.plugins.gemini import block_file
 from booster.plugins.gemini.disk_tier import DiskTier
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
-LONG = block_file._DETOUR_BYTES + 10 * ALIGNMENT  # too long for a detour
+LONG = block_file._BOUNCE_BUFFER_BYTES + 10 * ALIGNMENT  # too long for a detour
 
 
 @contextlib.contextmanager

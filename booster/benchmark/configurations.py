@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from booster.benchmark.settings import BenchmarkSettings
-from booster.benchmark.tensor_grids.blocks import require_divisible
+from booster.benchmark.tensor_grids.blocks import check_divisible
 from booster.errors import ConfigError
 
-__all__ = ["SERIAL", "Configuration", "LeftOut", "find_configurations"]
+__all__ = ["SERIAL", "Configuration", "Skipped", "find_configurations"]
 
 SERIAL = "serial"
 
 _DATA_PARALLEL = ("dp", "zero1", "zero2", "gemini")
-_HOW_MANY = 4  # numbers of ranks suggested in a message
+_MAX_SUGGESTIONS = 4  # numbers of ranks suggested in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,58 +38,58 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class Skipped:
     """Configuration that is not measured, and the reason."""
 
     name: str
     reason: str
 
 
-def find_configurations(settings: BenchmarkSettings) -> tuple[list[Configuration], list[LeftOut]]:
+def find_configurations(settings: BenchmarkSettings) -> tuple[list[Configuration], list[Skipped]]:
     """Return the configurations of the settings' modes that can be measured, and the skipped ones.
 
     Raises:
         ConfigError: No configuration can be measured; the message lists all reasons.
     """
     found: list[Configuration] = []
-    left_out: list[LeftOut] = []
+    skipped: list[Skipped] = []
     for mode in settings.modes:
         candidates = [Configuration(mode, sizes) for sizes in _SIZES[mode](settings.num_ranks)]
         if not candidates:
-            left_out.append(LeftOut(mode, _why_none(mode, settings.num_ranks)))
+            skipped.append(Skipped(mode, _mode_skip_reason(mode, settings.num_ranks)))
         for candidate in candidates:
-            reason = _why_not(candidate, settings)
+            reason = _skip_reason(candidate, settings)
             if reason is None:
                 found.append(candidate)
             else:
-                left_out.append(LeftOut(candidate.name, reason))
+                skipped.append(Skipped(candidate.name, reason))
     if not found:
-        reasons = "; ".join(f"{one.name}: {one.reason}" for one in left_out)
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in skipped)
         raise ConfigError(f"-g {settings.num_ranks} -m {','.join(settings.modes)} leaves nothing to measure. {reasons}")
-    return found, left_out
+    return found, skipped
 
 
-def _one_dimensional(num_ranks: int) -> Iterator[dict[str, int]]:
+def _meshes_1d(num_ranks: int) -> Iterator[dict[str, int]]:
     for tp in range(num_ranks, 1, -1):
         if num_ranks % tp == 0:
             yield {"tp": tp, "dp": num_ranks // tp}
 
 
-def _squares(num_ranks: int) -> Iterator[dict[str, int]]:
-    yield from ({"q": side} for side in _sides(num_ranks, 2) if side**2 == num_ranks)
+def _meshes_2d(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield from ({"q": side} for side in _mesh_sizes(num_ranks, 2) if side**2 == num_ranks)
 
 
-def _stacked_squares(num_ranks: int) -> Iterator[dict[str, int]]:
-    for side in reversed(_sides(num_ranks, 2)):
+def _meshes_2_5d(num_ranks: int) -> Iterator[dict[str, int]]:
+    for side in reversed(_mesh_sizes(num_ranks, 2)):
         if num_ranks % side**2 == 0:
             yield {"depth": num_ranks // side**2, "q": side}
 
 
-def _cubes(num_ranks: int) -> Iterator[dict[str, int]]:
-    yield from ({"q": side} for side in _sides(num_ranks, 3) if side**3 == num_ranks)
+def _meshes_3d(num_ranks: int) -> Iterator[dict[str, int]]:
+    yield from ({"q": side} for side in _mesh_sizes(num_ranks, 3) if side**3 == num_ranks)
 
 
-def _sides(num_ranks: int, power: int) -> list[int]:
+def _mesh_sizes(num_ranks: int, power: int) -> list[int]:
     """Return the mesh sizes from 2 whose `power` is at most `num_ranks`."""
     return list(itertools.takewhile(lambda side: side**power <= num_ranks, itertools.count(2)))
 
@@ -99,10 +99,10 @@ def _all_data_parallel(num_ranks: int) -> Iterator[dict[str, int]]:
 
 
 _SIZES: dict[str, Callable[[int], Iterator[dict[str, int]]]] = {
-    "1d": _one_dimensional,
-    "2d": _squares,
-    "2.5d": _stacked_squares,
-    "3d": _cubes,
+    "1d": _meshes_1d,
+    "2d": _meshes_2d,
+    "2.5d": _meshes_2_5d,
+    "3d": _meshes_3d,
     **dict.fromkeys(_DATA_PARALLEL, _all_data_parallel),
 }
 _RULES = {
@@ -113,30 +113,30 @@ _RULES = {
 }
 
 
-def _why_none(mode: str, num_ranks: int) -> str:
-    possible = _numbers_of_ranks(mode, num_ranks)
+def _mode_skip_reason(mode: str, num_ranks: int) -> str:
+    possible = _valid_world_sizes(mode, num_ranks)
     return f"not possible with -g {num_ranks}: it needs {_RULES[mode]}, so -g {', '.join(map(str, possible))}, ..."
 
 
-def _numbers_of_ranks(mode: str, num_ranks: int) -> Sequence[int]:
+def _valid_world_sizes(mode: str, num_ranks: int) -> Sequence[int]:
     """Return the nearest valid number below, if any, and the next ones above."""
     below = (number for number in range(num_ranks - 1, 0, -1) if any(_SIZES[mode](number)))
     above = (number for number in itertools.count(num_ranks + 1) if any(_SIZES[mode](number)))
-    return list(itertools.islice(itertools.chain(itertools.islice(below, 1), above), _HOW_MANY))
+    return list(itertools.islice(itertools.chain(itertools.islice(below, 1), above), _MAX_SUGGESTIONS))
 
 
-def _why_not(candidate: Configuration, settings: BenchmarkSettings) -> str | None:
+def _skip_reason(candidate: Configuration, settings: BenchmarkSettings) -> str | None:
     if candidate.mode == "2.5d" and candidate.sizes["depth"] == 1 and "2d" in settings.modes:
         return f"the same as 2d q={candidate.sizes['q']}"
     try:
-        for what, size, parts in _cuts(candidate, settings):
-            require_divisible(what, size, parts)
+        for what, size, num_shards in _sharded_sizes(candidate, settings):
+            check_divisible(what, size, num_shards)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _cuts(candidate: Configuration, settings: BenchmarkSettings) -> Iterator[tuple[str, int, int]]:
+def _sharded_sizes(candidate: Configuration, settings: BenchmarkSettings) -> Iterator[tuple[str, int, int]]:
     """Yield the name and size of each dimension to shard evenly, and its number of shards."""
     sizes, mode = candidate.sizes, candidate.mode
     rows = ("the number of tokens (-b times -s)", settings.rows)

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["interrupts_deferred", "interrupts_ignored"]
+__all__ = ["defer_sigint", "ignore_sigint"]
 
 
 @contextmanager
-def interrupts_ignored() -> Iterator[None]:
+def ignore_sigint() -> Iterator[None]:
     """Make processes started within the block, and their descendants, ignore SIGINT permanently."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
@@ -24,7 +24,7 @@ def interrupts_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_deferred() -> Iterator[None]:
+def defer_sigint() -> Iterator[None]:
     """Defer SIGINT to the end of the block, as a half-started process would print an error about its pipe.
 
     Raises:
@@ -33,11 +33,11 @@ def interrupts_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    has_come = threading.Event()
-    handler = signal.signal(signal.SIGINT, lambda *_: has_come.set())
+    received = threading.Event()
+    handler = signal.signal(signal.SIGINT, lambda *_: received.set())
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if has_come.is_set():
+    if received.is_set():
         raise KeyboardInterrupt

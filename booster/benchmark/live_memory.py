@@ -33,14 +33,14 @@ class LiveMemory:
         self.peak_bytes = 0
         self._is_on_host = device_type() == "cpu"
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        self._before = 0
+        self._initial_bytes = 0
 
     def __enter__(self) -> LiveMemory:
         if self._is_on_host:
             with _silent_profiler():
                 self._profile.__enter__()
         else:
-            self._before = memory_allocated()
+            self._initial_bytes = memory_allocated()
         return self
 
     def begin_steps(self) -> None:
@@ -59,7 +59,7 @@ class LiveMemory:
                 self._profile.__exit__(kind, error, trace)
             self.peak_bytes = self._peak_of_events() if error is None else 0
         else:
-            self.peak_bytes = max_memory_allocated() - self._before
+            self.peak_bytes = max_memory_allocated() - self._initial_bytes
 
     def _peak_of_events(self) -> int:
         # Raw events: the public ones hold only the net allocation of each operator.
@@ -84,11 +84,11 @@ class LiveMemory:
 @contextmanager
 def _silent_profiler() -> Iterator[None]:
     """Suppress a line that torch 2.13 writes to stderr whenever a profile starts or stops."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    saved_stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
+        os.close(devnull)

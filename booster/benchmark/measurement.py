@@ -12,11 +12,11 @@ from booster.benchmark.configurations import Configuration
 from booster.benchmark.live_memory import LiveMemory
 from booster.benchmark.network import make_batch
 from booster.benchmark.settings import BenchmarkSettings
-from booster.benchmark.trainee import Trainee, make_trainee
+from booster.benchmark.trainee import Workload, make_workload
 from booster.comm import all_reduce_numbers, barrier, count_communication
 from booster.device import synchronize
 
-__all__ = ["Figures", "largest", "measure"]
+__all__ = ["Metrics", "max_over_ranks", "measure"]
 
 # The third loss depends on two updates, enough to reveal a wrong gradient.
 _CHECKED_STEPS = 3
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Metrics:
     """Metrics of one rank, or the maximum of each over ranks.
 
     Attributes:
@@ -51,25 +51,25 @@ class Figures:
     losses: list[float]
 
 
-def measure(configuration: Configuration, settings: BenchmarkSettings) -> Figures:
+def measure(configuration: Configuration, settings: BenchmarkSettings) -> Metrics:
     """Measure this rank's metrics. Collective over the world, with the same arguments."""
     batch = make_batch(settings)
     losses: list[float] = []
     with LiveMemory() as memory:
-        trainee = make_trainee(configuration, settings, batch)
+        workload = make_workload(configuration, settings, batch)
         memory.begin_steps()
         for _ in range(_CHECKED_STEPS):
-            losses.append(_train_once(trainee))
+            losses.append(_train_once(workload))
     for _ in range(settings.warmup_steps):
-        _train_once(trainee)
+        _train_once(workload)
     with count_communication() as count:
-        trainee_loss = trainee.forward()
-        trainee.backward(trainee_loss)
-        trainee.step()
-    times = [_time_once(trainee) for _ in range(settings.profile_steps)]
-    trainee.close()
+        loss_tensor = workload.forward()
+        workload.backward(loss_tensor)
+        workload.step()
+    times = [_time_once(workload) for _ in range(settings.profile_steps)]
+    workload.close()
     forward, backward, step = (statistics.median(column) for column in zip(*times, strict=True))
-    return Figures(
+    return Metrics(
         forward_seconds=forward,
         backward_seconds=backward,
         step_seconds=step,
@@ -82,34 +82,34 @@ def measure(configuration: Configuration, settings: BenchmarkSettings) -> Figure
     )
 
 
-def largest(figures: list[Figures]) -> Figures:
+def max_over_ranks(metrics: list[Metrics]) -> Metrics:
     """Return the maximum of every metric over ranks; the losses are the same on all."""
-    return Figures(
-        forward_seconds=max(one.forward_seconds for one in figures),
-        backward_seconds=max(one.backward_seconds for one in figures),
-        step_seconds=max(one.step_seconds for one in figures),
-        whole_seconds=max(one.whole_seconds for one in figures),
-        peak_bytes=max(one.peak_bytes for one in figures),
-        sent_bytes=max(one.sent_bytes for one in figures),
-        received_bytes=max(one.received_bytes for one in figures),
-        communications=max(one.communications for one in figures),
-        losses=figures[0].losses,
+    return Metrics(
+        forward_seconds=max(one.forward_seconds for one in metrics),
+        backward_seconds=max(one.backward_seconds for one in metrics),
+        step_seconds=max(one.step_seconds for one in metrics),
+        whole_seconds=max(one.whole_seconds for one in metrics),
+        peak_bytes=max(one.peak_bytes for one in metrics),
+        sent_bytes=max(one.sent_bytes for one in metrics),
+        received_bytes=max(one.received_bytes for one in metrics),
+        communications=max(one.communications for one in metrics),
+        losses=metrics[0].losses,
     )
 
 
-def _train_once(trainee: Trainee) -> float:
-    loss = trainee.forward()
-    trainee.backward(loss)
-    trainee.step()
-    return trainee.loss_share(loss)
+def _train_once(workload: Workload) -> float:
+    loss = workload.forward()
+    workload.backward(loss)
+    workload.step()
+    return workload.loss_contribution(loss)
 
 
-def _time_once(trainee: Trainee) -> tuple[float, float, float]:
+def _time_once(workload: Workload) -> tuple[float, float, float]:
     synchronize()
     barrier()  # else a late rank would lengthen the others' forward
-    forward_seconds, loss = _timed(trainee.forward)
-    backward_seconds, _ = _timed(lambda: trainee.backward(loss))
-    step_seconds, _ = _timed(trainee.step)
+    forward_seconds, loss = _timed(workload.forward)
+    backward_seconds, _ = _timed(lambda: workload.backward(loss))
+    step_seconds, _ = _timed(workload.step)
     return forward_seconds, backward_seconds, step_seconds
 
 

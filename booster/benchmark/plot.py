@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from booster.benchmark.outcomes import Outcome
+from booster.benchmark.outcomes import BenchmarkResult
 from booster.errors import ConfigError
 
-__all__ = ["draw", "require_can_draw"]
+__all__ = ["check_can_draw", "draw"]
 
 _MEBI = 2**20
 
 
-def require_can_draw(path: Path) -> None:
+def check_can_draw(path: Path) -> None:
     """Check that `draw` can write this file.
 
     Raises:
@@ -35,35 +35,35 @@ def require_can_draw(path: Path) -> None:
         )
 
 
-def draw(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+def draw(path: Path, title: str, results: Sequence[BenchmarkResult]) -> None:
     """Draw bar charts of time, memory and communication, with one bar per configuration.
 
     Args:
         path: Image file; its suffix determines the format.
         title: Title of the figure.
-        outcomes: Results; those without figures are skipped.
+        results: Results; those without figures are skipped.
     """
     # Not by pyplot, which selects a display backend and keeps the figure alive.
     figure: Any = importlib.import_module("matplotlib.figure").Figure
-    measured = [outcome for outcome in outcomes if outcome.figures is not None]
-    names = [outcome.configuration.name for outcome in measured]
+    measured = [result for result in results if result.metrics is not None]
+    names = [result.configuration.name for result in measured]
     picture = figure(figsize=(14, 1.8 + 0.35 * len(names)), layout="constrained")
     picture.suptitle(title, fontsize=9)
     times, memory, communication = picture.subplots(1, 3, sharey=True)
     _draw_times(times, names, measured)
-    figures = [outcome.figures for outcome in measured if outcome.figures is not None]
-    memory.barh(names, [one.peak_bytes / _MEBI for one in figures], color="tab:purple")
+    metrics = [result.metrics for result in measured if result.metrics is not None]
+    memory.barh(names, [one.peak_bytes / _MEBI for one in metrics], color="tab:purple")
     memory.set_title("memory, MiB")
-    communication.barh(names, [one.received_bytes / _MEBI for one in figures], color="tab:gray")
+    communication.barh(names, [one.received_bytes / _MEBI for one in metrics], color="tab:gray")
     communication.set_title("received in a step, MiB")
     picture.savefig(path)
 
 
-def _draw_times(axes: Any, names: Sequence[str], measured: Sequence[Outcome]) -> None:
-    figures = [outcome.figures for outcome in measured if outcome.figures is not None]
+def _draw_times(axes: Any, names: Sequence[str], measured: Sequence[BenchmarkResult]) -> None:
+    metrics = [result.metrics for result in measured if result.metrics is not None]
     ends = [0.0] * len(names)
     for label in ("forward", "backward", "step"):
-        lengths = [1000 * float(getattr(one, f"{label}_seconds")) for one in figures]
+        lengths = [1000 * float(getattr(one, f"{label}_seconds")) for one in metrics]
         axes.barh(names, lengths, left=ends, label=label)
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     axes.invert_yaxis()  # top to bottom as in the table

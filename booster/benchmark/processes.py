@@ -18,30 +18,30 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
 from booster.benchmark.configurations import SERIAL, Configuration
-from booster.benchmark.interrupts import interrupts_deferred, interrupts_ignored
-from booster.benchmark.measurement import Figures, largest
+from booster.benchmark.interrupts import defer_sigint, ignore_sigint
+from booster.benchmark.measurement import Metrics, max_over_ranks
 from booster.benchmark.rank import rank_main
 from booster.benchmark.settings import BenchmarkSettings
 from booster.errors import BoosterError
 
-__all__ = ["ConfigurationError", "Ranks"]
+__all__ = ["ConfigurationError", "WorkerPool"]
 
 # Ranks are forked from a server with these modules imported: importing torch takes seconds per rank.
 _PRELOADED = ["booster.benchmark.rank", "booster.plugins.torch_ddp", "booster.plugins.low_level_zero"]
 _PRELOADED += ["booster.plugins.gemini", "booster.plugins.hybrid_parallel", "torch._dynamo", "torch.distributed.tensor"]
 
-_SECONDS_FOR_OTHERS = 3.0  # after a first failure, for other ranks to report: one of them may be the root cause
-_SECONDS_BEYOND = 5.0  # beyond the timeout of collectives, whose error is more detailed than ours
+_GRACE_SECONDS = 3.0  # after a first failure, for other ranks to report: one of them may be the root cause
+_EXTRA_SECONDS = 5.0  # beyond the timeout of collectives, whose error is more detailed than ours
 _CONSEQUENCE = ("RankFailedError", "DistBackendError", "DistNetworkError")
 
-_Member = tuple[ForkServerProcess, Connection]
+_Worker = tuple[ForkServerProcess, Connection]
 
 
 class ConfigurationError(BoosterError):
     """Failed measurement of a configuration; the message has the rank and its traceback."""
 
 
-class Ranks:
+class WorkerPool:
     """Worker processes that measure configurations, new ones for each configuration.
 
     A context manager: running processes are killed at its exit.
@@ -54,16 +54,16 @@ class Ranks:
         self._settings = settings
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        with interrupts_ignored():
+        with ignore_sigint():
             forkserver.ensure_running()
         # Served here rather than in rank 0, so that no other process can take the port in between.
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=settings.timeout_seconds)
         )
-        self._members: list[_Member] = []
+        self._workers: list[_Worker] = []
         self._num_started = 0
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class Ranks:
     ) -> None:
         self._kill()
 
-    def measure(self, configuration: Configuration) -> Figures:
+    def measure(self, configuration: Configuration) -> Metrics:
         """Measure a configuration and return its metrics, each the maximum over ranks.
 
         Raises:
@@ -80,10 +80,12 @@ class Ranks:
         num_ranks = 1 if configuration.mode == SERIAL else self._settings.num_ranks
         self._num_started += 1
         try:
-            with interrupts_deferred():
+            with defer_sigint():
                 for rank in range(num_ranks):
                     self._start(rank, num_ranks, configuration)
-            return largest([Figures(**answer["figures"]) for answer in self._answers(configuration)])
+            return max_over_ranks(
+                [Metrics(**response["figures"]) for response in self._gather_responses(configuration)]
+            )
         finally:
             self._kill()
 
@@ -97,54 +99,54 @@ class Ranks:
             "configuration": asdict(configuration),
             "settings": asdict(self._settings),
         }
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=rank_main, args=(there, json.dumps(job)), daemon=True)
+        parent_end, child_end = self._context.Pipe()
+        process = self._context.Process(target=rank_main, args=(child_end, json.dumps(job)), daemon=True)
         process.start()
-        there.close()
-        self._members.append((process, here))
+        child_end.close()
+        self._workers.append((process, parent_end))
 
-    def _answers(self, configuration: Configuration) -> list[dict[str, Any]]:
+    def _gather_responses(self, configuration: Configuration) -> list[dict[str, Any]]:
         seconds = self._settings.timeout_seconds
-        answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + seconds + _SECONDS_BEYOND
+        responses: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + seconds + _EXTRA_SECONDS
         has_failed = False
-        while len(answers) < len(self._members):
-            missing = [rank for rank in range(len(self._members)) if rank not in answers]
-            numbers = {self._members[rank][1]: rank for rank in missing}
-            ready = wait(list(numbers), max(0.0, deadline - time.monotonic()))
+        while len(responses) < len(self._workers):
+            missing = [rank for rank in range(len(self._workers)) if rank not in responses]
+            rank_of_connection = {self._workers[rank][1]: rank for rank in missing}
+            ready = wait(list(rank_of_connection), max(0.0, deadline - time.monotonic()))
             if not ready and has_failed:
                 break
             if not ready:
                 raise ConfigurationError(
-                    f"ranks {missing} of {len(self._members)} timed out after {seconds:g} s and were killed: raise"
+                    f"ranks {missing} of {len(self._workers)} timed out after {seconds:g} s and were killed: raise"
                     " --timeout, or reduce the sizes or steps"
                 )
             for connection in ready:
-                rank = numbers[connection]  # type: ignore[index]
-                answers[rank] = self._receive(rank)
-                if "error" in answers[rank] and not has_failed:
-                    has_failed, deadline = True, time.monotonic() + _SECONDS_FOR_OTHERS
+                rank = rank_of_connection[connection]  # type: ignore[index]
+                responses[rank] = self._receive(rank)
+                if "error" in responses[rank] and not has_failed:
+                    has_failed, deadline = True, time.monotonic() + _GRACE_SECONDS
         if has_failed:
-            raise ConfigurationError(_failure(answers, len(self._members)))
-        return [answers[rank] for rank in range(len(self._members))]
+            raise ConfigurationError(_root_cause_text(responses, len(self._workers)))
+        return [responses[rank] for rank in range(len(self._workers))]
 
     def _receive(self, rank: int) -> dict[str, Any]:
-        process, connection = self._members[rank]
+        process, connection = self._workers[rank]
         try:
-            answer: dict[str, Any] = json.loads(connection.recv_bytes())
+            response: dict[str, Any] = json.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            process.join(_SECONDS_FOR_OTHERS)
-            return {"error": _ending(process.exitcode), "traceback": ""}
-        return answer
+            process.join(_GRACE_SECONDS)
+            return {"error": _exit_text(process.exitcode), "traceback": ""}
+        return response
 
     def _kill(self) -> None:
-        for process, connection in self._members:
+        for process, connection in self._workers:
             connection.close()
             process.kill()  # no-op if it has exited
-        for process, _ in self._members:
+        for process, _ in self._workers:
             process.join()
             process.close()
-        self._members.clear()
+        self._workers.clear()
 
 
 def num_cores() -> int:
@@ -152,16 +154,16 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _ending(exit_code: int | None) -> str:
+def _exit_text(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"the process exited with code {exit_code} without a result"
     hint = ", as the system does when memory runs out" if exit_code == -signal.SIGKILL else ""
     return f"the process was killed by {signal.Signals(-exit_code).name}{hint}"
 
 
-def _failure(answers: dict[int, dict[str, Any]], num_ranks: int) -> str:
+def _root_cause_text(responses: dict[int, dict[str, Any]], num_ranks: int) -> str:
     """Return the error of the root cause: the first failure that is not a consequence of another."""
-    failed = [rank for rank, answer in answers.items() if "error" in answer]
-    cause = next((rank for rank in failed if not answers[rank]["error"].startswith(_CONSEQUENCE)), failed[0])
-    answer = answers[cause]
-    return f"rank {cause} of {num_ranks} failed: {answer['error']}\n{answer['traceback']}".rstrip()
+    failed = [rank for rank, response in responses.items() if "error" in response]
+    cause = next((rank for rank in failed if not responses[rank]["error"].startswith(_CONSEQUENCE)), failed[0])
+    response = responses[cause]
+    return f"rank {cause} of {num_ranks} failed: {response['error']}\n{response['traceback']}".rstrip()

@@ -32,14 +32,14 @@ def rank_main(connection: Connection, job: str) -> None:
         connection: Pipe to the parent process. This process exits when the parent closes its end or dies.
         job: JSON object: rank, world_size, num_threads, store_port, store_prefix, configuration, settings.
     """
-    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
-    connection.send_bytes(json.dumps(_answer(json.loads(job))).encode())
+    threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
+    connection.send_bytes(json.dumps(_run_job(json.loads(job))).encode())
     sys.stdout.flush()
     sys.stderr.flush()
     threading.Event().wait()  # other ranks may still communicate with this one
 
 
-def _end_with_parent(connection: Connection) -> None:
+def _exit_with_parent(connection: Connection) -> None:
     try:
         connection.recv_bytes()
     except (EOFError, OSError):
@@ -47,7 +47,7 @@ def _end_with_parent(connection: Connection) -> None:
         os._exit(0)
 
 
-def _answer(job: dict[str, Any]) -> dict[str, Any]:
+def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     try:
         configuration = Configuration(**job["configuration"])
         modes = tuple(job["settings"].pop("modes"))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from booster.benchmark.configurations import LeftOut
-from booster.benchmark.outcomes import Outcome
+from booster.benchmark.configurations import Skipped
+from booster.benchmark.outcomes import BenchmarkResult
 from booster.benchmark.settings import INNER_FACTOR, BenchmarkSettings
 
 __all__ = ["describe", "format_notes", "format_table", "to_json"]
@@ -29,26 +29,26 @@ def describe(settings: BenchmarkSettings, device: str) -> str:
     )
 
 
-def format_table(outcomes: Sequence[Outcome]) -> str:
+def format_table(results: Sequence[BenchmarkResult]) -> str:
     """Return a table with one row per result."""
-    columns: list[list[str]] = [["", *(outcome.configuration.name for outcome in outcomes)]]
-    columns += [_column(outcomes, name, "ms", 1e-3) for name in _SECONDS]
-    columns += [_column(outcomes, name, *_unit_for(outcomes, name)) for name in _BYTES]
-    columns += [["", *(_verdict(outcome) for outcome in outcomes)]]
+    columns: list[list[str]] = [["", *(result.configuration.name for result in results)]]
+    columns += [_column(results, name, "ms", 1e-3) for name in _SECONDS]
+    columns += [_column(results, name, *_unit_for(results, name)) for name in _BYTES]
+    columns += [["", *(_loss_status(result) for result in results)]]
     titled = [[title, *column] for title, column in zip(_HEADINGS, columns, strict=True)]
     widths = [max(len(text) for text in column) for column in titled]
     return "\n".join(_line(row, widths) for row in zip(*titled, strict=True))
 
 
-def format_notes(outcomes: Sequence[Outcome], left_out: Sequence[LeftOut]) -> str:
+def format_notes(results: Sequence[BenchmarkResult], skipped: Sequence[Skipped]) -> str:
     """Return a line for each skipped or failed configuration; empty if there is none."""
-    notes = [f"not measured: {one.name}: {one.reason}" for one in left_out]
-    notes += [f"failed: {one.configuration.name}: {one.error}" for one in outcomes if one.error is not None]
+    notes = [f"not measured: {one.name}: {one.reason}" for one in skipped]
+    notes += [f"failed: {one.configuration.name}: {one.error}" for one in results if one.error is not None]
     return "\n".join(notes)
 
 
 def to_json(
-    settings: BenchmarkSettings, device: str, outcomes: Sequence[Outcome], left_out: Sequence[LeftOut]
+    settings: BenchmarkSettings, device: str, results: Sequence[BenchmarkResult], skipped: Sequence[Skipped]
 ) -> dict[str, Any]:
     """Return settings and results as JSON-serializable data, in seconds and bytes."""
     return {
@@ -56,15 +56,15 @@ def to_json(
         "device": device,
         "configurations": [
             {
-                "name": outcome.configuration.name,
-                **asdict(outcome.configuration),
-                "figures": None if outcome.figures is None else asdict(outcome.figures),
-                "loss_difference": _finite(outcome.loss_difference),
-                "error": outcome.error,
+                "name": result.configuration.name,
+                **asdict(result.configuration),
+                "figures": None if result.metrics is None else asdict(result.metrics),
+                "loss_difference": _finite(result.loss_difference),
+                "error": result.error,
             }
-            for outcome in outcomes
+            for result in results
         ],
-        "left_out": [{"name": one.name, "reason": one.reason} for one in left_out],
+        "left_out": [{"name": one.name, "reason": one.reason} for one in skipped],
     }
 
 
@@ -72,23 +72,23 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and abs(number) < float("inf") else None
 
 
-def _column(outcomes: Sequence[Outcome], name: str, unit: str, size: float) -> list[str]:
-    figures = [outcome.figures for outcome in outcomes]
-    return [unit, *("" if one is None else f"{getattr(one, name) / size:.2f}" for one in figures)]
+def _column(results: Sequence[BenchmarkResult], name: str, unit: str, size: float) -> list[str]:
+    metrics = [result.metrics for result in results]
+    return [unit, *("" if one is None else f"{getattr(one, name) / size:.2f}" for one in metrics)]
 
 
-def _unit_for(outcomes: Sequence[Outcome], name: str) -> tuple[str, float]:
+def _unit_for(results: Sequence[BenchmarkResult], name: str) -> tuple[str, float]:
     """Return the largest unit in which the maximum of a column is at least 1."""
-    most = max((getattr(outcome.figures, name) for outcome in outcomes if outcome.figures is not None), default=0)
+    most = max((getattr(result.metrics, name) for result in results if result.metrics is not None), default=0)
     return next(((unit, size) for unit, size in _UNITS if most >= size), _UNITS[-1])
 
 
-def _verdict(outcome: Outcome) -> str:
-    if outcome.figures is None:
+def _loss_status(result: BenchmarkResult) -> str:
+    if result.metrics is None:
         return "failed"
-    if outcome.error is None:
+    if result.error is None:
         return "equal"
-    return "not compared" if outcome.loss_difference is None else "WRONG"
+    return "not compared" if result.loss_difference is None else "WRONG"
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

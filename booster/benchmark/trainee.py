@@ -15,20 +15,20 @@ from booster.benchmark.configurations import SERIAL, Configuration
 from booster.benchmark.network import PerceptronLayer, make_network
 from booster.benchmark.settings import BenchmarkSettings
 from booster.benchmark.tensor_grids import (
-    CUBE_ACTIVATIONS,
+    LINEAR_3D_ACTIVATIONS,
     SUMMA_ACTIVATIONS,
-    Grid,
-    Layout,
-    cube_grid,
-    divide_layer,
-    summa_grid,
+    BlockLayout,
+    RankMesh,
+    linear_3d_mesh,
+    shard_mlp,
+    summa_mesh,
 )
 from booster.comm import group_size
 from booster.device import current_device
 from booster.facade import Booster
 from booster.interface import Plugin
 
-__all__ = ["Batch", "Trainee", "make_trainee"]
+__all__ = ["Batch", "Workload", "make_workload"]
 
 _LEARNING_RATE = 1e-3
 _PLAN = {"*.up": "colwise", "*.down": "rowwise"}
@@ -38,7 +38,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
-class Trainee:
+class Workload:
     """Phases of a training step to measure. Every function is collective over the world.
 
     Attributes:
@@ -52,11 +52,11 @@ class Trainee:
     forward: Callable[[], torch.Tensor]
     backward: Callable[[torch.Tensor], None]
     step: Callable[[], None]
-    loss_share: Callable[[torch.Tensor], float]
+    loss_contribution: Callable[[torch.Tensor], float]
     close: Callable[[], None] = lambda: None
 
 
-def make_trainee(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Trainee:
+def make_workload(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Workload:
     """Build the network under the configuration. Collective over the world.
 
     Args:
@@ -66,10 +66,10 @@ def make_trainee(configuration: Configuration, settings: BenchmarkSettings, batc
     """
     mode, sizes = configuration.mode, configuration.sizes
     if mode in ("2d", "2.5d"):
-        return _trainee_on_grid(summa_grid(sizes["q"], sizes.get("depth", 1)), SUMMA_ACTIVATIONS, settings, batch)
+        return _mesh_workload(summa_mesh(sizes["q"], sizes.get("depth", 1)), SUMMA_ACTIVATIONS, settings, batch)
     if mode == "3d":
-        return _trainee_on_grid(cube_grid(sizes["q"]), CUBE_ACTIVATIONS, settings, batch)
-    return _boosted_trainee(configuration, settings, batch)
+        return _mesh_workload(linear_3d_mesh(sizes["q"]), LINEAR_3D_ACTIVATIONS, settings, batch)
+    return _boosted_workload(configuration, settings, batch)
 
 
 def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
@@ -89,10 +89,10 @@ def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plu
     return found
 
 
-def _boosted_trainee(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Trainee:
+def _boosted_workload(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Workload:
     plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
-    num_parts, part = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
-    inputs, targets = (whole.chunk(num_parts)[part].clone().to(current_device()) for whole in batch)
+    num_shards, shard_index = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
+    inputs, targets = (full.chunk(num_shards)[shard_index].clone().to(current_device()) for full in batch)
     network = make_network(settings)
     num_ranks = group_size()
     booster = Booster(plugin=plugin)
@@ -102,19 +102,19 @@ def _boosted_trainee(configuration: Configuration, settings: BenchmarkSettings, 
         loss: torch.Tensor = criterion(model(inputs), targets)
         return loss
 
-    return Trainee(
+    return Workload(
         forward=forward,
         backward=lambda loss: booster.backward(loss, optimizer),
         step=lambda: _step(optimizer),
-        loss_share=lambda loss: float(loss.detach()) / num_ranks,  # equal shards, each replicated equally often
+        loss_contribution=lambda loss: float(loss.detach()) / num_ranks,  # equal shards, each replicated equally often
     )
 
 
-def _trainee_on_grid(grid: Grid, layout: Layout, settings: BenchmarkSettings, batch: Batch) -> Trainee:
-    inputs, targets = (grid.block(whole, layout, "the batch").to(current_device()) for whole in batch)
+def _mesh_workload(mesh: RankMesh, layout: BlockLayout, settings: BenchmarkSettings, batch: Batch) -> Workload:
+    inputs, targets = (mesh.block(full, layout, "the batch").to(current_device()) for full in batch)
     network = make_network(settings)
     for layer in network:
-        divide_layer(layer, grid)
+        shard_mlp(layer, mesh)
     network.to(current_device())
     optimizer = _optimizer(network)
     numel = settings.rows * settings.hidden
@@ -123,12 +123,12 @@ def _trainee_on_grid(grid: Grid, layout: Layout, settings: BenchmarkSettings, ba
         # This rank's term of the mean over all blocks, so that gradients are those of the mean.
         return nn.functional.mse_loss(network(inputs), targets, reduction="sum") / numel
 
-    return Trainee(
+    return Workload(
         forward=forward,
         backward=torch.Tensor.backward,
         step=lambda: _step(optimizer),
-        loss_share=lambda loss: float(loss.detach()),
-        close=grid.close,
+        loss_contribution=lambda loss: float(loss.detach()),
+        close=mesh.close,
     )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-__all__ = ["BACKEND", "Attempt", "register"]
+__all__ = ["BACKEND", "RestartCount", "register"]
 
 BACKEND = "booster-c10d"
 
@@ -31,10 +31,10 @@ BACKEND = "booster-c10d"
 
 
 @dataclass(slots=True)
-class Attempt:
+class RestartCount:
     """Restart count of the whole job; None before the first start."""
 
-    number: int | None = None
+    value: int | None = None
 
 
 def register() -> None:
@@ -44,34 +44,34 @@ def register() -> None:
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     backend, store = create_backend(params)
-    return _AgreedRendezvous(create_handler(store, backend, params), store, params)
+    return _RendezvousHandler(create_handler(store, backend, params), store, params)
 
 
-class _AgreedRendezvous(RendezvousHandler):
+class _RendezvousHandler(RendezvousHandler):
     def __init__(self, inner: RendezvousHandler, store: Store, params: RendezvousParameters) -> None:
         self._inner = inner
-        self._shared = PrefixStore(f"booster/{params.run_id}", store)
-        self._wanted_rank: int | None = params.get("wanted_rank")
-        self._attempt: Attempt = params.get("attempt")
-        self._place = RendezvousStoreInfo(*parse_rendezvous_endpoint(params.endpoint, default_port=-1))
+        self._job_store = PrefixStore(f"booster/{params.run_id}", store)
+        self._requested_rank: int | None = params.get("wanted_rank")
+        self._restart_count: RestartCount = params.get("attempt")
+        self._store_info = RendezvousStoreInfo(*parse_rendezvous_endpoint(params.endpoint, default_port=-1))
 
     def next_rendezvous(self) -> RendezvousInfo:
-        met = self._inner.next_rendezvous()
+        round_info = self._inner.next_rendezvous()
         try:
-            rank = self._agree(met)
+            rank = self._exchange(round_info)
         except DistError as error:
             raise RendezvousConnectionError("a node left while the nodes exchanged their order") from error
-        return RendezvousInfo(met.store, rank, met.world_size, self._place)
+        return RendezvousInfo(round_info.store, rank, round_info.world_size, self._store_info)
 
-    def _agree(self, met: RendezvousInfo) -> int:
-        # `met.store` belongs to this round alone.
-        if met.rank == 0:
-            met.store.set("booster/attempt", str(self._shared.add("meetings", 1) - 1))
-        wanted = met.world_size if self._wanted_rank is None else self._wanted_rank
-        met.store.set(f"booster/wanted/{met.rank}", str(wanted))
-        all_wanted = [int(met.store.get(f"booster/wanted/{rank}")) for rank in range(met.world_size)]
-        self._attempt.number = int(met.store.get("booster/attempt"))
-        return sorted(range(met.world_size), key=lambda rank: (all_wanted[rank], rank)).index(met.rank)
+    def _exchange(self, round_info: RendezvousInfo) -> int:
+        # `round_info.store` belongs to this round alone.
+        if round_info.rank == 0:
+            round_info.store.set("booster/attempt", str(self._job_store.add("meetings", 1) - 1))
+        requested = round_info.world_size if self._requested_rank is None else self._requested_rank
+        round_info.store.set(f"booster/wanted/{round_info.rank}", str(requested))
+        all_requested = [int(round_info.store.get(f"booster/wanted/{rank}")) for rank in range(round_info.world_size)]
+        self._restart_count.value = int(round_info.store.get("booster/attempt"))
+        return sorted(range(round_info.world_size), key=lambda rank: (all_requested[rank], rank)).index(round_info.rank)
 
     @property
     def use_agent_store(self) -> bool:

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: The arguments are invalid; nothing was started.
     """
     from booster.benchmark.configurations import find_configurations  # here: other commands do not need torch
-    from booster.benchmark.plot import draw, require_can_draw
+    from booster.benchmark.plot import check_can_draw, draw
     from booster.benchmark.settings import BenchmarkSettings, modes_from_text
 
     settings = BenchmarkSettings(
@@ -104,11 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
         modes=modes_from_text(arguments.modes),
         timeout_seconds=arguments.timeout,
     )
-    configurations, left_out = find_configurations(settings)
+    configurations, skipped = find_configurations(settings)
     for option, path in (("--plot", arguments.plot), ("--json", arguments.json)):
-        _require_place(option, path)
+        _check_output_path(option, path)
     if arguments.plot is not None:
-        require_can_draw(arguments.plot)
+        check_can_draw(arguments.plot)
     from booster.benchmark.outcomes import measure_all
     from booster.benchmark.report import describe, format_notes, format_table, to_json
     from booster.device import device_type
@@ -116,19 +116,19 @@ def run(arguments: argparse.Namespace) -> int:
     title = describe(settings, device_type())
     print(title, flush=True)
     try:
-        outcomes = measure_all(configurations, settings, _Progress(1 + len(configurations)).tell)
+        results = measure_all(configurations, settings, _Progress(1 + len(configurations)).show)
     except KeyboardInterrupt:
         print("booster benchmark: interrupted by Ctrl-C; all processes were terminated", file=sys.stderr)
         return 130
-    print(f"\n{format_table(outcomes)}")
-    notes = format_notes(outcomes, left_out)
+    print(f"\n{format_table(results)}")
+    notes = format_notes(results, skipped)
     if notes:
         print(f"\n{notes}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(to_json(settings, device_type(), outcomes, left_out), indent=2) + "\n")
+        arguments.json.write_text(json.dumps(to_json(settings, device_type(), results, skipped), indent=2) + "\n")
     if arguments.plot is not None:
-        draw(arguments.plot, title, outcomes)
-    return int(any(outcome.error is not None for outcome in outcomes))
+        draw(arguments.plot, title, results)
+    return int(any(result.error is not None for result in results))
 
 
 class _Progress:
@@ -136,11 +136,11 @@ class _Progress:
 
     def __init__(self, num_configurations: int) -> None:
         self._num_configurations = num_configurations
-        self._num_told = 0
+        self._num_shown = 0
 
-    def tell(self, name: str) -> None:
-        self._num_told += 1
-        print(f"[{self._num_told}/{self._num_configurations}] {name}", file=sys.stderr, flush=True)
+    def show(self, name: str) -> None:
+        self._num_shown += 1
+        print(f"[{self._num_shown}/{self._num_configurations}] {name}", file=sys.stderr, flush=True)
 
 
 def _num_ranks(given: int | None) -> int:
@@ -157,7 +157,7 @@ def _num_ranks(given: int | None) -> int:
     return given
 
 
-def _require_place(option: str, path: Path | None) -> None:
+def _check_output_path(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():

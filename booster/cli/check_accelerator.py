@@ -59,7 +59,7 @@ def can_run_on(capability: tuple[int, int], architectures: Sequence[str]) -> boo
 
 def _build() -> Finding:
     built_for, driver = torch.version.cuda, _cuda_driver()
-    facts = {
+    data = {
         "cuda": built_for,
         "hip": torch.version.hip,
         "driver": None if driver is None else f"{driver[0]}.{driver[1]}",
@@ -70,15 +70,15 @@ def _build() -> Finding:
     if built_for is None and torch.version.hip is None:
         text = "none, this torch is a build without CUDA" if device_type() == "cpu" else device_type()
         if driver is not None:
-            text += f"; the machine has a driver for CUDA {facts['driver']}: install a torch for it to use it"
+            text += f"; the machine has a driver for CUDA {data['driver']}: install a torch for it to use it"
     elif built_for is None:
         text = f"torch is built for ROCm {torch.version.hip}"
     else:
-        there = "no driver is installed" if driver is None else f"the driver supports up to {facts['driver']}"
-        text = f"torch is built for CUDA {built_for}, {there}{': TOO OLD' if problem else ''}"
+        driver_text = "no driver is installed" if driver is None else f"the driver supports up to {data['driver']}"
+        text = f"torch is built for CUDA {built_for}, {driver_text}{': TOO OLD' if problem else ''}"
     if device_type() == "cpu" and (built_for or torch.version.hip):
         text += "; no device can be used"
-    return Finding(name="accelerator", text=text, facts=facts, problem=problem)
+    return Finding(name="accelerator", text=text, data=data, problem=problem)
 
 
 def _cuda_driver() -> tuple[int, int] | None:
@@ -97,7 +97,7 @@ def _nccl() -> list[Finding]:
     if device_type() != "cuda" or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return []
     version = ".".join(map(str, torch.get_device_module(device_type()).nccl.version()))
-    return [Finding(name="nccl", text=version, facts={"have": version})]
+    return [Finding(name="nccl", text=version, data={"have": version})]
 
 
 def _devices() -> list[Finding]:
@@ -110,17 +110,17 @@ def _device(kind: str, index: int) -> Finding:
         return Finding(name=f"{kind}:{index}", text="torch reports no properties of it")
     properties = module.get_device_properties(index)
     text = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
-    facts: dict[str, Any] = {"name": properties.name, "memory": properties.total_memory}
+    data: dict[str, Any] = {"name": properties.name, "memory": properties.total_memory}
     problem = None
     if kind == "cuda":
         capability = (properties.major, properties.minor)
         architectures = [] if torch.version.hip else module.get_arch_list()
         text += f", capability {capability[0]}.{capability[1]}"
-        facts["capability"] = list(capability)
+        data["capability"] = list(capability)
         if not can_run_on(capability, architectures):
             text += ": NOT SUPPORTED"
             problem = (
                 f"cuda:{index} ({properties.name}) has capability {capability[0]}.{capability[1]}, but this torch was "
                 f"built for {', '.join(architectures)} (install another torch from pytorch.org, or hide the device)"
             )
-    return Finding(name=f"{kind}:{index}", text=text, facts=facts, problem=problem)
+    return Finding(name=f"{kind}:{index}", text=text, data=data, problem=problem)

@@ -33,10 +33,10 @@ _ADVICE = (
 
 
 @dataclass(slots=True, kw_only=True)
-class _Rank:
+class _RankProcess:
     """A rank process, its record and its stderr."""
 
-    number: int
+    rank: int
     process: subprocess.Popen[bytes]
     record_path: Path
     stderr_path: Path
@@ -51,15 +51,15 @@ class _Rank:
     def failed(self) -> bool:
         return self.process.poll() not in (None, 0)
 
-    def why(self) -> str:
+    def failure_text(self) -> str:
         record, code = self.record(), self.process.returncode
         reason = record.get("error")
         if reason is None:
             lines = self.stderr_path.read_text(errors="replace").split("\n")
-            said = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-            ended = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            reason = f"{ended} ({said})"
-        return f"rank {self.number} failed while {record['step']}: {reason}"
+            last_line = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+            exit_text = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            reason = f"{exit_text} ({last_line})"
+        return f"rank {self.rank} failed while {record['step']}: {reason}"
 
 
 def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND) -> Section:
@@ -87,17 +87,17 @@ def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[
     deadline = time.monotonic() + timeout_seconds
     # Served by this process, so that the system chooses the port.
     store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
-    ranks: list[_Rank] = []
+    ranks: list[_RankProcess] = []
     try:
         for number in range(_NUM_RANKS):
             ranks.append(_start(number, folder, store.port, timeout_seconds, command))
         problem = _wait(ranks, deadline)
-        late = [f"rank {rank.number} was {rank.record()['step']}" for rank in ranks if rank.is_running()]
+        late = [f"rank {rank.rank} was {rank.record()['step']}" for rank in ranks if rank.is_running()]
     finally:
         for rank in ranks:
             _end(rank.process)
     records = [rank.record() for rank in ranks]
-    wrong = [rank.number for rank, record in zip(ranks, records, strict=True) if record.get("is_right") is False]
+    wrong = [rank.rank for rank, record in zip(ranks, records, strict=True) if record.get("is_right") is False]
     if problem is not None:
         return records, f"{problem}; {_ADVICE}"
     if late:
@@ -107,7 +107,7 @@ def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[
     return records, None
 
 
-def _start(number: int, folder: Path, port: int, timeout_seconds: float, command: Sequence[str]) -> _Rank:
+def _start(number: int, folder: Path, port: int, timeout_seconds: float, command: Sequence[str]) -> _RankProcess:
     environment = os.environ | {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -128,12 +128,12 @@ def _start(number: int, folder: Path, port: int, timeout_seconds: float, command
             stdout=stderr,
             stderr=stderr,
         )
-    return _Rank(number=number, process=process, record_path=record_path, stderr_path=stderr_path)
+    return _RankProcess(rank=number, process=process, record_path=record_path, stderr_path=stderr_path)
 
 
-def _wait(ranks: Sequence[_Rank], deadline: float) -> str | None:
+def _wait(ranks: Sequence[_RankProcess], deadline: float) -> str | None:
     """Wait until all have exited, one has failed or the deadline passed; return the first failure."""
-    first: _Rank | None = None
+    first: _RankProcess | None = None
     while time.monotonic() < deadline and any(rank.is_running() for rank in ranks):
         time.sleep(_POLL_SECONDS)
         if first is None:
@@ -145,7 +145,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> str | None:
         return None
     # Both may have failed: a killed one leaves no error, and the other reports a lost connection.
     cause = next((rank for rank in failed if "error" not in rank.record()), first or failed[0])
-    return cause.why()
+    return cause.failure_text()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -158,18 +158,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _failure(problem: str, seconds: float) -> Finding:
     problem = f"two processes can't communicate: {problem}"
-    facts = {"ranks": _NUM_RANKS, "total_seconds": seconds, "error": problem}
-    return Finding(name=_NAME, text="FAILED", facts=facts, problem=problem)
+    data = {"ranks": _NUM_RANKS, "total_seconds": seconds, "error": problem}
+    return Finding(name=_NAME, text="FAILED", data=data, problem=problem)
 
 
 def _success(records: Sequence[dict[str, Any]], seconds: float) -> Finding:
     first, slowest = records[0], max(record["seconds"] for record in records)
     speed = first["bytes"] / slowest
-    facts = {"ranks": _NUM_RANKS, "total_seconds": seconds, "seconds": slowest, "bytes_per_second": speed}
-    facts |= {name: first[name] for name in ("backend", "transport", "device", "bytes")}
-    way = first["backend"] if first["transport"] == first["backend"] else f"{first['backend']} and {first['transport']}"
+    data = {"ranks": _NUM_RANKS, "total_seconds": seconds, "seconds": slowest, "bytes_per_second": speed}
+    data |= {name: first[name] for name in ("backend", "transport", "device", "bytes")}
+    transport = (
+        first["backend"] if first["transport"] == first["backend"] else f"{first['backend']} and {first['transport']}"
+    )
     text = (
-        f"{first['bytes'] / 2**20:.0f} MiB on {first['device']} over {_NUM_RANKS} processes by {way}: "
+        f"{first['bytes'] / 2**20:.0f} MiB on {first['device']} over {_NUM_RANKS} processes by {transport}: "
         f"{1000 * slowest:.1f} ms, {speed / 1e9:.2f} GB/s; sums are right; {seconds:.1f} s including start-up"
     )
-    return Finding(name=_NAME, text=text, facts=facts)
+    return Finding(name=_NAME, text=text, data=data)

@@ -24,16 +24,16 @@ def torch_backends() -> Section:
     from booster.launch_settings import available_backends
 
     if not dist.is_available():
-        without = "this torch was built without torch.distributed (install one from pytorch.org)"
-        return Section(title="torch", findings=[Finding(name="backends", text="MISSING", problem=without)])
+        problem_text = "this torch was built without torch.distributed (install one from pytorch.org)"
+        return Section(title="torch", findings=[Finding(name="backends", text="MISSING", problem=problem_text)])
     present = available_backends()
     default = default_backend(device_type())
     text = ", ".join(f"{name} {'yes' if name in present else 'no'}" for name in _BACKENDS)
-    facts = {"default": default, **{name: name in present for name in _BACKENDS}}
+    data = {"default": default, **{name: name in present for name in _BACKENDS}}
     problem = None
     if "gloo" not in present:
         problem = "this torch has no gloo, which ranks on CPUs need (install one from pytorch.org)"
-    found = Finding(name="backends", text=f"{text}; by default {default}", facts=facts, problem=problem)
+    found = Finding(name="backends", text=f"{text}; by default {default}", data=data, problem=problem)
     return Section(title="torch", findings=[found])
 
 
@@ -41,9 +41,9 @@ def devices() -> Section:
     """Return the CPU, memory and accelerators available to ranks on this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = psutil.virtual_memory()
-    facts = {"cores": os.cpu_count(), "usable_cores": usable, "memory": memory.total, "free_memory": memory.available}
+    data = {"cores": os.cpu_count(), "usable_cores": usable, "memory": memory.total, "free_memory": memory.available}
     text = f"{usable} of {os.cpu_count()} cores, {_gib(memory.available)} of {_gib(memory.total)} GiB free"
-    return Section(title="devices", findings=[Finding(name="cpu", text=text, facts=facts), *accelerators()])
+    return Section(title="devices", findings=[Finding(name="cpu", text=text, data=data), *accelerators()])
 
 
 def compiler() -> Section:
@@ -53,10 +53,10 @@ def compiler() -> Section:
     try:
         toolchain = find_toolchain()
     except BuildError as error:
-        found = Finding(name="c++", text=f"no usable compiler: {error}", facts={"have": None, "why": str(error)})
+        found = Finding(name="c++", text=f"no usable compiler: {error}", data={"have": None, "why": str(error)})
     else:
-        facts = {"have": toolchain.version, "path": toolchain.compiler}
-        found = Finding(name="c++", text=f"{toolchain.version} ({toolchain.compiler})", facts=facts)
+        data = {"have": toolchain.version, "path": toolchain.compiler}
+        found = Finding(name="c++", text=f"{toolchain.version} ({toolchain.compiler})", data=data)
     return Section(title="compiler", findings=[found])
 
 
@@ -75,15 +75,15 @@ def _kernels() -> Sequence[Finding]:
     from booster.kernels.registry import kernel_status
     from booster.kernels.sources import KERNELS
 
-    insists = kernel_mode() == "native"
+    is_required = kernel_mode() == "native"
     findings = []
     for kernel in kernel_status(device_type()):
         problem = None
-        if insists and kernel.name in KERNELS and kernel.status == "reference":
+        if is_required and kernel.name in KERNELS and kernel.status == "reference":
             problem = f"BOOSTER_KERNELS=native requires kernel {kernel.name}, which is unavailable ({kernel.reason})"
-        facts = {"status": kernel.status, "why": kernel.reason}
+        data = {"status": kernel.status, "why": kernel.reason}
         text = f"{kernel.status} ({kernel.reason})"
-        findings.append(Finding(name=kernel.name, text=text, facts=facts, problem=problem))
+        findings.append(Finding(name=kernel.name, text=text, data=data, problem=problem))
     return findings
 
 

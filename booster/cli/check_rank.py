@@ -15,7 +15,7 @@ import torch
 
 from booster.comm import all_reduce_sum, collective_device, group_rank, group_size, transport
 from booster.device import synchronize
-from booster.launch import launch_from_torch, leave
+from booster.launch import destroy_world, launch_from_torch
 
 __all__ = ["main"]
 
@@ -30,7 +30,7 @@ def main(record_path: str, timeout_seconds: float) -> None:
         record_path: File for the record, replaced at each step.
         timeout_seconds: Timeout of set-up and of collectives.
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     record: dict[str, Any] = {}
 
     def note(**entries: Any) -> None:
@@ -44,13 +44,13 @@ def main(record_path: str, timeout_seconds: float) -> None:
         launch_from_torch(verbose=False, timeout_seconds=timeout_seconds, setup_timeout_seconds=timeout_seconds)
         note(step="selecting a transport (and building its kernels)")
         device = collective_device()
-        way = transport() if device.type == "cpu" else str(torch.distributed.get_backend())
-        note(step="summing", device=device.type, backend=str(torch.distributed.get_backend()), transport=way)
+        transport_name = transport() if device.type == "cpu" else str(torch.distributed.get_backend())
+        note(step="summing", device=device.type, backend=str(torch.distributed.get_backend()), transport=transport_name)
         is_right = _sums_are_right(device)
         note(step="measuring", is_right=is_right, bytes=4 * NUM_ELEMENTS)
         seconds = _median_seconds(device)
         note(step="leaving", seconds=seconds)
-        leave()
+        destroy_world()
         note(step="done")
     except Exception as error:
         note(error=f"{type(error).__name__}: {error}")
@@ -59,9 +59,9 @@ def main(record_path: str, timeout_seconds: float) -> None:
 
 def _sums_are_right(device: torch.device) -> bool:
     # Small integers: their sum is exact in every order.
-    part = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device).remainder_(1000)
-    expected = part * sum(range(1, group_size() + 1))
-    return torch.equal(all_reduce_sum(part * (group_rank() + 1)), expected)
+    values = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device).remainder_(1000)
+    expected = values * sum(range(1, group_size() + 1))
+    return torch.equal(all_reduce_sum(values * (group_rank() + 1)), expected)
 
 
 def _median_seconds(device: torch.device) -> float:
@@ -76,7 +76,7 @@ def _median_seconds(device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     # EOF on stdin means that the parent has exited, for whatever reason. Not read through sys.stdin, whose lock this
     # thread would hold at interpreter exit.
     os.read(0, 1)

@@ -25,7 +25,7 @@ class Finding:
 
     name: str
     text: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -58,5 +58,5 @@ def as_json(sections: Sequence[Section]) -> str:
     problems = problems_of(sections)
     found: dict[str, Any] = {"ok": not problems, "problems": problems}
     for section in sections:
-        found[section.title] = {one.name: {**one.facts, "ok": one.problem is None} for one in section.findings}
+        found[section.title] = {one.name: {**one.data, "ok": one.problem is None} for one in section.findings}
     return json.dumps(found, indent=2)

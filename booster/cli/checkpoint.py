@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as head, closed the pipe; flushing at interpreter exit would print an error.
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
         return _PIPE_CLOSED
     except OSError as error:
         raise CheckpointError(f"{error}. Check the path, its permissions and the free space") from error

@@ -15,24 +15,29 @@ from booster.checkpoint_io.files.optimizer_values import parse_values
 from booster.checkpoint_io.inspecting.comparison import Comparison, compare_tensors, compare_values
 from booster.checkpoint_io.inspecting.conversion import Conversion, consolidate, convert
 from booster.checkpoint_io.inspecting.inspection import (
-    Contents,
-    Part,
+    CheckpointContents,
+    StoredPart,
     describe,
     describe_training,
     find_contents,
     training_document,
 )
-from booster.checkpoint_io.inspecting.part_verification import VerifiedPart, lost_shards, verify_documents, verify_part
+from booster.checkpoint_io.inspecting.part_verification import (
+    VerifiedPart,
+    orphaned_shards,
+    verify_documents,
+    verify_part,
+)
 from booster.checkpoint_io.inspecting.torch_optimizer_export import export_optimizer
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
-from booster.checkpoint_io.loading.reader import Checkpoint
+from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training.training_document import TrainingDocument
 from booster.cli.checkpoint_text import (
     comparison_lines,
     count_text,
+    escape_control,
     inspection_lines,
-    shown,
     size_text,
     verified_text,
 )
@@ -79,7 +84,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{part.label}: {verified_text(verified[-1])}")
         except CheckpointError as error:
             damages.append(f"{part.label}: {error}")
-    damages += _damages_beside(storage, contents)
+    damages += _other_damages(storage, contents)
     for damage in damages:
         print(f"DAMAGED: {damage}")
     if not damages:
@@ -87,8 +92,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if damages else 0
 
 
-def _damages_beside(storage: Storage, contents: Contents) -> Iterator[str]:
-    for name in lost_shards(storage, contents):
+def _other_damages(storage: Storage, contents: CheckpointContents) -> Iterator[str]:
+    for name in orphaned_shards(storage, contents):
         yield f"{name} is a shard of a checkpoint without index and manifest. Use another copy, or remove it"
     try:
         num_documents = verify_documents(storage, contents)
@@ -99,7 +104,7 @@ def _damages_beside(storage: Storage, contents: Contents) -> Iterator[str]:
             print(f"training state: {count_text(num_documents, 'document')}: sizes and checksums are right")
 
 
-def _conclusion(contents: Contents, verified: list[VerifiedPart], seconds: float) -> str:
+def _conclusion(contents: CheckpointContents, verified: list[VerifiedPart], seconds: float) -> str:
     num_bytes = sum(found.num_bytes for found in verified if found.has_checksums)
     rate = f"{size_text(num_bytes)} in {seconds:.2f} s, {num_bytes / 1e9 / seconds:.2f} GB/s"
     if all(found.has_checksums for found in verified):
@@ -128,7 +133,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _consolidate(arguments: argparse.Namespace) -> int:
     storage = Storage()
     contents = find_contents(storage, arguments.source)
-    part = contents.only(OPTIMIZER if arguments.optimizer else MODEL)
+    part = contents.only_part(OPTIMIZER if arguments.optimizer else MODEL)
     consolidate(storage, contents, part, Path(arguments.target), overwrites=arguments.overwrite)
     print(f"wrote the {part.label} of {contents.path} to {arguments.target}")
     return 0
@@ -148,15 +153,15 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _differences(
-    storage: Storage, left: Contents, right: Contents, tolerance: float
+    storage: Storage, left: CheckpointContents, right: CheckpointContents, tolerance: float
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield a title and the differences of each compared part."""
-    for label, ours, theirs in _pairs(left, right):
-        summary, lines = _compared(storage, ours, theirs, tolerance)
+    for label, left_part, right_part in _pairs(left, right):
+        summary, lines = _compared(storage, left_part, right_part, tolerance)
         yield f"{label}: {summary}", lines
     first, second = (training_document(storage, contents) for contents in (left, right))
     if first is not None and second is not None:
-        lines = [f"  {shown(line)}" for line in compare_values(_run_values(first), _run_values(second), "")]
+        lines = [f"  {escape_control(line)}" for line in compare_values(_run_values(first), _run_values(second), "")]
         yield f"training state: {count_text(len(lines), 'difference')}", lines
 
 
@@ -166,33 +171,37 @@ def _run_values(document: TrainingDocument) -> dict[str, Any]:
         "step": document.facts.get("step"),
         "lr_schedulers": document.lr_schedulers,
         "dataloaders": document.dataloaders,
-        "ranks": [document.per_rank.of(rank) for rank in range(len(document.per_rank.of_rank))],
+        "ranks": [document.per_rank.for_rank(rank) for rank in range(len(document.per_rank.of_rank))],
         "extra": document.extra,
     }
 
 
-def _pairs(left: Contents, right: Contents) -> Iterator[tuple[str, Part | None, Part | None]]:
+def _pairs(
+    left: CheckpointContents, right: CheckpointContents
+) -> Iterator[tuple[str, StoredPart | None, StoredPart | None]]:
     if not (left.is_directory and right.is_directory):
         kind = (right if left.is_directory else left).parts[0].kind
-        ours, theirs = left.only(kind), right.only(kind)
-        yield kind.name, ours, theirs
+        left_part, right_part = left.only_part(kind), right.only_part(kind)
+        yield kind.name, left_part, right_part
         return
     of_left, of_right = ({part.label: part for part in contents.parts} for contents in (left, right))
     for label in dict.fromkeys((*of_left, *of_right)):
         yield label, of_left.get(label), of_right.get(label)
 
 
-def _compared(storage: Storage, left: Part | None, right: Part | None, tolerance: float) -> tuple[str, list[str]]:
+def _compared(
+    storage: Storage, left: StoredPart | None, right: StoredPart | None, tolerance: float
+) -> tuple[str, list[str]]:
     if left is None or right is None:
         return "not in both", [f"  only in {'B' if left is None else 'A'}"]
-    with left.open(storage) as ours, right.open(storage) as theirs:
-        found = compare_tensors(ours, theirs, tolerance=tolerance)
+    with left.open(storage) as left_part, right.open(storage) as right_part:
+        found = compare_tensors(left_part, right_part, tolerance=tolerance)
         lines = list(comparison_lines(found))
-        lines += [f"  {shown(line)}" for line in compare_values(_groups(ours), _groups(theirs), "")]
+        lines += [f"  {escape_control(line)}" for line in compare_values(_groups(left_part), _groups(right_part), "")]
     return _summary(found), lines
 
 
-def _groups(stored: Checkpoint) -> dict[str, Any]:
+def _groups(stored: StoredCheckpoint) -> dict[str, Any]:
     if stored.groups is None:
         return {}
     return parse_values(stored.groups, stored.specs, str(stored.path))
@@ -214,7 +223,7 @@ def _export(arguments: argparse.Namespace) -> int:
         overwrites=arguments.overwrite,
     )
     for number, name in enumerate(names):
-        print(f"{number:>6}  {shown(name)}")
+        print(f"{number:>6}  {escape_control(name)}")
     print(f"wrote {count_text(len(names), 'parameter')} in this order from {contents.path} to {arguments.target}")
     return 0
 

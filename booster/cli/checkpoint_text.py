@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from booster.checkpoint_io.inspecting.comparison import Comparison
     from booster.checkpoint_io.inspecting.part_verification import VerifiedPart
 
-__all__ = ["comparison_lines", "count_text", "inspection_lines", "shown", "size_text", "verified_text"]
+__all__ = ["comparison_lines", "count_text", "escape_control", "inspection_lines", "size_text", "verified_text"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -29,7 +29,7 @@ def count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def shown(text: str) -> str:
+def escape_control(text: str) -> str:
     """Escape text from a file that contains control characters."""
     return text if text.isprintable() else repr(text)
 
@@ -42,13 +42,13 @@ def inspection_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """
     yield found["path"]
     training = found["training_state"]
-    facts = {} if training is None else training["facts"]
+    metadata = {} if training is None else training["facts"]
     if training is not None:
-        yield from _rows(facts)
+        yield from _rows(metadata)
         yield from _rows({key: value for key, value in training.items() if key != "facts"})
     for part in found["parts"]:
         yield ""
-        yield from _part_lines(part, {key: value for key, value in part["facts"].items() if key not in facts})
+        yield from _part_lines(part, {key: value for key, value in part["facts"].items() if key not in metadata})
 
 
 def verified_text(found: VerifiedPart) -> str:
@@ -64,12 +64,12 @@ def verified_text(found: VerifiedPart) -> str:
 
 def comparison_lines(found: Comparison) -> Iterator[str]:
     """Yield a line for each difference between two sets of tensors."""
-    yield from (f"  only in A: {shown(name)}" for name in found.only_left)
-    yield from (f"  only in B: {shown(name)}" for name in found.only_right)
+    yield from (f"  only in A: {escape_control(name)}" for name in found.only_left)
+    yield from (f"  only in B: {escape_control(name)}" for name in found.only_right)
     for name, (left, right) in found.shapes.items():
-        yield f"  {shown(name)}: shape {list(left)} != {list(right)}"
+        yield f"  {escape_control(name)}: shape {list(left)} != {list(right)}"
     for name in dict.fromkeys((*found.dtypes, *found.elements)):
-        yield f"  {shown(name)}: {'; '.join(_tensor_differences(found, name))}"
+        yield f"  {escape_control(name)}: {'; '.join(_tensor_differences(found, name))}"
 
 
 def _tensor_differences(found: Comparison, name: str) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _tensor_differences(found: Comparison, name: str) -> Iterator[str]:
         yield f"{part.num_differing} of {part.num_elements} elements differ, by at most {part.max_difference:g}"
 
 
-def _part_lines(part: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
+def _part_lines(part: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[str]:
     label = f"{part['folder']}/{part['kind']}".lstrip("/") + (f" ({part['variant']})" if part["variant"] else "")
     dtypes = ", ".join(f"{name} x {count}" for name, count in part["dtypes"].items())
     yield (
@@ -89,7 +89,7 @@ def _part_lines(part: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[s
         f" {size_text(part['num_bytes'])}"
     )
     checksums = "recorded" if part["checksums"] else "none recorded"
-    yield from _rows({"dtypes": dtypes, "checksums": checksums, **facts})
+    yield from _rows({"dtypes": dtypes, "checksums": checksums, **metadata})
     yield from _optimizer_lines(part["optimizer"])
     yield "  files:"
     for file in part["files"]:
@@ -102,7 +102,7 @@ def _part_lines(part: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[s
 def _rows(values: Mapping[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         if value not in (None, "", [], [""]):
-            yield f"  {key:<12} {_fact_text(value)}"
+            yield f"  {key:<12} {_value_text(value)}"
 
 
 def _optimizer_lines(optimizer: Mapping[str, Any] | None) -> Iterator[str]:
@@ -110,14 +110,14 @@ def _optimizer_lines(optimizer: Mapping[str, Any] | None) -> Iterator[str]:
         return
     yield f"  {'optimizer':<12} {optimizer['class']}, {count_text(optimizer['num_skipped_steps'], 'skipped step')}"
     if optimizer["loss_scaler"] is not None:
-        yield f"  {'loss_scaler':<12} {_fact_text(optimizer['loss_scaler'])}"
+        yield f"  {'loss_scaler':<12} {_value_text(optimizer['loss_scaler'])}"
     for index, group in enumerate(optimizer["param_groups"]):
-        values = ", ".join(f"{key}={_fact_text(value)}" for key, value in group.items() if key != "params")
+        values = ", ".join(f"{key}={_value_text(value)}" for key, value in group.items() if key != "params")
         yield f"  {f'group {index}':<12} {count_text(len(group['params']), 'parameter')}: {values}"
 
 
 def _tensor_lines(tensors: Sequence[Mapping[str, Any]], *, with_file: bool) -> Iterator[str]:
-    rows = [(shown(tensor["name"]), tensor["dtype"], str(tensor["shape"])) for tensor in tensors]
+    rows = [(escape_control(tensor["name"]), tensor["dtype"], str(tensor["shape"])) for tensor in tensors]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for tensor, columns in zip(tensors, rows, strict=True):
         row = "  ".join(f"{text:<{width}}" for text, width in zip(columns, widths, strict=True))
@@ -125,11 +125,11 @@ def _tensor_lines(tensors: Sequence[Mapping[str, Any]], *, with_file: bool) -> I
         yield f"    {row}  {size_text(tensor['num_bytes']):>9}{file}"
 
 
-def _fact_text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, dict) and not any(key.startswith("$") for key in value):
-        return ", ".join(f"{key} {_fact_text(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {_value_text(item)}" for key, item in value.items())
     if isinstance(value, list):
-        return ", ".join(_fact_text(item) for item in value)
+        return ", ".join(_value_text(item) for item in value)
     if isinstance(value, dict) and set(value) == {"$tuple"}:  # encoding of json_values
-        return f"({', '.join(_fact_text(item) for item in value['$tuple'])})"
-    return shown(value) if isinstance(value, str) else json.dumps(value)
+        return f"({', '.join(_value_text(item) for item in value['$tuple'])})"
+    return escape_control(value) if isinstance(value, str) else json.dumps(value)

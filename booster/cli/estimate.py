@@ -104,11 +104,11 @@ def estimate(arguments: argparse.Namespace) -> int:
         ConfigError: The arguments are invalid.
     """
     # Imported here, as these import torch, which the other commands do not need.
-    from booster.estimate.comparison import cheapest, compare, find_candidates, smallest
-    from booster.estimate.model_sources import checkpoint_layers, load_model
+    from booster.estimate.comparison import compare, find_candidates, least_communication, least_memory
+    from booster.estimate.model_sources import enable_gradient_checkpointing, load_model
     from booster.estimate.optimizer_memory import OptimizerMemory
-    from booster.estimate.question import Question
-    from booster.estimate.table import bytes_from_text, format_notes, format_table, format_verdict
+    from booster.estimate.question import FakeTensorMemoryRequest
+    from booster.estimate.table import bytes_from_text, format_notes, format_recommendation, format_table
 
     for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
         if number is not None and number < 1:
@@ -121,28 +121,30 @@ def estimate(arguments: argparse.Namespace) -> int:
     _silence_fake_tensors()
     source = load_model(arguments.model, batch=arguments.batch, sequence=arguments.seq, dtype=_dtype(arguments.dtype))
     if arguments.gradient_checkpointing:
-        checkpoint_layers(source)
-    question = Question(source.model, optimizer, source.batch, source.criterion)
+        enable_gradient_checkpointing(source)
+    request = FakeTensorMemoryRequest(source.model, optimizer, source.batch, source.criterion)
     try:
-        outcomes = compare(
-            question,
+        results = compare(
+            request,
             candidates,
             arguments.nproc,
             device_memory=device_memory,
-            tell=_Progress(len(candidates)).tell,
+            on_start=_Progress(len(candidates)).show,
         )
     except KeyboardInterrupt:
         print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
         return 130
     if arguments.json:
-        print(json.dumps(_as_json(arguments, source, outcomes, device_memory), indent=2))
+        print(json.dumps(_as_json(arguments, source, results, device_memory), indent=2))
     else:
-        table = format_table(outcomes)
-        notes = format_notes(outcomes, source.notes)
-        paragraphs = [_title(arguments, source), table, notes, format_verdict(outcomes, device_memory)]
+        table = format_table(results)
+        notes = format_notes(results, source.notes)
+        paragraphs = [_title(arguments, source), table, notes, format_recommendation(results, device_memory)]
         print("\n\n".join(one for one in paragraphs if one))
-    has_answer = smallest(outcomes) is not None if device_memory is None else cheapest(outcomes) is not None
-    return 0 if has_answer and not any(one.is_fault for one in outcomes) else 1
+    has_answer = (
+        least_memory(results) is not None if device_memory is None else least_communication(results) is not None
+    )
+    return 0 if has_answer and not any(one.is_internal_error for one in results) else 1
 
 
 class _Progress:
@@ -150,11 +152,11 @@ class _Progress:
 
     def __init__(self, num_candidates: int) -> None:
         self._num_candidates = num_candidates
-        self._num_told = 0
+        self._num_shown = 0
 
-    def tell(self, name: str) -> None:
-        self._num_told += 1
-        print(f"[{self._num_told}/{self._num_candidates}] {name}", file=sys.stderr, flush=True)
+    def show(self, name: str) -> None:
+        self._num_shown += 1
+        print(f"[{self._num_shown}/{self._num_candidates}] {name}", file=sys.stderr, flush=True)
 
 
 def _silence_fake_tensors() -> None:
@@ -235,12 +237,12 @@ def _title(arguments: argparse.Namespace, source: ModelSource) -> str:
 
 
 def _as_json(
-    arguments: argparse.Namespace, source: ModelSource, outcomes: Any, device_memory: int | None
+    arguments: argparse.Namespace, source: ModelSource, results: Any, device_memory: int | None
 ) -> dict[str, Any]:
-    from booster.estimate.comparison import cheapest
+    from booster.estimate.comparison import least_communication
     from booster.estimate.table import to_json
 
-    best = cheapest(outcomes)
+    best = least_communication(results)
     return {
         "model": source.name,
         "num_parameters": _num_parameters(source),
@@ -249,7 +251,7 @@ def _as_json(
         "optimizer": arguments.optimizer,
         "num_ranks": arguments.nproc,
         "device_memory": device_memory,
-        "candidates": to_json(outcomes),
-        "cheapest": None if best is None else outcomes.index(best),
+        "candidates": to_json(results),
+        "cheapest": None if best is None else results.index(best),
         "notes": source.notes,
     }

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from booster.cli.failure import RankFailure, exit_code_of, has_cause, report
+from booster.cli.failure import RankFailure, exit_code_of, has_root_cause, report
 
-__all__ = ["HostEnd", "Verdict", "judge", "was_lost"]
+__all__ = ["ExitReport", "HostExit", "summarize", "was_lost"]
 
 _SSH_FAILED = 255
 _CANNOT_START = 2
@@ -47,7 +47,7 @@ _SSH_REASONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostEnd:
+class HostExit:
     """Exit status of one host.
 
     Attributes:
@@ -64,51 +64,53 @@ class HostEnd:
     host: str
     code: int
     has_started: bool = False
-    was_told_to_end: bool = False
+    was_terminated: bool = False
     failures: Mapping[int, RankFailure] = field(default_factory=dict)
     world_size: int = 0
-    refusal: Mapping[str, Any] | None = None
-    last_words: Sequence[str] = ()
+    error: Mapping[str, Any] | None = None
+    output_tail: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ExitReport:
     """Exit code of the run and the final lines to print."""
 
     code: int
     text: str
 
 
-def judge(ends: Sequence[HostEnd], told: Sequence[signal.Signals]) -> Verdict:
+def summarize(exits: Sequence[HostExit], signals: Sequence[signal.Signals]) -> ExitReport:
     """Return the exit report of a run.
 
     The root cause comes last: a signal to this process, else a failed rank, a host that can't start, a lost host.
 
     Args:
-        ends: Exit status of each host.
-        told: Signals that this process received.
+        exits: Exit status of each host.
+        signals: Signals that this process received.
     """
-    lost = [end for end in ends if _is_lost(end)]
-    broken = [end for end in ends if _is_broken(end)]
-    refused = sorted((end for end in ends if end.refusal is not None), key=_is_consequence, reverse=True)
-    failures = {rank: failure for end in ends for rank, failure in end.failures.items()}
-    texts, code = [_lost_text(end) for end in lost], 0
-    if lost and not _is_enough(ends):
-        code = _SSH_FAILED if any(end.has_started for end in lost) else _CANNOT_START
-    for end in broken:
-        texts, code = [*texts, _broken_text(end)], end.code
-    for end in refused:
-        texts, code = [*texts, f"booster run: {end.host}: {_refusal(end)['text']}"], _CANNOT_START
+    lost = [host_exit for host_exit in exits if _is_lost(host_exit)]
+    crashed = [host_exit for host_exit in exits if _is_crashed(host_exit)]
+    errors = sorted(
+        (host_exit for host_exit in exits if host_exit.error is not None), key=_is_consequence, reverse=True
+    )
+    failures = {rank: failure for host_exit in exits for rank, failure in host_exit.failures.items()}
+    texts, code = [_lost_text(host_exit) for host_exit in lost], 0
+    if lost and not _has_succeeded(exits):
+        code = _SSH_FAILED if any(host_exit.has_started for host_exit in lost) else _CANNOT_START
+    for host_exit in crashed:
+        texts, code = [*texts, _crashed_text(host_exit)], host_exit.code
+    for host_exit in errors:
+        texts, code = [*texts, f"booster run: {host_exit.host}: {_error_of(host_exit)['text']}"], _CANNOT_START
     if failures:
-        text, failed_code = report(failures, max(end.world_size for end in ends)), exit_code_of(failures)
-        if has_cause(failures) or code == 0:
+        text, failed_code = report(failures, max(host_exit.world_size for host_exit in exits)), exit_code_of(failures)
+        if has_root_cause(failures) or code == 0:
             texts, code = [*texts, text], failed_code
         else:  # a consequence of the failure that is reported already
             texts.insert(0, text)
-    if told:
-        texts.append(f"booster run: terminated by {told[0].name}, with all ranks on all hosts")
-        code = 128 + told[0]
-    return Verdict(code=code, text="".join(f"{text}\n" for text in texts))
+    if signals:
+        texts.append(f"booster run: terminated by {signals[0].name}, with all ranks on all hosts")
+        code = 128 + signals[0]
+    return ExitReport(code=code, text="".join(f"{text}\n" for text in texts))
 
 
 def was_lost(code: int | None) -> bool:
@@ -116,51 +118,55 @@ def was_lost(code: int | None) -> bool:
     return code is not None and (code == _SSH_FAILED or code < 0)
 
 
-def _is_lost(end: HostEnd) -> bool:
-    if end.was_told_to_end and not end.has_started:
-        return end.code == _SSH_FAILED  # ssh was connecting, and would have failed in any case
-    return was_lost(end.code) and not end.failures and end.refusal is None and not end.was_told_to_end
+def _is_lost(host_exit: HostExit) -> bool:
+    if host_exit.was_terminated and not host_exit.has_started:
+        return host_exit.code == _SSH_FAILED  # ssh was connecting, and would have failed in any case
+    return (
+        was_lost(host_exit.code) and not host_exit.failures and host_exit.error is None and not host_exit.was_terminated
+    )
 
 
-def _is_broken(end: HostEnd) -> bool:
-    explained = end.failures or end.refusal is not None or (end.was_told_to_end and end.has_started)
-    return end.code != 0 and not was_lost(end.code) and not explained
+def _is_crashed(host_exit: HostExit) -> bool:
+    explained = (
+        host_exit.failures or host_exit.error is not None or (host_exit.was_terminated and host_exit.has_started)
+    )
+    return host_exit.code != 0 and not was_lost(host_exit.code) and not explained
 
 
-def _is_enough(ends: Sequence[HostEnd]) -> bool:
+def _has_succeeded(exits: Sequence[HostExit]) -> bool:
     """Return whether the run succeeded, possibly without lost hosts."""
-    return any(end.code == 0 for end in ends) and not any(end.was_told_to_end for end in ends)
+    return any(host_exit.code == 0 for host_exit in exits) and not any(host_exit.was_terminated for host_exit in exits)
 
 
-def _is_consequence(end: HostEnd) -> bool:
-    return bool(_refusal(end)["is_consequence"])
+def _is_consequence(host_exit: HostExit) -> bool:
+    return bool(_error_of(host_exit)["is_consequence"])
 
 
-def _refusal(end: HostEnd) -> Mapping[str, Any]:
-    return end.refusal or {"text": "", "is_consequence": True}
+def _error_of(host_exit: HostExit) -> Mapping[str, Any]:
+    return host_exit.error or {"text": "", "is_consequence": True}
 
 
-def _lost_text(end: HostEnd) -> str:
-    words = "; ".join(end.last_words[-3:])
-    if end.has_started:
+def _lost_text(host_exit: HostExit) -> str:
+    tail = "; ".join(host_exit.output_tail[-3:])
+    if host_exit.has_started:
         return (
-            f"booster run: the connection to {end.host} was lost ({words or 'no message from ssh'}), and its ranks with"
+            f"booster run: the connection to {host_exit.host} was lost ({tail or 'no message from ssh'}), and its ranks with"
             " it: check that the host is up, and whether the system killed the launcher there for lack of memory"
         )
-    said = "\n".join(end.last_words)
-    known = (rest for signs, *rest in _SSH_REASONS if any(sign in said for sign in signs))
-    reason, advice = next(known, ["ssh failed", "try `ssh {host} true`"])
-    return f"booster run: can't start on {end.host}: {reason} ({words}): {advice.format(host=end.host)}"
+    output = "\n".join(host_exit.output_tail)
+    matches = (rest for texts, *rest in _SSH_REASONS if any(sign in output for sign in texts))
+    reason, advice = next(matches, ["ssh failed", "try `ssh {host} true`"])
+    return f"booster run: can't start on {host_exit.host}: {reason} ({tail}): {advice.format(host=host_exit.host)}"
 
 
-def _broken_text(end: HostEnd) -> str:
-    words = "; ".join(end.last_words[-3:])
-    if end.has_started:
+def _crashed_text(host_exit: HostExit) -> str:
+    tail = "; ".join(host_exit.output_tail[-3:])
+    if host_exit.has_started:
         return (
-            f"booster run: the launcher on {end.host} exited with code {end.code} ({words}): see its output above, "
-            f"after [{end.host}]"
+            f"booster run: the launcher on {host_exit.host} exited with code {host_exit.code} ({tail}): see its output above, "
+            f"after [{host_exit.host}]"
         )
     return (
-        f"booster run: can't start on {end.host}: the command exited with code {end.code} ({words}): this "
+        f"booster run: can't start on {host_exit.host}: the command exited with code {host_exit.code} ({tail}): this "
         "directory, this Python and torch-booster must exist at the same paths there; --dry-run shows the command"
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from booster.cli.failure import RankFailure
 
-__all__ = ["rank_prefix", "read_failures", "read_message", "tell_failures", "tell_refusal", "tell_started"]
+__all__ = ["rank_prefix", "read_failures", "read_message", "send_error", "send_failures", "send_started"]
 
 # Note [Launcher protocol]: ranks write into pipes of their node's launcher, which prefixes every line "[host:rank] ".
 # So a line that begins with this character (the record separator of RFC 7464) is a message of the launcher, whatever
@@ -23,14 +23,14 @@ def rank_prefix(host: str, rank: str) -> bytes:
     return f"[{host}:{rank}] ".encode()
 
 
-def tell_started() -> None:
+def send_started() -> None:
     """Report that this node's launcher runs: later failures are not those of ssh, the shell or Python."""
-    _tell(event="started")
+    _send(event="started")
 
 
-def tell_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
+def send_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
     """Report the failed ranks of this node."""
-    told = {
+    fields = {
         str(rank): {
             "local_rank": failure.local_rank,
             "pid": failure.pid,
@@ -41,17 +41,17 @@ def tell_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
         }
         for rank, failure in failures.items()
     }
-    _tell(event="failed", failures=told, world_size=world_size, now_ns=time.time_ns())
+    _send(event="failed", failures=fields, world_size=world_size, now_ns=time.time_ns())
 
 
-def tell_refusal(text: str, *, is_consequence: bool = False) -> None:
+def send_error(text: str, *, is_consequence: bool = False) -> None:
     """Report an error that keeps this node from starting its ranks.
 
     Args:
         text: Error message.
         is_consequence: If True, the error is the consequence of another node's failure.
     """
-    _tell(event="refused", text=text, is_consequence=is_consequence)
+    _send(event="refused", text=text, is_consequence=is_consequence)
 
 
 def read_message(line: bytes) -> dict[str, Any] | None:
@@ -67,19 +67,19 @@ def read_message(line: bytes) -> dict[str, Any] | None:
 
 def read_failures(message: Mapping[str, Any], host: str) -> dict[int, RankFailure]:
     """Return the failed ranks of a message, with times converted to this machine's clock."""
-    behind = time.time_ns() - message["now_ns"]
+    clock_offset = time.time_ns() - message["now_ns"]
     failures = {}
-    for rank, told in message["failures"].items():
-        data = told["error_file_data"]
+    for rank, fields in message["failures"].items():
+        data = fields["error_file_data"]
         inner = data.get("message")
         extra = inner.get("extraInfo") if isinstance(inner, dict) else None
         if isinstance(extra, dict) and "time_ns" in extra:
-            extra["time_ns"] += behind
-        failures[int(rank)] = RankFailure(host=host, **told)
+            extra["time_ns"] += clock_offset
+        failures[int(rank)] = RankFailure(host=host, **fields)
     return failures
 
 
-def _tell(**message: Any) -> None:
+def _send(**message: Any) -> None:
     sys.stderr.flush()
     sys.stderr.buffer.write(_SEPARATOR + json.dumps(message).encode() + b"\n")
     sys.stderr.buffer.flush()

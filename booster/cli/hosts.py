@@ -57,11 +57,11 @@ def choose_hosts(
         raise ConfigError(f"--include={include} and --exclude={exclude} can't be combined: give one of them")
     known = [host.name for host in hosts]
     if include is not None:
-        kept = _known_names("--include", include, known, source)
+        kept = _check_known("--include", include, known, source)
         return [host for host in hosts if host.name in kept]
     if exclude is not None:
-        left_out = _known_names("--exclude", exclude, known, source)
-        hosts = [host for host in hosts if host.name not in left_out]
+        excluded = _check_known("--exclude", exclude, known, source)
+        hosts = [host for host in hosts if host.name not in excluded]
         if not hosts:
             raise ConfigError(f"--exclude={exclude} leaves none of the hosts of {source}: exclude fewer of them")
     return hosts
@@ -79,10 +79,10 @@ def first_hosts(hosts: Sequence[Host], num_machines: int) -> list[Host]:
             "list more hosts, or omit --nnodes to use all of them"
         )
     chosen = list(hosts[:num_machines])
-    here = [host.name for host in chosen if is_loopback(host.name)]
-    if here and len(here) < len(chosen):
+    loopbacks = [host.name for host in chosen if is_loopback(host.name)]
+    if loopbacks and len(loopbacks) < len(chosen):
         raise ConfigError(
-            f"{here[0]} is a loopback name, which other hosts can't reach: write the name or the address of this "
+            f"{loopbacks[0]} is a loopback name, which other hosts can't reach: write the name or the address of this "
             "machine in their network"
         )
     return chosen
@@ -109,7 +109,7 @@ def _read_file(path: str) -> list[Host]:
         if not words:
             continue
         where = f"--hostfile={path}, line {number}"
-        host = Host(name=_checked(where, words[0]), slots=_slots(where, words[1:]))
+        host = Host(name=_check_name(where, words[0]), slots=_slots(where, words[1:]))
         if host.name in hosts:
             raise ConfigError(f"{where}: {host.name} is listed twice: keep one line, with all its slots")
         hosts[host.name] = host
@@ -131,7 +131,7 @@ def _slots(where: str, words: list[str]) -> int | None:
 
 
 def _names(option: str, text: str) -> list[str]:
-    names = [_checked(option, name.strip()) for name in text.split(",") if name.strip()]
+    names = [_check_name(option, name.strip()) for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError(f"{option}={text!r} lists no host: give comma-separated names, as in: node-1,node-2")
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -143,7 +143,7 @@ def _names(option: str, text: str) -> list[str]:
     return names
 
 
-def _known_names(option: str, text: str, known: list[str], source: str) -> set[str]:
+def _check_known(option: str, text: str, known: list[str], source: str) -> set[str]:
     names = _names(option, text)
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -153,7 +153,7 @@ def _known_names(option: str, text: str, known: list[str], source: str) -> set[s
     return set(names)
 
 
-def _checked(where: str, name: str) -> str:
+def _check_name(where: str, name: str) -> str:
     if _NAME.fullmatch(name) or _is_address(name):
         return name
     hint = "give the name alone"

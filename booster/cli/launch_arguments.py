@@ -50,7 +50,7 @@ _RENDEZVOUS: dict[str, Callable[[str], Any]] = {
     "store_type": str,
     "timeout": int,
 }
-_KINDS = {int: "an integer", float: "a number", _flag: "0 or 1"}
+_TYPE_NAMES = {int: "an integer", float: "a number", _flag: "0 or 1"}
 _FIELDS = {"rdzv_id": "run_id"}  # option of torchrun -> field of LaunchConfig
 
 
@@ -63,11 +63,11 @@ def parse_extra_arguments(text: str) -> ExtraArguments:
         ConfigError: A name is unknown or repeated, or its value has the wrong type.
     """
     extra = ExtraArguments()
-    for word in _words(text):
+    for word in _split_words(text):
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        kind = _LAUNCH.get(name) or _RENDEZVOUS.get(name)
-        if not equals or kind is None:
+        parse = _LAUNCH.get(name) or _RENDEZVOUS.get(name)
+        if not equals or parse is None:
             raise ConfigError(
                 f"--extra-launch-args: {word!r} is not a setting of torch's launcher: write name=value with one of "
                 f"{', '.join(sorted(_LAUNCH | _RENDEZVOUS))}"
@@ -76,15 +76,15 @@ def parse_extra_arguments(text: str) -> ExtraArguments:
         if name in settings:
             raise ConfigError(f"--extra-launch-args: {word!r} repeats a setting: give it once")
         try:
-            settings[name] = kind(value)
+            settings[name] = parse(value)
         except ValueError as error:
             raise ConfigError(
-                f"--extra-launch-args: {word!r} has a value of the wrong type: give {_KINDS[kind]}"
+                f"--extra-launch-args: {word!r} has a value of the wrong type: give {_TYPE_NAMES[parse]}"
             ) from error
     return extra
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from booster.cli import host_messages
-from booster.cli.failure import exit_code_of, last_start_line, report
-from booster.cli.machine_settings import launch_config, shared_cores, worker_command
+from booster.cli.failure import exit_code_of, no_restart_line, report
+from booster.cli.machine_settings import default_omp_threads, launch_config, worker_command
 from booster.cli.ssh_commands import LAUNCHER_ONLY
 from booster.errors import ConfigError, RankFailedError
 
 if TYPE_CHECKING:
-    from booster.cli.rank_output import LabelledOutput
+    from booster.cli.rank_output import PrefixedOutput
 
-__all__ = ["start_ranks"]
+__all__ = ["launch_node"]
 
 
-def start_ranks(arguments: argparse.Namespace, num_ranks: int) -> int:
+def launch_node(arguments: argparse.Namespace, num_ranks: int) -> int:
     """Start this machine's ranks and wait for them. Must be called in the main thread.
 
     Returns:
@@ -37,14 +37,14 @@ def start_ranks(arguments: argparse.Namespace, num_ranks: int) -> int:
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from booster.cli.ending import ends_when_told
+    from booster.cli.ending import terminate_on_signal
 
     log_dir = tempfile.mkdtemp(prefix="booster_run_")
     try:
         with (
-            shared_cores(num_ranks),
-            _host_side(arguments.as_host) as (output, told_by),
-            ends_when_told(by_fd=told_by, clean_up=lambda: shutil.rmtree(log_dir, ignore_errors=True)),
+            default_omp_threads(num_ranks),
+            _serve_remote_launcher(arguments.as_host) as (output, stdin_fd),
+            terminate_on_signal(stdin_fd=stdin_fd, clean_up=lambda: shutil.rmtree(log_dir, ignore_errors=True)),
         ):
             return _launch(arguments, num_ranks, log_dir, output)
     except SignalException as error:
@@ -57,34 +57,34 @@ def start_ranks(arguments: argparse.Namespace, num_ranks: int) -> int:
         shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output: LabelledOutput | None) -> int:
+def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output: PrefixedOutput | None) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    from booster.cli.agreed_rendezvous import Attempt
-    from booster.cli.rank_agent import RankNotes, ranks_noted
+    from booster.cli.agreed_rendezvous import RestartCount
+    from booster.cli.rank_agent import ExitRecords, record_exits
     from booster.cli.rank_output import RankLogs
 
-    attempt = Attempt()
-    notes = RankNotes(host=arguments.as_host or "", attempt=attempt)
-    logs = RankLogs(log_dir, output, lambda: attempt.number)
-    config = launch_config(arguments, num_ranks, logs, attempt)
+    restart_count = RestartCount()
+    records = ExitRecords(host=arguments.as_host or "", restart_count=restart_count)
+    logs = RankLogs(log_dir, output, lambda: restart_count.value)
+    config = launch_config(arguments, num_ranks, logs, restart_count)
     _silence_elastic_logs()
     try:
-        with ranks_noted(notes):
+        with record_exits(records):
             elastic_launch(config, sys.executable)(*worker_command(arguments))
     except ChildFailedError as error:
-        failures = notes.explained(error.failures)
+        failures = records.with_exit_causes(error.failures)
         if config.max_restarts:
-            print(last_start_line(config.max_restarts), file=sys.stderr, flush=True)
+            print(no_restart_line(config.max_restarts), file=sys.stderr, flush=True)
         if output is None:
             print(report(failures, logs.world_size), file=sys.stderr, flush=True)
         else:
-            host_messages.tell_failures(failures, logs.world_size)
-        if notes.signs:  # last: a heartbeat must not be mistaken for the position of the failure
-            print(notes.signs, file=sys.stderr, flush=True)
+            host_messages.send_failures(failures, logs.world_size)
+        if records.last_heartbeats:  # last: a heartbeat must not be mistaken for the position of the failure
+            print(records.last_heartbeats, file=sys.stderr, flush=True)
         return exit_code_of(failures)
     except RendezvousClosedError as error:
         raise RankFailedError(
@@ -92,11 +92,11 @@ def _launch(arguments: argparse.Namespace, num_ranks: int, log_dir: str, output:
             "machines again"
         ) from error
     except (DistError, RendezvousError) as error:
-        raise _cannot_meet(config, error) from error
+        raise _rendezvous_failed(config, error) from error
     return 0
 
 
-def _cannot_meet(config: Any, error: Exception) -> ConfigError:
+def _rendezvous_failed(config: Any, error: Exception) -> ConfigError:
     reason = str(error.__cause__ or error).strip().splitlines()[0]
     return ConfigError(
         f"the rendezvous at {config.rdzv_endpoint} failed ({reason}): check that all machines of the run were started, "
@@ -105,7 +105,7 @@ def _cannot_meet(config: Any, error: Exception) -> ConfigError:
 
 
 @contextmanager
-def _host_side(name: str | None) -> Iterator[tuple[LabelledOutput | None, int | None]]:
+def _serve_remote_launcher(name: str | None) -> Iterator[tuple[PrefixedOutput | None, int | None]]:
     """Serve the launcher that started this one over ssh, see Note [Launcher protocol].
 
     The exit of that launcher closes this process's stdin. Ranks get /dev/null instead, as they would consume stdin.
@@ -113,22 +113,22 @@ def _host_side(name: str | None) -> Iterator[tuple[LabelledOutput | None, int | 
     if name is None:
         yield None, None
         return
-    from booster.cli.rank_output import LabelledOutput
+    from booster.cli.rank_output import PrefixedOutput
 
     for variable in os.environ.pop(LAUNCHER_ONLY, "").split(","):
         os.environ.pop(variable, None)
-    host_messages.tell_started()
-    told_by = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    output = LabelledOutput(name)
+    host_messages.send_started()
+    stdin_fd = os.dup(0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    output = PrefixedOutput(name)
     try:
-        yield output, told_by
+        yield output, stdin_fd
     finally:
         output.close()
-        os.dup2(told_by, 0)
-        os.close(told_by)
+        os.dup2(stdin_fd, 0)
+        os.close(stdin_fd)
 
 
 def _silence_elastic_logs() -> None:

@@ -20,16 +20,16 @@ if TYPE_CHECKING:  # importing torch takes a second; argument errors come sooner
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    from booster.cli.agreed_rendezvous import Attempt
+    from booster.cli.agreed_rendezvous import RestartCount
 
 __all__ = [
     "DEFAULT_PORT",
-    "NumMachines",
+    "NumNodes",
+    "default_omp_threads",
     "launch_config",
     "num_cores",
-    "parse_num_machines",
-    "parse_num_ranks",
-    "shared_cores",
+    "parse_nproc_per_node",
+    "parse_num_nodes",
     "torchrun_command",
     "worker_command",
 ]
@@ -39,35 +39,35 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NumMachines:
+class NumNodes:
     """Number of machines, or a range of it (elastic)."""
 
-    least: int
-    most: int
-    is_range: bool
+    min_nodes: int
+    max_nodes: int
+    is_elastic: bool
 
-    def meet_anew(self, max_restarts: int) -> bool:
+    def needs_later_rounds(self, max_restarts: int) -> bool:
         """Return whether the run needs later rendezvous rounds: after a join, a leave or a restart of ranks."""
-        return self.most > 1 and (self.is_range or max_restarts > 0)
+        return self.max_nodes > 1 and (self.is_elastic or max_restarts > 0)
 
 
-def parse_num_machines(text: str) -> NumMachines:
+def parse_num_nodes(text: str) -> NumNodes:
     """Parse --nnodes, N or MIN:MAX.
 
     Raises:
         ConfigError: The text is neither.
     """
-    least, colon, most = text.partition(":")
-    numbers = [least, most if colon else least]
+    min_text, colon, max_text = text.partition(":")
+    numbers = [min_text, max_text if colon else min_text]
     if not all(number.isdecimal() and int(number) >= 1 for number in numbers) or int(numbers[0]) > int(numbers[1]):
         raise ConfigError(
             f"--nnodes={text} is not a number of machines: give a number from 1, or MIN:MAX for a run that continues "
             "with fewer, as in 2:4"
         )
-    return NumMachines(least=int(numbers[0]), most=int(numbers[1]), is_range=bool(colon))
+    return NumNodes(min_nodes=int(numbers[0]), max_nodes=int(numbers[1]), is_elastic=bool(colon))
 
 
-def parse_num_ranks(text: str) -> int:
+def parse_nproc_per_node(text: str) -> int:
     """Parse --nproc-per-node: the number of ranks of this machine.
 
     Raises:
@@ -88,25 +88,27 @@ def num_cores() -> int:
 
 
 @contextmanager
-def shared_cores(num_ranks: int) -> Iterator[None]:
+def default_omp_threads(num_ranks: int) -> Iterator[None]:
     """Set OMP_NUM_THREADS to a rank's share of the cores, unless it is set: torch defaults to all cores per rank."""
-    before = dict(os.environ)
+    saved = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", _num_threads(num_ranks))
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(saved)
 
 
-def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs, attempt: Attempt) -> LaunchConfig:
+def launch_config(
+    arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs, restart_count: RestartCount
+) -> LaunchConfig:
     """Return the configuration of torch's launcher.
 
     Args:
         arguments: Parsed arguments of `booster run`.
         num_ranks: Number of ranks of this machine.
         logs: Log destinations of the ranks.
-        attempt: Receives the restart count of the job, if there are several machines.
+        restart_count: Receives the restart count of the job, if there are several machines.
 
     Raises:
         ConfigError: This torch's launcher lacks a setting of --extra-launch-args.
@@ -114,9 +116,9 @@ def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     from booster.cli import agreed_rendezvous
-    from booster.cli.ending import ending_signals
+    from booster.cli.ending import termination_signals
 
-    machines = parse_num_machines(arguments.nnodes or "1")
+    num_nodes = parse_num_nodes(arguments.nnodes or "1")
     settings = _settings(arguments)
     unknown = settings.keys() - {field.name for field in fields(LaunchConfig)}
     if unknown:
@@ -124,14 +126,14 @@ def launch_config(arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs
             f"--extra-launch-args: this torch's launcher has no {', '.join(sorted(unknown))}: omit it, or install a "
             "newer torch"
         )
-    settings.setdefault("signals_to_handle", ",".join(number.name for number in ending_signals()))
-    if machines.most > 1 and settings["rdzv_backend"] == "c10d":
+    settings.setdefault("signals_to_handle", ",".join(number.name for number in termination_signals()))
+    if num_nodes.max_nodes > 1 and settings["rdzv_backend"] == "c10d":
         agreed_rendezvous.register()
         settings["rdzv_backend"] = agreed_rendezvous.BACKEND
-        settings["rdzv_configs"] |= {"wanted_rank": arguments.node_rank, "attempt": attempt}
+        settings["rdzv_configs"] |= {"wanted_rank": arguments.node_rank, "attempt": restart_count}
     return LaunchConfig(
-        min_nodes=machines.least,
-        max_nodes=machines.most,
+        min_nodes=num_nodes.min_nodes,
+        max_nodes=num_nodes.max_nodes,
         nproc_per_node=num_ranks,
         max_restarts=arguments.max_restarts,
         logs_specs=logs,
@@ -176,27 +178,27 @@ def _num_threads(num_ranks: int) -> str:
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return fields of LaunchConfig: the rendezvous settings, overridden by those of the user."""
-    machines = parse_num_machines(arguments.nnodes or "1")
+    num_nodes = parse_num_nodes(arguments.nnodes or "1")
     configs: dict[str, Any] = {}
-    if machines.most == 1:
+    if num_nodes.max_nodes == 1:
         host = arguments.master_addr or "localhost"
         # A local address without a lookup: resolving the FQDN can take long or fail in a container.
-        place = {"rdzv_backend": "c10d", "local_addr": host, "run_id": uuid.uuid4().hex}
-        place["rdzv_endpoint"] = f"{host}:{arguments.master_port or 0}"
+        rendezvous = {"rdzv_backend": "c10d", "local_addr": host, "run_id": uuid.uuid4().hex}
+        rendezvous["rdzv_endpoint"] = f"{host}:{arguments.master_port or 0}"
     else:
-        place = {"rdzv_backend": "static", "run_id": "booster"}
-        place["rdzv_endpoint"] = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
-        if machines.meet_anew(arguments.max_restarts):
-            place["rdzv_backend"] = "c10d"
+        rendezvous = {"rdzv_backend": "static", "run_id": "booster"}
+        rendezvous["rdzv_endpoint"] = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
+        if num_nodes.needs_later_rounds(arguments.max_restarts):
+            rendezvous["rdzv_backend"] = "c10d"
     extra = parse_extra_arguments(arguments.extra_launch_args or "")
-    settings: dict[str, Any] = {"role": "rank"} | place | extra.launch
+    settings: dict[str, Any] = {"role": "rank"} | rendezvous | extra.launch
     if settings["rdzv_backend"] == "static":
         configs["rank"] = arguments.node_rank or 0
-    elif machines.most > 1 and settings["rdzv_backend"] == "c10d" and _is_numbered(arguments, machines):
+    elif num_nodes.max_nodes > 1 and settings["rdzv_backend"] == "c10d" and _has_node_rank(arguments, num_nodes):
         configs["is_host"] = (arguments.node_rank or 0) == 0
     return settings | {"rdzv_configs": configs | extra.rendezvous}
 
 
-def _is_numbered(arguments: argparse.Namespace, machines: NumMachines) -> bool:
+def _has_node_rank(arguments: argparse.Namespace, num_nodes: NumNodes) -> bool:
     """Return whether this machine's rank is known; machines of a range may join and leave without one."""
-    return arguments.node_rank is not None or not machines.is_range
+    return arguments.node_rank is not None or not num_nodes.is_elastic

@@ -18,11 +18,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.launcher import api
 
-from booster.cli.agreed_rendezvous import Attempt
-from booster.cli.failure import Failure, RankFailure, has_left_word, restart_line, time_of_word
-from booster.cli.last_signs import where_ranks_were
+from booster.cli.agreed_rendezvous import RestartCount
+from booster.cli.failure import Failure, RankFailure, has_error_report, report_time, restart_line
+from booster.cli.last_signs import describe_last_heartbeats
 
-__all__ = ["RankNotes", "ranks_noted"]
+__all__ = ["ExitRecords", "record_exits"]
 
 # Note [Exit cause]
 # When a rank fails, torch's agent sends SIGTERM to all others, and SIGKILL after 30 s. Exit codes do not show the
@@ -32,7 +32,7 @@ __all__ = ["RankNotes", "ranks_noted"]
 
 
 @dataclass(slots=True)
-class RankNotes:
+class ExitRecords:
     """Exit records of this node's ranks that torch does not keep.
 
     Attributes:
@@ -45,21 +45,21 @@ class RankNotes:
     """
 
     host: str = ""
-    attempt: Attempt = field(default_factory=Attempt)
-    gone: frozenset[int] | None = None
+    restart_count: RestartCount = field(default_factory=RestartCount)
+    exited: frozenset[int] | None = None
     stopped: frozenset[int] = frozenset()
-    seen_ns: int = 0
-    signs: str = ""
+    checked_ns: int = 0
+    last_heartbeats: str = ""
 
-    def explained(self, failures: Mapping[int, Failure]) -> dict[int, RankFailure]:
+    def with_exit_causes(self, failures: Mapping[int, Failure]) -> dict[int, RankFailure]:
         """Return torch's failures with their exit causes, see Note [Exit cause]."""
-        return {rank: self._explained(failure) for rank, failure in failures.items()}
+        return {rank: self._with_exit_cause(failure) for rank, failure in failures.items()}
 
-    def _explained(self, failure: Failure) -> RankFailure:
+    def _with_exit_cause(self, failure: Failure) -> RankFailure:
         by_launcher = None
-        if self.gone is not None:
+        if self.exited is not None:
             # A rank that had written its error report was about to exit by itself.
-            by_launcher = failure.pid not in self.gone and time_of_word(failure) > self.seen_ns
+            by_launcher = failure.pid not in self.exited and report_time(failure) > self.checked_ns
         return RankFailure(
             host=self.host,
             local_rank=failure.local_rank,
@@ -72,26 +72,26 @@ class RankNotes:
 
 
 @contextmanager
-def ranks_noted(notes: RankNotes) -> Iterator[None]:
-    """Make torch's launcher use an agent that fills in `notes`."""
+def record_exits(records: ExitRecords) -> Iterator[None]:
+    """Make torch's launcher use an agent that fills in `records`."""
     launcher: Any = api  # elastic_launch reads the agent class from this module
-    before = launcher.LocalElasticAgent
-    launcher.LocalElasticAgent = partial(_RankAgent, notes)
+    original = launcher.LocalElasticAgent
+    launcher.LocalElasticAgent = partial(_ElasticAgent, records)
     try:
         yield
     finally:
-        launcher.LocalElasticAgent = before
+        launcher.LocalElasticAgent = original
 
 
-class _RankAgent(LocalElasticAgent):
-    def __init__(self, notes: RankNotes, *arguments: Any, **settings: Any) -> None:
+class _ElasticAgent(LocalElasticAgent):
+    def __init__(self, records: ExitRecords, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._notes = notes
+        self._records = records
         self._failures: dict[int, RankFailure] = {}
         self._processes: frozenset[int] = frozenset()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._notes.gone, self._notes.stopped, self._notes.signs = None, frozenset(), ""
+        self._records.exited, self._records.stopped, self._records.last_heartbeats = None, frozenset(), ""
         self._failures = {}
         started: dict[int, Any] = super()._start_workers(worker_group)
         if self._pcontext is not None:
@@ -101,11 +101,11 @@ class _RankAgent(LocalElasticAgent):
 
     def _close(self, context: PContext, close: Any, *arguments: Any, **settings: Any) -> None:
         processes = context.pids().values()
-        if self._notes.gone is None:
-            self._notes.gone = frozenset(process for process in processes if _has_ended(process))
-            self._notes.seen_ns = time.time_ns()
+        if self._records.exited is None:
+            self._records.exited = frozenset(process for process in processes if _has_exited(process))
+            self._records.checked_ns = time.time_ns()
         stopped = frozenset(process for process in processes if _is_stopped(process))
-        self._notes.stopped |= stopped
+        self._records.stopped |= stopped
         for process in stopped:
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGCONT)  # torch makes each rank a process group leader
@@ -114,32 +114,34 @@ class _RankAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            _end_what_is_left_of(self._processes)
-            self._failures = self._notes.explained(result.failures)
-            if self._failures and self._remaining_restarts == 0 and not has_left_word(self._failures):
-                self._notes.signs = self._last_signs(worker_group)
+            _kill_orphans(self._processes)
+            self._failures = self._records.with_exit_causes(result.failures)
+            if self._failures and self._remaining_restarts == 0 and not has_error_report(self._failures):
+                self._records.last_heartbeats = self._last_heartbeats(worker_group)
         return result
 
-    def _last_signs(self, worker_group: WorkerGroup) -> str:
-        own = worker_group.spec.max_restarts - self._remaining_restarts
-        attempt = self._notes.attempt.number
-        return where_ranks_were(
+    def _last_heartbeats(self, worker_group: WorkerGroup) -> str:
+        local_count = worker_group.spec.max_restarts - self._remaining_restarts
+        restart_count = self._records.restart_count.value
+        return describe_last_heartbeats(
             str(worker_group.master_addr),
             int(worker_group.master_port or 0),
             _world_size(worker_group),
-            own if attempt is None else attempt,
-            before=self._notes.seen_ns / 1e9,
+            local_count if restart_count is None else restart_count,
+            reference_time=self._records.checked_ns / 1e9,
         )
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._failures:  # else another node failed, joined or left
-            most = worker_group.spec.max_restarts
-            line = restart_line(self._failures, _world_size(worker_group), most - self._remaining_restarts, most)
+            max_restarts = worker_group.spec.max_restarts
+            line = restart_line(
+                self._failures, _world_size(worker_group), max_restarts - self._remaining_restarts, max_restarts
+            )
             print(line, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
 
 
-def _end_what_is_left_of(ranks: frozenset[int]) -> None:
+def _kill_orphans(ranks: frozenset[int]) -> None:
     """Kill orphans of ranks, such as the data loader workers of a killed rank."""
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError):  # it has exited, or is another user's
@@ -152,7 +154,7 @@ def _world_size(worker_group: WorkerGroup) -> int:
     return int(worker_group.workers[0].world_size)
 
 
-def _has_ended(process_id: int) -> bool:
+def _has_exited(process_id: int) -> bool:
     return _status(process_id) in (None, psutil.STATUS_ZOMBIE)
 
 

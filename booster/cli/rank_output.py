@@ -13,13 +13,13 @@ from typing import BinaryIO
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, Std
 
 from booster.cli.host_messages import rank_prefix
-from booster.cli.line_splitting import LineSplitter
+from booster.cli.line_splitting import LineBuffer
 
-__all__ = ["LabelledOutput", "RankLogs"]
+__all__ = ["PrefixedOutput", "RankLogs"]
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Log destinations of ranks: inherited from this process, or the pipes of a `LabelledOutput`.
+    """Log destinations of ranks: inherited from this process, or the pipes of a `PrefixedOutput`.
 
     Args:
         log_dir: Directory for the ranks' error reports and the pipes.
@@ -28,28 +28,28 @@ class RankLogs(DefaultLogsSpecs):
     """
 
     def __init__(
-        self, log_dir: str, output: LabelledOutput | None = None, attempt: Callable[[], int | None] = lambda: None
+        self, log_dir: str, output: PrefixedOutput | None = None, restart_count: Callable[[], int | None] = lambda: None
     ) -> None:
         super().__init__(log_dir=log_dir, redirects=Std.NONE if output is None else Std.ALL)
         self.world_size = 0
-        self._output, self._attempt = output, attempt
+        self._output, self._restart_count = output, restart_count
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the log destinations of one start of this node's ranks, opened for writing by torch."""
-        places = super().reify(envs)
-        attempt = self._attempt()
+        destinations = super().reify(envs)
+        restart_count = self._restart_count()
         for local_rank, environment in envs.items():
             self.world_size = int(environment.get("WORLD_SIZE", "0"))
-            if attempt is not None:
-                environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            if restart_count is not None:
+                environment["TORCHELASTIC_RESTART_COUNT"] = str(restart_count)
             if self._output is not None:
                 prefix = rank_prefix(self._output.host, environment["RANK"])
-                self._output.add(places.stdouts[local_rank], prefix, sys.stdout.buffer)
-                self._output.add(places.stderrs[local_rank], prefix, sys.stderr.buffer)
-        return places
+                self._output.add(destinations.stdouts[local_rank], prefix, sys.stdout.buffer)
+                self._output.add(destinations.stderrs[local_rank], prefix, sys.stderr.buffer)
+        return destinations
 
 
-class LabelledOutput:
+class PrefixedOutput:
     """Named pipes for the output of ranks, and a thread that forwards their lines with prefixes.
 
     Pipes, unlike log files, leave nothing on disk. As another process reads them, the last output of a killed rank is
@@ -59,12 +59,12 @@ class LabelledOutput:
     def __init__(self, host: str) -> None:
         self.host = host
         self._selector = selectors.DefaultSelector()
-        self._wake_up, self._wake = os.pipe()
-        self._selector.register(self._wake_up, selectors.EVENT_READ)
+        self._wake_read_fd, self._wake_fd = os.pipe()
+        self._selector.register(self._wake_read_fd, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._waiting: list[_Stream] = []  # not yet registered by the thread
+        self._pending: list[_Stream] = []  # not yet registered by the thread
         self._is_closing = False
-        self._thread = threading.Thread(target=self._pass_on, name="labelled_output", daemon=True)
+        self._thread = threading.Thread(target=self._forward_all, name="labelled_output", daemon=True)
         self._thread.start()
 
     def add(self, path: str, prefix: bytes, target: BinaryIO) -> None:
@@ -73,35 +73,35 @@ class LabelledOutput:
         # Opened before the rank's end, whose open would block.
         stream = _Stream(os.open(path, os.O_RDONLY | os.O_NONBLOCK), prefix, target)
         with self._lock:
-            self._waiting.append(stream)
-        os.write(self._wake, b"+")
+            self._pending.append(stream)
+        os.write(self._wake_fd, b"+")
 
     def close(self) -> None:
         """Forward the remaining output and end the thread, without waiting for processes that hold a pipe open."""
         self._is_closing = True
-        os.write(self._wake, b"-")
+        os.write(self._wake_fd, b"-")
         self._thread.join()
-        for fd in (self._wake_up, self._wake):
+        for fd in (self._wake_read_fd, self._wake_fd):
             os.close(fd)
         self._selector.close()
 
-    def _pass_on(self) -> None:
+    def _forward_all(self) -> None:
         streams: list[_Stream] = []
         while not self._is_closing:
             for key, _ in self._selector.select():
-                if key.fd == self._wake_up:
-                    os.read(self._wake_up, 64)
+                if key.fd == self._wake_read_fd:
+                    os.read(self._wake_read_fd, 64)
                 elif not key.data.pass_on():
                     self._selector.unregister(key.fd)
                     key.data.close()
                     streams.remove(key.data)
             with self._lock:
-                new, self._waiting = self._waiting, []
+                new, self._pending = self._pending, []
             for stream in new:
                 self._selector.register(stream.fd, selectors.EVENT_READ, stream)
             streams += new
-        for stream in [*streams, *self._waiting]:
-            while stream.pass_on():
+        for stream in [*streams, *self._pending]:
+            while stream.forward():
                 pass
             stream.close()
 
@@ -109,19 +109,19 @@ class LabelledOutput:
 class _Stream:
     def __init__(self, fd: int, prefix: bytes, target: BinaryIO) -> None:
         self.fd, self._prefix, self._target = fd, prefix, target
-        self._lines = LineSplitter()
+        self._lines = LineBuffer()
 
-    def pass_on(self) -> bool:
+    def forward(self) -> bool:
         """Forward available output; return whether there was any."""
         try:
-            piece = os.read(self.fd, 2**16)
+            data = os.read(self.fd, 2**16)
         except BlockingIOError:
             return False
-        self._write(self._lines.add(piece))
-        return bool(piece)
+        self._write(self._lines.add(data))
+        return bool(data)
 
     def close(self) -> None:
-        self._write(self._lines.rest())
+        self._write(self._lines.flush())
         os.close(self.fd)
 
     def _write(self, lines: list[bytes]) -> None:

@@ -13,9 +13,9 @@ from booster.cli.hosts import Host, choose_hosts, first_hosts, is_loopback
 from booster.cli.launch_arguments import ExtraArguments, parse_extra_arguments
 from booster.cli.machine_settings import (
     DEFAULT_PORT,
-    NumMachines,
-    parse_num_machines,
-    parse_num_ranks,
+    NumNodes,
+    parse_nproc_per_node,
+    parse_num_nodes,
     torchrun_command,
 )
 from booster.cli.ssh_commands import exported_variables, host_commands
@@ -56,23 +56,35 @@ def add_parser(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add(parser, "--nproc-per-node", metavar="N", help="ranks per machine, or auto (1, or slots of the host file)")
-    _add(parser, "--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX to continue with fewer (1, or all hosts)")
-    _add(parser, "--node-rank", type=int, metavar="N", help="index of this machine, if each is started by hand (0)")
-    _add(parser, "--master-addr", metavar="HOST", help="address of machine 0 (the first host)")
-    _add(parser, "--master-port", type=int, metavar="PORT", help="port there (a free one; 29500 for several machines)")
-    _add(parser, "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (0)")
-    _add(parser, "--extra-launch-args", metavar="TEXT", help='settings of torch\'s launcher: "name=value name=value"')
+    _add_option(
+        parser, "--nproc-per-node", metavar="N", help="ranks per machine, or auto (1, or slots of the host file)"
+    )
+    _add_option(
+        parser, "--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX to continue with fewer (1, or all hosts)"
+    )
+    _add_option(
+        parser, "--node-rank", type=int, metavar="N", help="index of this machine, if each is started by hand (0)"
+    )
+    _add_option(parser, "--master-addr", metavar="HOST", help="address of machine 0 (the first host)")
+    _add_option(
+        parser, "--master-port", type=int, metavar="PORT", help="port there (a free one; 29500 for several machines)"
+    )
+    _add_option(
+        parser, "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (0)"
+    )
+    _add_option(
+        parser, "--extra-launch-args", metavar="TEXT", help='settings of torch\'s launcher: "name=value name=value"'
+    )
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("-m", dest="is_module", action="store_true", help="script is the name of a module")
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument("-H", "--host", metavar="A,B", help="hosts to start ranks on")
-    _add(hosts, "--hostfile", metavar="FILE", help="file with one host per line, optionally followed by slots=N")
-    _add(hosts, "--include", metavar="A,B", help="use only these hosts")
-    _add(hosts, "--exclude", metavar="A,B", help="use all hosts but these")
-    _add(hosts, "--ssh-port", type=int, metavar="PORT", help="port of sshd (from ssh's configuration)")
-    _add(hosts, "--ssh-user", metavar="NAME", help="user to log in as (from ssh's configuration)")
-    _add(hosts, "--ssh-options", metavar="TEXT", help='options of ssh: "-i key -o ProxyJump=gate"')
+    _add_option(hosts, "--hostfile", metavar="FILE", help="file with one host per line, optionally followed by slots=N")
+    _add_option(hosts, "--include", metavar="A,B", help="use only these hosts")
+    _add_option(hosts, "--exclude", metavar="A,B", help="use all hosts but these")
+    _add_option(hosts, "--ssh-port", type=int, metavar="PORT", help="port of sshd (from ssh's configuration)")
+    _add_option(hosts, "--ssh-user", metavar="NAME", help="user to log in as (from ssh's configuration)")
+    _add_option(hosts, "--ssh-options", metavar="TEXT", help='options of ssh: "-i key -o ProxyJump=gate"')
     hosts.add_argument(
         "--export", action="append", metavar="NAMES|NAME=VALUE", help="more variables to export; may be repeated"
     )
@@ -97,40 +109,40 @@ def run(arguments: argparse.Namespace) -> int:
     except BoosterError as error:
         if arguments.as_host is None:
             raise
-        from booster.cli.host_messages import tell_refusal
+        from booster.cli.host_messages import send_error
 
-        tell_refusal(str(error), is_consequence=isinstance(error, RankFailedError))
+        send_error(str(error), is_consequence=isinstance(error, RankFailedError))
         return 2
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    machines = parse_num_machines(arguments.nnodes) if arguments.nnodes is not None else None
+    num_nodes = parse_num_nodes(arguments.nnodes) if arguments.nnodes is not None else None
     _check_numbers(arguments)
     if arguments.host is not None or arguments.hostfile is not None:
-        hosts = _hosts(arguments, machines)
+        hosts = _hosts(arguments, num_nodes)
         if len(hosts) > 1 or not is_loopback(hosts[0].name):
-            return _run_on_hosts(arguments, hosts, machines)
+            return _run_on_hosts(arguments, hosts, num_nodes)
         arguments.nproc_per_node = arguments.nproc_per_node or str(hosts[0].slots or 1)  # this machine, without ssh
     else:
         _check_no_host_options(arguments)
-    num_ranks = parse_num_ranks(arguments.nproc_per_node or "1")
-    _check_machine(arguments, machines or NumMachines(least=1, most=1, is_range=False))
+    num_ranks = parse_nproc_per_node(arguments.nproc_per_node or "1")
+    _check_machine(arguments, num_nodes or NumNodes(min_nodes=1, max_nodes=1, is_elastic=False))
     if arguments.dry_run:
         print(torchrun_command(arguments, num_ranks))
         return 0
-    from booster.cli.machine import start_ranks
+    from booster.cli.machine import launch_node
 
-    return start_ranks(arguments, num_ranks)
+    return launch_node(arguments, num_ranks)
 
 
-def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], machines: NumMachines | None) -> int:
+def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], num_nodes: NumNodes | None) -> int:
     if arguments.node_rank is not None:
         raise ConfigError(
             f"--node-rank={arguments.node_rank} can't be combined with hosts, which are numbered in the listed order: "
             "omit it, or start each machine by hand, without --host and --hostfile"
         )
     if arguments.nproc_per_node not in (None, "auto"):
-        parse_num_ranks(arguments.nproc_per_node)
+        parse_nproc_per_node(arguments.nproc_per_node)
     extra = parse_extra_arguments(arguments.extra_launch_args or "")
     commands = host_commands(
         arguments,
@@ -143,25 +155,26 @@ def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], machines: Nu
         for command in commands:
             print(shlex.join(command.command))
         return 0
-    from booster.cli.fleet import run_fleet
+    from booster.cli.fleet import launch_nodes
 
-    least = machines.least if machines is not None else len(hosts)
-    return run_fleet(commands, least, rank_seconds=_rank_seconds(extra))
+    min_hosts = num_nodes.min_nodes if num_nodes is not None else len(hosts)
+    return launch_nodes(commands, min_hosts, grace_seconds=_grace_seconds(extra))
 
 
-def _rank_seconds(extra: ExtraArguments) -> float:
+def _grace_seconds(extra: ExtraArguments) -> float:
     """Return the seconds between SIGTERM and SIGKILL in torch's launcher."""
     return float(extra.launch.get("shutdown_timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)))
 
 
-def _hosts(arguments: argparse.Namespace, machines: NumMachines | None) -> list[Host]:
+def _hosts(arguments: argparse.Namespace, num_nodes: NumNodes | None) -> list[Host]:
     hosts = choose_hosts(
         listed=arguments.host, hostfile=arguments.hostfile, include=arguments.include, exclude=arguments.exclude
     )
-    if machines is None:
+    if num_nodes is None:
         return first_hosts(hosts, len(hosts))
     return first_hosts(
-        hosts, min(machines.most, max(machines.least, len(hosts))) if machines.is_range else machines.most
+        hosts,
+        min(num_nodes.max_nodes, max(num_nodes.min_nodes, len(hosts))) if num_nodes.is_elastic else num_nodes.max_nodes,
     )
 
 
@@ -170,8 +183,8 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--max-restarts={arguments.max_restarts} is negative: give 0 or more")
     for name in ("master_port", "ssh_port"):
         port = getattr(arguments, name)
-        least = 1 if name == "ssh_port" else 0  # 0: torch's launcher chooses a free port
-        if port is not None and not least <= port < 2**16:
+        min_port = 1 if name == "ssh_port" else 0  # 0: torch's launcher chooses a free port
+        if port is not None and not min_port <= port < 2**16:
             raise ConfigError(f"--{name.replace('_', '-')}={port} is not a port: give a number in 1 .. 65535")
     parse_extra_arguments(arguments.extra_launch_args or "")
 
@@ -186,24 +199,24 @@ def _check_no_host_options(arguments: argparse.Namespace) -> None:
         )
 
 
-def _check_machine(arguments: argparse.Namespace, machines: NumMachines) -> None:
+def _check_machine(arguments: argparse.Namespace, num_nodes: NumNodes) -> None:
     if not arguments.is_module and not Path(arguments.script).is_file():
         raise ConfigError(
             f"there is no file {arguments.script!r} (relative to {Path.cwd()}): correct the path, or write -m before "
             "the name of a module"
         )
-    if arguments.node_rank is not None and not 0 <= arguments.node_rank < machines.most:
+    if arguments.node_rank is not None and not 0 <= arguments.node_rank < num_nodes.max_nodes:
         raise ConfigError(
             f"--node-rank={arguments.node_rank} is out of range for --nnodes={arguments.nnodes or 1}: give 0 to "
             "nnodes - 1"
         )
-    if machines.most > 1 and not arguments.master_addr:
+    if num_nodes.max_nodes > 1 and not arguments.master_addr:
         raise ConfigError(
             f"--nnodes={arguments.nnodes} without --master-addr leaves the machines without a rendezvous: give the "
             "address of machine 0, the same on all, or list the machines with --host A,B"
         )
 
 
-def _add(parser: Any, name: str, **settings: Any) -> None:
+def _add_option(parser: Any, name: str, **settings: Any) -> None:
     spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
     parser.add_argument(*spellings, **settings)

@@ -18,7 +18,7 @@ __all__ = ["LAUNCHER_ONLY", "HostCommand", "exported_variables", "host_commands"
 # Variables for a script to find the same programs and communicate in the same way. CUDA_VISIBLE_DEVICES is excluded:
 # it refers to this machine's devices.
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LOGLEVEL")
-_EXPORTED_BEGINNINGS = ("BOOSTER_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
+_EXPORTED_PREFIXES = ("BOOSTER_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
 # torch's launcher warns with C++ stacks when the first host exits before the others. So the launchers on the hosts, but
 # not their ranks, log errors only.
 LAUNCHER_ONLY = "BOOSTER_LAUNCHER_ONLY"  # lists variables that the launcher removes before it starts ranks
@@ -61,7 +61,7 @@ def host_commands(
     Raises:
         ConfigError: --ssh-options can't be parsed.
     """
-    ssh = ["ssh", *_words(arguments.ssh_options or ""), *_SSH_OPTIONS]
+    ssh = ["ssh", *_split_words(arguments.ssh_options or ""), *_SSH_OPTIONS]
     if arguments.ssh_port is not None:
         ssh += ["-p", str(arguments.ssh_port)]
     if arguments.ssh_user is not None:
@@ -70,18 +70,18 @@ def host_commands(
     for node_rank, host in enumerate(hosts):
         num_ranks = arguments.nproc_per_node or str(host.slots or 1)
         options = _run_options(arguments, len(hosts), hosts[0].name, port, run_id)
-        own = ["--as-host", host.name, "--node-rank", str(node_rank), "--nproc-per-node", num_ranks]
-        there = _shell_command([*own, *options, *_script(arguments)], environment)
-        commands.append(HostCommand(host=host.name, command=[*ssh, host.name, there]))
+        host_options = ["--as-host", host.name, "--node-rank", str(node_rank), "--nproc-per-node", num_ranks]
+        remote_command = _shell_command([*host_options, *options, *_script(arguments)], environment)
+        commands.append(HostCommand(host=host.name, command=[*ssh, host.name, remote_command]))
     return commands
 
 
-def exported_variables(environment: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
+def exported_variables(environment: Mapping[str, str], requested: Sequence[str]) -> dict[str, str]:
     """Return the variables to set on the hosts: the default ones and those of --export.
 
     Args:
         environment: Environment of this process.
-        wanted: Values of --export: comma-separated names, or one NAME=VALUE each.
+        requested: Values of --export: comma-separated names, or one NAME=VALUE each.
 
     Raises:
         ConfigError: A name is invalid or not set here.
@@ -89,9 +89,9 @@ def exported_variables(environment: Mapping[str, str], wanted: Sequence[str]) ->
     chosen = {
         name: value
         for name, value in environment.items()
-        if (name in _EXPORTED or name.startswith(_EXPORTED_BEGINNINGS)) and _VARIABLE.fullmatch(name)
+        if (name in _EXPORTED or name.startswith(_EXPORTED_PREFIXES)) and _VARIABLE.fullmatch(name)
     }
-    for text in wanted:
+    for text in requested:
         assigned = "=" in text
         for part in [text] if assigned else text.split(","):
             name, _, value = part.partition("=")
@@ -106,8 +106,12 @@ def exported_variables(environment: Mapping[str, str], wanted: Sequence[str]) ->
                     f"--export {name}=VALUE"
                 )
             chosen[name] = value if assigned else environment[name]
-    own = {name: value for name, value in _QUIET.items() if name not in chosen}
-    return dict(sorted(chosen.items())) | own | ({LAUNCHER_ONLY: ",".join(own)} if own else {})
+    launcher_only = {name: value for name, value in _QUIET.items() if name not in chosen}
+    return (
+        dict(sorted(chosen.items()))
+        | launcher_only
+        | ({LAUNCHER_ONLY: ",".join(launcher_only)} if launcher_only else {})
+    )
 
 
 def _run_options(
@@ -115,12 +119,12 @@ def _run_options(
 ) -> list[str]:
     num_machines = arguments.nnodes if ":" in (arguments.nnodes or "") else str(num_hosts)
     extra = " ".join([*([f"rdzv_id={run_id}"] if run_id else []), arguments.extra_launch_args or ""]).strip()
-    place = ["--master-addr", arguments.master_addr or first_host, "--master-port", str(port)]
+    rendezvous = ["--master-addr", arguments.master_addr or first_host, "--master-port", str(port)]
     if num_machines == "1" and arguments.master_port is None:  # no other host needs the rendezvous address
-        place = []
+        rendezvous = []
     return [
         *("--nnodes", num_machines),
-        *place,
+        *rendezvous,
         *("--max-restarts", str(arguments.max_restarts)),
         *("--extra-launch-args", extra),
     ]
@@ -137,7 +141,7 @@ def _shell_command(run: Sequence[str], environment: Mapping[str, str]) -> str:
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:

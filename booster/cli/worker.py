@@ -82,17 +82,17 @@ def _exit_code(error: SystemExit) -> int:
 def _fail(error: BaseException, code: int, *, show: bool) -> None:
     """Print the error, write the report for the launcher, and exit after the atexit functions ran."""
     sys.last_value = error  # as the interpreter does: atexit functions see that this process failed
-    error = error.with_traceback(_without_our_frames(error.__traceback__))
+    error = error.with_traceback(_strip_launcher_frames(error.__traceback__))
     _write_report(error)
     if show and isinstance(error, SystemExit):
         print(error.code, file=sys.stderr)
     elif show:
         sys.excepthook(type(error), error, error.__traceback__)
-    _ending["code"] = code
+    _exit_state["code"] = code
     sys.exit(code)
 
 
-def _without_our_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+def _strip_launcher_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
@@ -118,19 +118,19 @@ def _write_report(error: BaseException) -> None:
 
 # The destructor of a process group waits for queued collectives until their timeout, as other ranks never join them. A
 # failed rank would delay the launcher, and so all other ranks, by many minutes. So it exits without destructors after
-# all atexit functions: `_end` is registered first, and they run in reverse order.
-_ending: dict[str, int] = {}
+# all atexit functions: `_exit_without_destructors` is registered first, and they run in reverse order.
+_exit_state: dict[str, int] = {}
 
 
-def _end() -> None:
-    if "code" in _ending:
+def _exit_without_destructors() -> None:
+    if "code" in _exit_state:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # closed by the script, or its reader is gone
                 stream.flush()
-        os._exit(_ending["code"])
+        os._exit(_exit_state["code"])
 
 
 if __name__ == "__main__":
-    atexit.register(_end)
+    atexit.register(_exit_without_destructors)
     main(sys.argv[1:])

@@ -12,9 +12,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from booster.threads_at_exit import join_at_exit
 
-__all__ = ["BoundedStore", "answer_within", "new_client"]
+__all__ = ["TimeoutStore", "call_with_timeout", "new_client"]
 
-# Note [Answers]
+# Note [Store timeouts]
 # TCPStore has timeouts for missing keys, and none for a server that accepts a request and never answers: a rank that is
 # stopped, as by a debugger or a frozen host, and serves the store. A caller would wait without end, and its lock would
 # block all other threads of the process. So each request runs in a separate thread, which is abandoned after a timeout.
@@ -22,7 +22,7 @@ __all__ = ["BoundedStore", "answer_within", "new_client"]
 # A server may also be slow: torch's resolves the name of a connecting host in the one thread that serves all requests,
 # which takes 5 s and more if the name service does not answer. So a new client has the set-up timeout.
 
-_lost: WeakKeyDictionary[Store, _Question] = WeakKeyDictionary()  # unanswered request of a client
+_hung_clients: WeakKeyDictionary[Store, _PendingCall] = WeakKeyDictionary()  # unanswered request of a client
 
 
 def new_client(store: Any, seconds: float) -> Any:
@@ -31,10 +31,10 @@ def new_client(store: Any, seconds: float) -> Any:
     Raises:
         DistNetworkError: The process that serves it has ended, or did not answer in time.
     """
-    return answer_within(store.clone, seconds)
+    return call_with_timeout(store.clone, seconds)
 
 
-class BoundedStore:
+class TimeoutStore:
     """Store whose calls raise `DistNetworkError` if no answer arrives in time.
 
     Args:
@@ -49,37 +49,37 @@ class BoundedStore:
         self._seconds = seconds
         self._store: Any = PrefixStore(prefix, client)  # torch's stubs give its values as str; they are bytes
 
-    def under(self, prefix: str) -> BoundedStore:
+    def under(self, prefix: str) -> TimeoutStore:
         """Return the store with a further prefix."""
-        return BoundedStore(self._client, f"{self._prefix}/{prefix}", self._seconds)
+        return TimeoutStore(self._client, f"{self._prefix}/{prefix}", self._seconds)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
-        return bool(self._ask(lambda: self._store.check(list(keys))))
+        return bool(self._call(lambda: self._store.check(list(keys))))
 
     def get(self, key: str) -> bytes:
         """Return the value of an existing key; a missing one would be waited for."""
-        return bytes(self._ask(lambda: self._store.get(key)))
+        return bytes(self._call(lambda: self._store.get(key)))
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
-        self._ask(lambda: self._store.set(key, value))
+        self._call(lambda: self._store.set(key, value))
 
     def append(self, key: str, value: str) -> None:
         """Append to the value of a key."""
-        self._ask(lambda: self._store.append(key, value))
+        self._call(lambda: self._store.append(key, value))
 
     def compare_set(self, key: str, expected: str, value: str | bytes) -> None:
         """Set the value of a key if it has the expected one; "" expects a missing key."""
-        self._ask(lambda: self._store.compare_set(key, expected, value))
+        self._call(lambda: self._store.compare_set(key, expected, value))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return it."""
-        return int(self._ask(lambda: self._store.add(key, amount)))
+        return int(self._call(lambda: self._store.add(key, amount)))
 
     def delete_key(self, key: str) -> None:
         """Delete a key."""
-        self._ask(lambda: self._store.delete_key(key))
+        self._call(lambda: self._store.delete_key(key))
 
     def has_extended_api(self) -> bool:
         """Return whether `multi_get` works. No communication."""
@@ -87,17 +87,17 @@ class BoundedStore:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of existing keys."""
-        return [bytes(value) for value in self._ask(lambda: self._store.multi_get(list(keys)))]
+        return [bytes(value) for value in self._call(lambda: self._store.multi_get(list(keys)))]
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        lost = _lost.get(self._client)
-        if lost is not None and lost.is_alive():
+    def _call(self, function: Callable[[], Any]) -> Any:
+        hung = _hung_clients.get(self._client)
+        if hung is not None and hung.is_alive():
             raise _NoAnswerError(self._seconds)
-        asked = _Question(question)
+        call = _PendingCall(function)
         try:
-            return asked.answer_within(self._seconds)
+            return call.result_within(self._seconds)
         except _NoAnswerError:
-            _lost[self._client] = asked
+            _hung_clients[self._client] = call
             raise
 
 
@@ -106,30 +106,30 @@ class _NoAnswerError(dist.DistNetworkError):
         super().__init__(f"it did not answer within {seconds:g} s")
 
 
-def answer_within(question: Callable[[], Any], seconds: float) -> Any:
+def call_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
     """Return the result of a function that may wait in a store, run by a thread that is abandoned at the timeout.
 
     Raises:
         DistNetworkError: It did not return within `seconds`.
         Exception: The function's own error.
     """
-    return _Question(question).answer_within(seconds)
+    return _PendingCall(function).result_within(seconds)
 
 
-class _Question(threading.Thread):
-    def __init__(self, question: Callable[[], Any]) -> None:
+class _PendingCall(threading.Thread):
+    def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(name="booster-store", daemon=True)
-        self._question = question
-        self._answer: Any = None
+        self._function = function
+        self._result: Any = None
         self._error: Exception | None = None
 
     def run(self) -> None:
         try:
-            self._answer = self._question()
+            self._result = self._function()
         except Exception as error:  # raised in the calling thread
             self._error = error
 
-    def answer_within(self, seconds: float) -> Any:
+    def result_within(self, seconds: float) -> Any:
         join_at_exit(self)  # it may be abandoned, or its caller interrupted
         self.start()
         self.join(seconds)
@@ -137,4 +137,4 @@ class _Question(threading.Thread):
             raise _NoAnswerError(seconds)
         if self._error is not None:
             raise self._error
-        return self._answer
+        return self._result

@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from booster.comm.imagined import are_others_imagined
-from booster.comm.operation import Operation, begin
+from booster.comm.imagined import is_fake_world
+from booster.comm.operation import CollectiveOp, start_op
 from booster.comm.small_messages import (
-    all_gather_by_messages,
-    all_reduce_by_messages,
-    broadcast_by_messages,
-    goes_by_messages,
+    p2p_all_gather,
+    p2p_all_reduce,
+    p2p_broadcast,
+    use_p2p,
 )
 from booster.device import current_device
 from booster.kernels.shared_memory import SharedMemory, can_reduce
@@ -42,7 +42,7 @@ __all__ = [
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # A length that no other sum has: a rank at another call does not match it.
-_OF_A_BARRIER = (0.0,) * 5
+_BARRIER_NUMBERS = (0.0,) * 5
 
 
 def is_initialized() -> bool:
@@ -81,7 +81,7 @@ def all_reduce_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None
     """
     if group_size(group) == 1:
         return [float(number) for number in numbers]
-    if are_others_imagined():
+    if is_fake_world():
         return [float(number) * group_size(group) for number in numbers]
     packed = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
     _all_reduce(packed, "sum", group)
@@ -97,19 +97,19 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     size = group_size(group)
     if size == 1:
         return tensor
-    home, source = tensor.device, tensor.detach().to(collective_device(group)).contiguous()
+    device, source = tensor.device, tensor.detach().to(collective_device(group)).contiguous()
     joined = source.new_empty((size * source.shape[0], *source.shape[1:]))
     volume = joined.nbytes - source.nbytes
-    operation = begin("all_gather", group, sent=volume, received=volume)
+    operation = start_op("all_gather", group, sent=volume, received=volume)
 
     def by_backend() -> None:
-        if goes_by_messages(source, group):
-            all_gather_by_messages(operation, joined, source)
+        if use_p2p(source, group):
+            p2p_all_gather(operation, joined, source)
         else:
             _all_gather_single(joined, source, group=group)
 
     operation.run(source, lambda memory: memory.all_gather(joined, source, operation.number), by_backend)
-    return joined.to(home)
+    return joined.to(device)
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -135,7 +135,7 @@ def all_reduce_sparse(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
         return tensor
     total = tensor.detach().coalesce().clone()
     volume = total.indices().nbytes + total.values().nbytes
-    operation = begin("all_reduce", group, sent=volume, received=volume)
+    operation = start_op("all_reduce", group, sent=volume, received=volume)
     with operation.waiting():
         dist.all_reduce(total, group=group)
     return total.coalesce()
@@ -144,19 +144,19 @@ def all_reduce_sparse(tensor: torch.Tensor, group: dist.ProcessGroup | None = No
 def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: dist.ProcessGroup | None) -> None:
     size = group_size(group)
     volume = 2 * (size - 1) * tensor.nbytes // size
-    operation = begin("all_reduce", group, sent=volume, received=volume)
+    operation = start_op("all_reduce", group, sent=volume, received=volume)
 
     is_plain = can_reduce(tensor.dtype) and tensor.is_contiguous()
 
     def by_backend() -> None:
-        if is_plain and goes_by_messages(tensor, group):
-            all_reduce_by_messages(operation, tensor, operator)
+        if is_plain and use_p2p(tensor, group):
+            p2p_all_reduce(operation, tensor, operator)
         else:
             dist.all_reduce(tensor, dist.ReduceOp.SUM if operator == "sum" else dist.ReduceOp.MAX, group=group)
 
     if is_plain:
         operation.run(tensor, lambda memory: memory.all_reduce(tensor, operator, operation.number), by_backend)
-    elif not are_others_imagined():  # left to the backend, which raises if it cannot reduce it either
+    elif not is_fake_world():  # left to the backend, which raises if it cannot reduce it either
         with operation.waiting():
             by_backend()
 
@@ -164,7 +164,7 @@ def _all_reduce(tensor: torch.Tensor, operator: Literal["sum", "max"], group: di
 # Shared memory exchanges blocks of equal length. Uneven ones are exchanged in rounds: each moves the next elements of
 # every block through a small buffer of equal blocks, where shorter ones leave a gap. The number of rounds must be equal
 # on all ranks, so each has to be given the size of the largest block between any two ranks.
-_ROOM_BYTES = 2**21  # of each of the two buffers: both and shared memory's buffers fit a processor's caches
+_ROUND_BUFFER_BYTES = 2**21  # of each of the two buffers: both and shared memory's buffers fit a processor's caches
 
 
 def all_to_all_single(
@@ -197,10 +197,10 @@ def all_to_all_single(
     """
     size = group_size(group)
     if output_sizes is not None and payload_sizes is not None and largest_size is not None:
-        _require_uneven_pieces(output, output_sizes, largest_size, size, payload.dtype)
-        _require_uneven_pieces(payload, payload_sizes, largest_size, size, payload.dtype)
+        _check_uneven_blocks(output, output_sizes, largest_size, size, payload.dtype)
+        _check_uneven_blocks(payload, payload_sizes, largest_size, size, payload.dtype)
     elif output_sizes is None and payload_sizes is None and largest_size is None:
-        _require_equal_pieces(output, payload, size)
+        _check_equal_blocks(output, payload, size)
     else:
         raise AssertionError("output_sizes, payload_sizes and largest_size go together")
     if size == 1:
@@ -214,7 +214,7 @@ def all_to_all_single(
 def _all_to_all_equal(output: torch.Tensor, payload: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     size = group_size(group)
     volume = (size - 1) * payload.nbytes // size
-    operation = begin("all_to_all", group, sent=volume, received=volume)
+    operation = start_op("all_to_all", group, sent=volume, received=volume)
     operation.run(
         payload,
         in_memory=lambda memory: memory.all_to_all(output, payload, operation.number),
@@ -232,7 +232,7 @@ def _all_to_all_uneven(
 ) -> None:
     rank, itemsize = group_rank(group), payload.itemsize
     sent, received = ((sum(sizes) - sizes[rank]) * itemsize for sizes in (payload_sizes, output_sizes))
-    operation = begin("all_to_all", group, sent=sent, received=received)
+    operation = start_op("all_to_all", group, sent=sent, received=received)
     outgoing, incoming = payload.split(list(payload_sizes)), output.split(list(output_sizes))
     operation.run(
         payload,
@@ -251,21 +251,21 @@ def _all_to_all_in_rounds(
     number: int,
 ) -> None:
     size, like = len(outgoing), outgoing[0]
-    stride = min(largest_size, max(_ROOM_BYTES // (size * like.itemsize), 1))
-    given, taken = like.new_zeros(size * stride), like.new_empty(size * stride)
+    stride = min(largest_size, max(_ROUND_BUFFER_BYTES // (size * like.itemsize), 1))
+    send_buffer, recv_buffer = like.new_zeros(size * stride), like.new_empty(size * stride)
     for start in range(0, largest_size, max(stride, 1)):
         length = min(stride, largest_size - start)
-        sources, targets = (room[: size * length].view(size, length) for room in (given, taken))
-        for source, piece in zip(sources, outgoing, strict=True):
-            part = piece[start : start + length]
-            source[: part.numel()].copy_(part)
+        sources, targets = (buffer[: size * length].view(size, length) for buffer in (send_buffer, recv_buffer))
+        for source, block in zip(sources, outgoing, strict=True):
+            elements = block[start : start + length]
+            source[: elements.numel()].copy_(elements)
         memory.all_to_all(targets, sources, number)
-        for target, piece in zip(targets, incoming, strict=True):
-            part = piece[start : start + length]
-            part.copy_(target[: part.numel()])
+        for target, block in zip(targets, incoming, strict=True):
+            elements = block[start : start + length]
+            elements.copy_(target[: elements.numel()])
 
 
-def _require_equal_pieces(output: torch.Tensor, payload: torch.Tensor, size: int) -> None:
+def _check_equal_blocks(output: torch.Tensor, payload: torch.Tensor, size: int) -> None:
     is_divisible = payload.dim() > 0 and payload.shape[0] % size == 0
     is_alike = output.shape == payload.shape and output.dtype == payload.dtype and output.device == payload.device
     if not (is_divisible and is_alike and output.is_contiguous() and payload.is_contiguous()):
@@ -275,7 +275,7 @@ def _require_equal_pieces(output: torch.Tensor, payload: torch.Tensor, size: int
         )
 
 
-def _require_uneven_pieces(
+def _check_uneven_blocks(
     tensor: torch.Tensor, sizes: Sequence[int], largest_size: int, num_ranks: int, dtype: torch.dtype
 ) -> None:
     is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == sum(sizes) and tensor.dtype == dtype
@@ -291,7 +291,7 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 
     Collective: every rank of the group must call it with tensors of the same shapes and dtypes in the same order.
     """
-    if group_size(group) == 1 or are_others_imagined():
+    if group_size(group) == 1 or is_fake_world():
         return
     device = collective_device(group)
     for tensor in tensors:
@@ -300,15 +300,15 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         buffer = tensor.detach().to(device).contiguous()
         is_source = group_rank(group) == source
         sent, received = (buffer.nbytes, 0) if is_source else (0, buffer.nbytes)
-        _broadcast(begin("broadcast", group, sent=sent, received=received), buffer, source)
+        _broadcast(start_op("broadcast", group, sent=sent, received=received), buffer, source)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(buffer)
 
 
-def _broadcast(operation: Operation, buffer: torch.Tensor, source: int) -> None:
+def _broadcast(operation: CollectiveOp, buffer: torch.Tensor, source: int) -> None:
     def by_backend() -> None:
-        if goes_by_messages(buffer, operation.group):
-            broadcast_by_messages(operation, buffer, source)
+        if use_p2p(buffer, operation.group):
+            p2p_broadcast(operation, buffer, source)
         else:
             dist.broadcast(buffer, src=global_rank_of(source, operation.group), group=operation.group)
 
@@ -318,4 +318,4 @@ def _broadcast(operation: Operation, buffer: torch.Tensor, source: int) -> None:
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait for every rank of the group, at most for the group's timeout. Collective."""
     if group_size(group) > 1:
-        all_reduce_numbers(_OF_A_BARRIER, group)
+        all_reduce_numbers(_BARRIER_NUMBERS, group)

@@ -32,7 +32,7 @@ class CommunicationCount:
 
 # An immutable tuple, replaced as a whole: other threads read the old one or the new one.
 _attached: tuple[CommunicationCount, ...] = ()
-_lock = threading.Lock()
+_counter_lock = threading.Lock()
 
 
 @contextmanager
@@ -43,12 +43,12 @@ def count_communication() -> Iterator[CommunicationCount]:
     """
     global _attached
     count = CommunicationCount()
-    with _lock:
+    with _counter_lock:
         _attached = (*_attached, count)
     try:
         yield count
     finally:
-        with _lock:
+        with _counter_lock:
             _attached = tuple(other for other in _attached if other is not count)
 
 
@@ -56,7 +56,7 @@ def record(name: str, *, calls: int = 1, sent: int = 0, received: int = 0) -> No
     """Add to all active counts."""
     if not _attached:
         return
-    with _lock:
+    with _counter_lock:
         for count in _attached:
             count.calls[name] += calls
             count.sent[name] += sent

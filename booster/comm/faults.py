@@ -24,12 +24,12 @@ import torch.distributed as dist
 from booster.errors import ConfigError
 from booster.phases import PHASES, call_on_entry
 
-__all__ = ["ACTIONS", "EXIT_CODE", "OPERATIONS", "Fault", "InjectedFault", "inject_faults", "strike"]
+__all__ = ["ACTIONS", "EXIT_CODE", "OPERATIONS", "Fault", "InjectedFault", "inject_faults", "maybe_inject_fault"]
 
 EXIT_CODE = 86  # of a process that a fault ended, distinct from other exits
 OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "receive", "reduce_scatter", "send")
 ACTIONS = ("kill", "stop", "throw", "leave", "exit", "delay")
-_HAPPENS_ON = ("throw", "leave", "exit")  # a rank is killed, stopped and delayed, but these happen on it
+_RUNS_ON_RANK = ("throw", "leave", "exit")  # a rank is killed, stopped and delayed, but these happen on it
 
 
 class InjectedFault(RuntimeError):
@@ -105,7 +105,7 @@ class Fault:
     def __str__(self) -> str:
         call = "" if self.call == 1 else f" number {self.call}"
         late = f" by {self.seconds:g} s" if self.seconds else ""
-        return f"{self.action}{' on' * (self.action in _HAPPENS_ON)} rank {self.rank} at {self.at}{call}{late}"
+        return f"{self.action}{' on' * (self.action in _RUNS_ON_RANK)} rank {self.rank} at {self.at}{call}{late}"
 
     def __repr__(self) -> str:
         call = "" if self.call == 1 else f", call={self.call}"
@@ -121,7 +121,7 @@ class _Injection:
         self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def strike(self, at: str, rank: int) -> None:
+    def run_due(self, at: str, rank: int) -> None:
         with self._lock:
             self._calls[at] += 1
             call = self._calls[at]
@@ -147,13 +147,13 @@ def inject_faults(*faults: Fault) -> Iterator[None]:
 def _activate(injections: tuple[_Injection, ...]) -> None:
     global _active
     _active = injections
-    call_on_entry(strike if injections else None)
+    call_on_entry(maybe_inject_fault if injections else None)
 
 
-def strike(at: str) -> None:
+def maybe_inject_fault(at: str) -> None:
     """Run the faults that are due at the start of this operation or phase."""
     for injection in _active:
-        injection.strike(at, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        injection.run_due(at, dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 def _act(fault: Fault) -> None:

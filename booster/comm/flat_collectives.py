@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from booster.comm.collectives import group_rank, group_size
-from booster.comm.imagined import are_others_imagined
-from booster.comm.operation import Operation, begin
+from booster.comm.imagined import is_fake_world
+from booster.comm.operation import CollectiveOp, start_op
 from booster.comm.shared_memory import GroupMemory
-from booster.comm.started import Started
+from booster.comm.started import PendingWork
 from booster.kernels.shared_memory import can_reduce
 
 __all__ = ["AllGather", "ReduceScatter", "start_all_gather", "start_reduce_scatter"]
 
-# Note [Pieces]
+# Note [Shards]
 # A flat buffer over P ranks is P equal shards; rank r of the group owns shard r. Rank r sends its copy of shard j to
 # rank j, and receives P - 1 copies of its shard: (P-1)/P of the buffer each way, the theoretical minimum. The copies
 # are summed here, 16-bit ones in fp32, in an order that depends on the rank alone: its own first, then those of rank r
@@ -44,26 +44,26 @@ class ReduceScatter:
 
     def __init__(
         self,
-        own: torch.Tensor,
-        finish: Callable[[torch.Tensor, bool], None],
-        aim: Callable[[torch.Tensor, bool], None] | None = None,
+        local_shard: torch.Tensor,
+        wait: Callable[[torch.Tensor, bool], None],
+        set_output: Callable[[torch.Tensor, bool], None] | None = None,
     ) -> None:
-        self._own = own
-        self._finish = finish
-        self._aim = aim
+        self._local_shard = local_shard
+        self._wait = wait
+        self._set_output = set_output
 
-    def aim(self, output: torch.Tensor, *, accumulate: bool) -> None:
-        """Set the arguments of the later `finish`, so that a sum that is ready before it needs no buffer.
+    def set_output(self, output: torch.Tensor, *, accumulate: bool) -> None:
+        """Set the arguments of the later `wait`, so that a sum that is ready before it needs no buffer.
 
         Args:
-            output: Output of `finish`, not the local shard of the payload. Undefined until `finish` returns.
+            output: Output of `wait`, not the local shard of the payload. Undefined until `wait` returns.
             accumulate: If True, add to `output`.
         """
-        _require_room(output, self._own)
-        if self._aim is not None:
-            self._aim(output.detach(), accumulate)
+        _check_output(output, self._local_shard)
+        if self._set_output is not None:
+            self._set_output(output.detach(), accumulate)
 
-    def finish(self, output: torch.Tensor, *, accumulate: bool) -> None:
+    def wait(self, output: torch.Tensor, *, accumulate: bool) -> None:
         """Wait, then set `output` to the sum over the ranks of the local shard, or add that sum to it. Called once.
 
         Args:
@@ -73,8 +73,8 @@ class ReduceScatter:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
-        _require_room(output, self._own)
-        self._finish(output.detach(), accumulate)
+        _check_output(output, self._local_shard)
+        self._wait(output.detach(), accumulate)
 
 
 class AllGather:
@@ -92,10 +92,10 @@ class AllGather:
         self._wait()
 
 
-class Messages:
+class P2PMessages:
     """Messages in flight of an operation; none in a group of one rank."""
 
-    def __init__(self, operation: Operation | None = None, works: Sequence[dist.Work] = ()) -> None:
+    def __init__(self, operation: CollectiveOp | None = None, works: Sequence[dist.Work] = ()) -> None:
         self._operation = operation
         self._works = works
 
@@ -111,10 +111,10 @@ def start_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     received: torch.Tensor | Callable[[], torch.Tensor] | None = None,
 ) -> ReduceScatter:
-    """Start the reduce-scatter of a flat buffer; see Note [Pieces].
+    """Start the reduce-scatter of a flat buffer; see Note [Shards].
 
     Args:
-        payload: 1-D contiguous tensor of one equal shard per rank. It must not be changed until `finish` returns; on
+        payload: 1-D contiguous tensor of one equal shard per rank. It must not be changed until `wait` returns; on
             other devices than the CPU the local shard is overwritten.
         group: Process group, optional; defaults to the world.
         received: Receive buffer of P-1 shards of the payload's dtype, or a function that returns it, called only if
@@ -123,29 +123,29 @@ def start_reduce_scatter(
     Collective: every rank of the group must call it, with equally many elements of the same dtype.
     """
     size, rank = group_size(group), group_rank(group)
-    pieces = _pieces(payload, size)
-    own = pieces[rank]
+    shards = _shards(payload, size)
+    local_shard = shards[rank]
     if size == 1:
-        return ReduceScatter(own, partial(_sum_received, Messages(), own, ()))
+        return ReduceScatter(local_shard, partial(_sum_received, P2PMessages(), local_shard, ()))
     if isinstance(received, torch.Tensor):
-        _require_scratch(received, own, size - 1)
-    volume = (size - 1) * own.nbytes
-    operation = begin("reduce_scatter", group, sent=volume, received=volume)
-    if not _goes_by_messages(payload):
-        with operation.failures_named():
-            work = _reduce_scatter_single(own, payload.detach(), group=group, async_op=True)
-        return ReduceScatter(own, partial(_sum_received, Messages(operation, (work,)), own, ()))
-    home = operation.memory_for(payload) if can_reduce(payload.dtype) else None
-    if home is not None:
-        shared = SharedSum(home, operation, payload.detach(), own)
-        return ReduceScatter(own, shared.finish, shared.aim)
-    copies = _room(received, own, size - 1)
-    messages = _exchange(operation, pieces, dict(zip(_others(rank, size), copies, strict=True)))
-    return ReduceScatter(own, partial(_sum_received, messages, own, copies))
+        _check_recv_buffer(received, local_shard, size - 1)
+    volume = (size - 1) * local_shard.nbytes
+    operation = start_op("reduce_scatter", group, sent=volume, received=volume)
+    if not _use_p2p(payload):
+        with operation.translate_errors():
+            work = _reduce_scatter_single(local_shard, payload.detach(), group=group, async_op=True)
+        return ReduceScatter(local_shard, partial(_sum_received, P2PMessages(operation, (work,)), local_shard, ()))
+    group_memory = operation.memory_for(payload) if can_reduce(payload.dtype) else None
+    if group_memory is not None:
+        shared = SharedMemoryReduceScatter(group_memory, operation, payload.detach(), local_shard)
+        return ReduceScatter(local_shard, shared.wait, shared.set_output)
+    copies = _recv_buffers(received, local_shard, size - 1)
+    messages = _exchange(operation, shards, dict(zip(_others(rank, size), copies, strict=True)))
+    return ReduceScatter(local_shard, partial(_sum_received, messages, local_shard, copies))
 
 
 def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllGather:
-    """Start the all-gather of a flat buffer; see Note [Pieces].
+    """Start the all-gather of a flat buffer; see Note [Shards].
 
     Args:
         buffer: 1-D contiguous tensor of one equal shard per rank, whose local shard is filled. The others are
@@ -155,61 +155,63 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     Collective: every rank of the group must call it, with equally many elements of the same dtype.
     """
     size, rank = group_size(group), group_rank(group)
-    pieces = _pieces(buffer, size)
-    own = pieces[rank]
+    shards = _shards(buffer, size)
+    local_shard = shards[rank]
     if size == 1:
-        return AllGather(Messages().wait)
-    volume = (size - 1) * own.nbytes
-    operation = begin("all_gather", group, sent=volume, received=volume)
-    if not _goes_by_messages(buffer):
-        with operation.failures_named():
-            work = _all_gather_single(buffer.detach(), own, group=group, async_op=True)
-        return AllGather(Messages(operation, (work,)).wait)
-    home = operation.memory_for(buffer)
-    if home is not None:
-        gather = partial(home.memory.all_gather, buffer.detach(), own, operation.number)
-        return AllGather(Started(home, operation, gather).finish)
-    incoming = {other: pieces[other] for other in _others(rank, size)}
-    return AllGather(_exchange(operation, [own] * size, incoming).wait)
+        return AllGather(P2PMessages().wait)
+    volume = (size - 1) * local_shard.nbytes
+    operation = start_op("all_gather", group, sent=volume, received=volume)
+    if not _use_p2p(buffer):
+        with operation.translate_errors():
+            work = _all_gather_single(buffer.detach(), local_shard, group=group, async_op=True)
+        return AllGather(P2PMessages(operation, (work,)).wait)
+    group_memory = operation.memory_for(buffer)
+    if group_memory is not None:
+        gather = partial(group_memory.memory.all_gather, buffer.detach(), local_shard, operation.number)
+        return AllGather(PendingWork(group_memory, operation, gather).wait)
+    incoming = {other: shards[other] for other in _others(rank, size)}
+    return AllGather(_exchange(operation, [local_shard] * size, incoming).wait)
 
 
-class SharedSum:
+class SharedMemoryReduceScatter:
     """Reduce-scatter through shared memory, directly into its output, unless it runs before that is known."""
 
-    def __init__(self, home: GroupMemory, operation: Operation, payload: torch.Tensor, own: torch.Tensor) -> None:
-        self._memory, self._number = home.memory, operation.number
-        self._payload, self._own = payload, own
+    def __init__(
+        self, group_memory: GroupMemory, operation: CollectiveOp, payload: torch.Tensor, local_shard: torch.Tensor
+    ) -> None:
+        self._memory, self._number = group_memory.memory, operation.number
+        self._payload, self._local_shard = payload, local_shard
         self._output: torch.Tensor | None = None
         self._accumulates = False
         self._early_sum: torch.Tensor | None = None
-        self._started = Started(home, operation, self._perform)
+        self._work = PendingWork(group_memory, operation, self._run)
 
-    def finish(self, output: torch.Tensor, accumulates: bool) -> None:
-        """See `ReduceScatter.finish`."""
-        self.aim(output, accumulates)
-        self._started.finish()
+    def wait(self, output: torch.Tensor, accumulates: bool) -> None:
+        """See `ReduceScatter.wait`."""
+        self.set_output(output, accumulates)
+        self._work.wait()
         if self._early_sum is not None:
             _sum_into(output, self._early_sum, (), accumulates)
 
-    def aim(self, output: torch.Tensor, accumulates: bool) -> None:
-        """See `ReduceScatter.aim`."""
-        with self._started.lock:
-            if not self._started.is_performed:
+    def set_output(self, output: torch.Tensor, accumulates: bool) -> None:
+        """See `ReduceScatter.set_output`."""
+        with self._work.lock:
+            if not self._work.is_done:
                 self._output, self._accumulates = output, accumulates
 
-    def _perform(self) -> None:
+    def _run(self) -> None:
         output = self._output
         if output is None:
-            output = self._early_sum = torch.empty_like(self._own, dtype=_sum_dtype(self._own))
+            output = self._early_sum = torch.empty_like(self._local_shard, dtype=_sum_dtype(self._local_shard))
         self._memory.reduce_scatter(self._payload, output, self._number, accumulate=self._accumulates)
-        del self._payload, self._own
+        del self._payload, self._local_shard
 
 
-def _goes_by_messages(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" or are_others_imagined()
+def _use_p2p(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" or is_fake_world()
 
 
-def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
+def _shards(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
     numel, rest = divmod(buffer.numel(), size)
     if buffer.dim() != 1 or rest or not buffer.is_contiguous():
         raise AssertionError(
@@ -218,21 +220,21 @@ def _pieces(buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [buffer.detach()[index * numel : (index + 1) * numel] for index in range(size)]
 
 
-def _room(
-    received: torch.Tensor | Callable[[], torch.Tensor] | None, own: torch.Tensor, num_copies: int
+def _recv_buffers(
+    received: torch.Tensor | Callable[[], torch.Tensor] | None, local_shard: torch.Tensor, num_copies: int
 ) -> list[torch.Tensor]:
     if received is None:
-        received = own.new_empty(num_copies * own.numel())
+        received = local_shard.new_empty(num_copies * local_shard.numel())
     elif not isinstance(received, torch.Tensor):
         received = received()
-    _require_scratch(received, own, num_copies)
-    return _pieces(received, num_copies)
+    _check_recv_buffer(received, local_shard, num_copies)
+    return _shards(received, num_copies)
 
 
-def _require_scratch(received: torch.Tensor, own: torch.Tensor, num_copies: int) -> None:
-    if received.numel() != num_copies * own.numel() or received.dtype != own.dtype:
+def _check_recv_buffer(received: torch.Tensor, local_shard: torch.Tensor, num_copies: int) -> None:
+    if received.numel() != num_copies * local_shard.numel() or received.dtype != local_shard.dtype:
         raise AssertionError(
-            f"{received.numel()} {received.dtype} cannot hold {num_copies} copies of {own.numel()} {own.dtype}"
+            f"{received.numel()} {received.dtype} cannot hold {num_copies} copies of {local_shard.numel()} {local_shard.dtype}"
         )
 
 
@@ -240,47 +242,57 @@ def _others(rank: int, size: int) -> list[int]:
     return [(rank + distance) % size for distance in range(1, size)]
 
 
-def _exchange(operation: Operation, outgoing: Sequence[torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Messages:
+def _exchange(
+    operation: CollectiveOp, outgoing: Sequence[torch.Tensor], incoming: Mapping[int, torch.Tensor]
+) -> P2PMessages:
     """Start a message to and from each other rank; receives are waited for first."""
-    receives = [operation.receive_from(piece, other, operation.tag) for other, piece in incoming.items()]
+    receives = [operation.receive_from(shard, other, operation.tag) for other, shard in incoming.items()]
     # In reverse order of the receives: rank r sends first to r - 1, which waits for r first.
     sends = [operation.send_to(outgoing[other], other, operation.tag) for other in reversed(list(incoming))]
-    return Messages(operation, receives + sends)
+    return P2PMessages(operation, receives + sends)
 
 
-def _require_room(output: torch.Tensor, own: torch.Tensor) -> None:
-    if output.numel() != own.numel() or output.dtype not in (own.dtype, torch.float32):
-        raise AssertionError(f"a sum of {own.numel()} {own.dtype} can't go into {output.numel()} {output.dtype}")
+def _check_output(output: torch.Tensor, local_shard: torch.Tensor) -> None:
+    if output.numel() != local_shard.numel() or output.dtype not in (local_shard.dtype, torch.float32):
+        raise AssertionError(
+            f"a sum of {local_shard.numel()} {local_shard.dtype} can't go into {output.numel()} {output.dtype}"
+        )
 
 
-def _sum_dtype(own: torch.Tensor) -> torch.dtype:
-    return torch.float32 if own.dtype in _LOW_PRECISION else own.dtype
+def _sum_dtype(local_shard: torch.Tensor) -> torch.dtype:
+    return torch.float32 if local_shard.dtype in _LOW_PRECISION else local_shard.dtype
 
 
 def _sum_received(
-    messages: Messages, own: torch.Tensor, received: Sequence[torch.Tensor], output: torch.Tensor, accumulate: bool
+    messages: P2PMessages,
+    local_shard: torch.Tensor,
+    received: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    accumulate: bool,
 ) -> None:
     messages.wait()
-    _sum_into(output, own, received, accumulate)
+    _sum_into(output, local_shard, received, accumulate)
 
 
-def _sum_into(output: torch.Tensor, own: torch.Tensor, received: Sequence[torch.Tensor], accumulate: bool) -> None:
-    if own.device.type != "cpu":  # the backend has summed into `own`
-        _ = output.add_(own) if accumulate else output.copy_(own)
+def _sum_into(
+    output: torch.Tensor, local_shard: torch.Tensor, received: Sequence[torch.Tensor], accumulate: bool
+) -> None:
+    if local_shard.device.type != "cpu":  # the backend has summed into `local_shard`
+        _ = output.add_(local_shard) if accumulate else output.copy_(local_shard)
         return
-    blocks = zip(output.split(_BLOCK_NUMEL), _terms(own, received), strict=True)
-    if own.dtype == output.dtype and own.dtype not in _LOW_PRECISION and not accumulate:
+    blocks = zip(output.split(_BLOCK_NUMEL), _terms(local_shard, received), strict=True)
+    if local_shard.dtype == output.dtype and local_shard.dtype not in _LOW_PRECISION and not accumulate:
         for target, terms in blocks:
             _sum_directly(target, terms)
         return
-    total, term = own.new_empty((2, min(own.numel(), _BLOCK_NUMEL)), dtype=_sum_dtype(own))
+    total, term = local_shard.new_empty((2, min(local_shard.numel(), _BLOCK_NUMEL)), dtype=_sum_dtype(local_shard))
     for target, terms in blocks:
         all_terms = (*terms, target) if accumulate else terms
         target.copy_(_sum_widened(all_terms, total[: target.numel()], term[: target.numel()]))
 
 
-def _terms(own: torch.Tensor, received: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(part.split(_BLOCK_NUMEL) for part in (own, *received)), strict=True)
+def _terms(local_shard: torch.Tensor, received: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(part.split(_BLOCK_NUMEL) for part in (local_shard, *received)), strict=True)
 
 
 def _sum_directly(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:

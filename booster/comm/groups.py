@@ -19,30 +19,30 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from booster.comm.bounded_store import BoundedStore, answer_within
-from booster.comm.inquiry import listed, surroundings
-from booster.comm.release import note_made
+from booster.comm.bounded_store import TimeoutStore, call_with_timeout
+from booster.comm.inquiry import format_phase, format_ranks
+from booster.comm.release import track_group
 from booster.comm.shared_memory import set_shared_memory_timeout
 from booster.errors import ConfigError, RankFailedError
-from booster.phases import current_place
-from booster.time_limits import time_limits
+from booster.phases import current_progress
+from booster.time_limits import timeouts
 
 __all__ = [
-    "limit_of_messages",
+    "current_timeout",
     "mesh_of_groups",
     "new_group",
     "new_group_of_rows",
     "new_mesh",
-    "patience",
+    "p2p_timeout",
     "register_world",
-    "seconds_of_now",
+    "timeout_scope",
 ]
 
-# Note [Patience]
+# Note [Timeouts]
 # A rank that is lost in training should be detected soon; a rank that compiles a kernel, reads a model or writes a
 # large shard needs more time. So the launch takes three timeouts. Groups made here, and the world if the launch made
-# it, have the training timeout, and inside of `patience` the set-up or checkpoint timeout: the timeouts of their
-# backends are changed at entry and restored at exit, which costs a microsecond per group. The innermost `patience` of
+# it, have the training timeout, and inside of `timeout_scope` the set-up or checkpoint timeout: the timeouts of their
+# backends are changed at entry and restored at exit, which costs a microsecond per group. The innermost `timeout_scope` of
 # the process applies. Groups of the user, and an adopted world, keep their timeouts.
 # A gloo message has the timeout that its connection was made with, unless its wait is given another one. A group is
 # created with the set-up timeout. TORCH_DISTRIBUTED_DEBUG=DETAIL puts a barrier before each collective, whose timeout
@@ -51,12 +51,12 @@ __all__ = [
 Kind = Literal["setup", "checkpoint"]
 
 _CHANGEABLE = ("gloo", "nccl")
-_LOST = re.compile(r"timed? ?out|connect|closed|reset by peer|broken pipe|socket", re.IGNORECASE)
+_CONNECTION_ERROR = re.compile(r"timed? ?out|connect|closed|reset by peer|broken pipe|socket", re.IGNORECASE)
 _ANSWER_SECONDS = 3.0  # of the store
 
 
 @dataclass(slots=True)
-class _Followed:
+class _TimeoutGroup:
     """Group with a changeable timeout, and its backends."""
 
     backends: list[Any]
@@ -66,22 +66,22 @@ class _Followed:
         self.is_gloo = bool(self.backends) and all(backend.name() == "gloo" for backend in self.backends)
 
 
-_ours: WeakKeyDictionary[dist.ProcessGroup, _Followed] = WeakKeyDictionary()
-_kinds: list[Kind] = []  # of the active `patience` blocks of this process, outermost first
+_timeout_groups: WeakKeyDictionary[dist.ProcessGroup, _TimeoutGroup] = WeakKeyDictionary()
+_kinds: list[Kind] = []  # of the active `timeout_scope` blocks of this process, outermost first
 _lock = threading.RLock()
-_num_made: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()  # by the store of a world and the ranks
+_num_created: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()  # by the store of a world and the ranks
 
 
-def seconds_of_now() -> float:
+def current_timeout() -> float:
     """Return the timeout of waits that start now."""
-    return getattr(time_limits(), _kinds[-1]) if _kinds else time_limits().training
+    return getattr(timeouts(), _kinds[-1]) if _kinds else timeouts().training
 
 
 @contextmanager
-def patience(kind: Kind) -> Iterator[None]:
+def timeout_scope(kind: Kind) -> Iterator[None]:
     """Use the `setup` or `checkpoint` timeout for collectives started in this block. Also a decorator.
 
-    Applies to all threads of this process. No communication. See Note [Patience].
+    Applies to all threads of this process. No communication. See Note [Timeouts].
     """
     with _lock:
         _kinds.append(kind)
@@ -94,14 +94,14 @@ def patience(kind: Kind) -> Iterator[None]:
             _apply_to_all()
 
 
-def limit_of_messages(group: dist.ProcessGroup | None) -> timedelta | None:
+def p2p_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
     """Return the timeout for the wait of a message in this group, or None for the backend's.
 
     Waits for nccl's messages do not block: they are enqueued on the device's stream.
     """
     chosen = group or dist.group.WORLD
-    followed = None if chosen is None else _ours.get(chosen)
-    return timedelta(seconds=seconds_of_now()) if followed is not None and followed.is_gloo else None
+    timeout_group = None if chosen is None else _timeout_groups.get(chosen)
+    return timedelta(seconds=current_timeout()) if timeout_group is not None and timeout_group.is_gloo else None
 
 
 def register_world() -> None:
@@ -125,10 +125,10 @@ def new_group(
     Raises:
         RankFailedError: A rank did not call it within the set-up timeout.
     """
-    coming = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
-    sign = _Sign(ranks, coming)
-    is_changeable = _has_changeable_limit(str(dist.get_backend()) if backend is None else backend)
-    seconds = time_limits().setup if is_changeable else seconds_of_now()
+    expected = list(ranks) if use_local_synchronization else list(range(dist.get_world_size()))
+    arrivals = _Arrivals(ranks, expected)
+    is_changeable = _has_changeable_timeout(str(dist.get_backend()) if backend is None else backend)
+    seconds = timeouts().setup if is_changeable else current_timeout()
     is_by_gloo = str(dist.get_backend() if backend is None else backend) == "gloo"
 
     def make() -> dist.ProcessGroup | int | None:
@@ -141,17 +141,19 @@ def new_group(
         return made
 
     try:
-        sign.give(seconds)
-        # torch waits in the store, see Note [Answers]. An accelerator's backend needs the device of this thread.
-        group = answer_within(make, seconds + _ANSWER_SECONDS) if is_by_gloo else make()
+        arrivals.record(seconds)
+        # torch waits in the store, see Note [Store timeouts]. An accelerator's backend needs the device of this thread.
+        group = call_with_timeout(make, seconds + _ANSWER_SECONDS) if is_by_gloo else make()
     except RuntimeError as error:
-        if not isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) and not _LOST.search(str(error)):
+        if not isinstance(error, (dist.DistStoreError, dist.DistNetworkError)) and not _CONNECTION_ERROR.search(
+            str(error)
+        ):
             raise
-        raise RankFailedError(sign.explanation(seconds, error)) from error
+        raise RankFailedError(arrivals.explanation(seconds, error)) from error
     if not isinstance(group, dist.ProcessGroup):  # torch's value for ranks outside of the group
         return None
     _register(group)
-    note_made(group)
+    track_group(group)
     return group
 
 
@@ -191,7 +193,7 @@ def new_mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> De
         for group in mesh.get_all_groups():
             if group is not world:
                 _register(group)
-                note_made(group)
+                track_group(group)
         return mesh
     places = torch.arange(math.prod(shape)).view(*shape)
     groups = [
@@ -218,32 +220,34 @@ def mesh_of_groups(
     return mesh
 
 
-class _Sign:
+class _Arrivals:
     """Record of the ranks that started to make a group, for the error where it fails."""
 
-    def __init__(self, ranks: Sequence[int], coming: Sequence[int]) -> None:
-        self._ranks, self._coming = ranks, coming
+    def __init__(self, ranks: Sequence[int], expected: Sequence[int]) -> None:
+        self._ranks, self._expected = ranks, expected
         store = _get_default_store()
-        made = _num_made.setdefault(store, Counter())
+        made = _num_created.setdefault(store, Counter())
         key = ",".join(map(str, ranks))
         made[key] += 1
         self._client, self._prefix = store, f"booster.groups/{key}/{made[key]}"
 
-    def give(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """Record this rank in the store, with a timeout in seconds."""
         if str(dist.get_backend()) != "fake":  # torch's fake backend has a fake store
             self._under(seconds).set(str(dist.get_rank()), "here")
 
-    def _under(self, seconds: float) -> BoundedStore:
-        return BoundedStore(self._client, self._prefix, seconds)
+    def _under(self, seconds: float) -> TimeoutStore:
+        return TimeoutStore(self._client, self._prefix, seconds)
 
     def explanation(self, seconds: float, error: RuntimeError) -> str:
-        where = surroundings(current_place()) or " (in set-up, outside of all phases)"
-        head = f"rank {dist.get_rank()} could not make a group of {listed(self._ranks)} within {seconds:g} s{where}"
+        phase = format_phase(current_progress()) or " (in set-up, outside of all phases)"
+        head = (
+            f"rank {dist.get_rank()} could not make a group of {format_ranks(self._ranks)} within {seconds:g} s{phase}"
+        )
         tail = f"torch reports: {str(error).strip().splitlines()[0]}"
         try:
             store = self._under(_ANSWER_SECONDS)
-            missing = [rank for rank in self._coming if not store.check([str(rank)])]
+            missing = [rank for rank in self._expected if not store.check([str(rank)])]
         except dist.DistError:
             return (
                 f"{head}, and the store of torch.distributed is gone: the process that serves it (rank 0 or the"
@@ -252,19 +256,19 @@ class _Sign:
         if not missing:
             return f"{head}: all had arrived, and one has ended or hangs since: see their logs; {tail}"
         return (
-            f"{head}: {listed(missing)} did not arrive: see the log there, whether it ended, hangs or runs something"
+            f"{head}: {format_ranks(missing)} did not arrive: see the log there, whether it ended, hangs or runs something"
             f" else. If it needs longer, launch with setup_timeout_seconds=...; {tail}"
         )
 
 
-def _has_changeable_limit(backend: str) -> bool:
+def _has_changeable_timeout(backend: str) -> bool:
     is_known = all(part.split(":")[-1] in _CHANGEABLE for part in backend.split(","))
     return is_known and get_debug_level() != DebugLevel.DETAIL
 
 
 def _register(group: dist.ProcessGroup) -> None:
     with _lock:
-        _ours[group] = _Followed(_changeable_backends(group))
+        _timeout_groups[group] = _TimeoutGroup(_changeable_backends(group))
         _apply(group)
 
 
@@ -279,13 +283,13 @@ def _changeable_backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def _apply_to_all() -> None:
-    for group in list(_ours):
+    for group in list(_timeout_groups):
         _apply(group)
 
 
 def _apply(group: dist.ProcessGroup) -> None:
-    seconds = seconds_of_now()
-    for backend in _ours[group].backends:
+    seconds = current_timeout()
+    for backend in _timeout_groups[group].backends:
         backend._set_default_timeout(timedelta(seconds=seconds))
     set_shared_memory_timeout(group, seconds)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from booster.phases import PARTS_OF_SAVE, CurrentPlace
+from booster.phases import SAVE_PHASES, Progress
 
-__all__ = ["CALLS", "JOIN", "SAVES", "SAVES_OR_BATCHES", "TRAINING", "Other", "hint"]
+__all__ = ["CALLS", "JOIN", "SAVES", "SAVES_OR_BATCHES", "TRAINING", "PeerStatus", "likely_cause"]
 
 _BATCHES = "`for batch in booster.join_uneven(batches)` ends the loop of all ranks together"
 
@@ -27,12 +27,12 @@ CALLS = (
     " == 0`, or leaves out"
 )
 
-_OF_SAVES = frozenset(("save", *PARTS_OF_SAVE, "load"))
+_OF_SAVES = frozenset(("save", *SAVE_PHASES, "load"))
 _OF_TRAINING = frozenset(("backward", "clip", "forward", "pipeline", "step"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
+class PeerStatus:
     """State of another rank.
 
     Attributes:
@@ -41,37 +41,37 @@ class Other:
             finished).
     """
 
-    place: CurrentPlace
+    progress: Progress
     state: Literal["waits", "busy", "ended"]
 
 
-def hint(waiting: CurrentPlace, others: Sequence[Other]) -> str:
+def likely_cause(waiting: Progress, others: Sequence[PeerStatus]) -> str:
     """Return the likely cause, in sentences without the last period, or "".
 
     Args:
         waiting: Progress of this rank, which waits.
         others: States of the ranks that may explain it, without those that were killed, stopped or failed.
     """
-    own = _kind(waiting)
+    own = _activity(waiting)
     is_complete = all(other.state == "waits" for other in others)
-    kinds = {_kind_of(other) for other in others if is_complete or _tells(other, own)}
-    everyone = {own, *kinds}
-    if not kinds or (own == "boost" and "save" not in everyone):
+    kinds = {_peer_activity(other) for other in others if is_complete or _explains_wait(other, own)}
+    all_kinds = {own, *kinds}
+    if not kinds or (own == "boost" and "save" not in all_kinds):
         return ""
-    if "save" in everyone:
-        if len(everyone) == 1:
+    if "save" in all_kinds:
+        if len(all_kinds) == 1:
             return ""
-        return SAVES_OR_BATCHES if everyone & {"training", "join"} else SAVES
-    if "boost" in everyone:
+        return SAVES_OR_BATCHES if all_kinds & {"training", "join"} else SAVES
+    if "boost" in all_kinds:
         return ""
-    if "join" in everyone and len(everyone) > 1:
+    if "join" in all_kinds and len(all_kinds) > 1:
         return JOIN
-    return TRAINING if "training" in everyone else CALLS
+    return TRAINING if "training" in all_kinds else CALLS
 
 
-def _tells(other: Other, own: str) -> bool:
+def _explains_wait(other: PeerStatus, own: str) -> bool:
     """Return whether a rank's state explains the wait, where some ranks are missing."""
-    kind = _kind_of(other)
+    kind = _peer_activity(other)
     if other.state == "ended":
         return True
     # A rank that is busy in the same phase, with its data or with the user's own code may still arrive. In a save all
@@ -80,18 +80,18 @@ def _tells(other: Other, own: str) -> bool:
     return is_elsewhere and (other.state == "waits" or kind != "outside" or own == "save")
 
 
-def _kind_of(other: Other) -> str:
-    return "outside" if other.state == "ended" else _kind(other.place)
+def _peer_activity(other: PeerStatus) -> str:
+    return "outside" if other.state == "ended" else _activity(other.progress)
 
 
-def _kind(place: CurrentPlace) -> str:
-    phases = set(place.phases)
+def _activity(progress: Progress) -> str:
+    phases = set(progress.phases)
     if phases & _OF_SAVES:
         return "save"
     if "boost" in phases:
         return "boost"
     if "data" in phases:  # where `join_uneven` alone communicates
-        return "data" if place.operation is None else "join"
+        return "data" if progress.operation is None else "join"
     if phases & _OF_TRAINING:
         return "training"
     return "evaluate" if "evaluate" in phases else "outside"

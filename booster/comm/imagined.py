@@ -15,34 +15,34 @@ from booster.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ImaginedMemory", "are_others_imagined", "imagine_others", "imagined_world"]
+__all__ = ["FakeSharedMemory", "fake_collectives", "fake_world", "is_fake_world"]
 
-# Note [Imagined ranks]
+# Note [Fake process group]
 # The memory of a rank can be measured by running its program on fake tensors. Data of other ranks has no values either,
 # so nothing has to be sent: collectives of CPU tensors return at once and leave their outputs unchanged, and
 # consistency checks pass, as all ranks equal this one. Calls and bytes are counted as usual. Without a launch
-# `imagined_world` makes a world of any size, with torch's fake backend; after a launch its groups are used.
-_is_imagining = False
+# `fake_world` makes a world of any size, with torch's fake backend; after a launch its groups are used.
+_is_fake = False
 
 
-def are_others_imagined() -> bool:
-    """Return whether collectives are fake now; see Note [Imagined ranks]."""
-    return _is_imagining
+def is_fake_world() -> bool:
+    """Return whether collectives are fake now; see Note [Fake process group]."""
+    return _is_fake
 
 
 @contextmanager
-def imagine_others() -> Iterator[None]:
+def fake_collectives() -> Iterator[None]:
     """Run collectives of this process in the block without communication."""
-    global _is_imagining
-    before, _is_imagining = _is_imagining, True
+    global _is_fake
+    before, _is_fake = _is_fake, True
     try:
         yield
     finally:
-        _is_imagining = before
+        _is_fake = before
 
 
 @contextmanager
-def imagined_world(num_ranks: int) -> Iterator[None]:
+def fake_world(num_ranks: int) -> Iterator[None]:
     """Make this process rank 0 of a fake world of `num_ranks` ranks in the block.
 
     Raises:
@@ -61,7 +61,7 @@ def imagined_world(num_ranks: int) -> Iterator[None]:
     set_debug_level(DebugLevel.OFF)  # TORCH_DISTRIBUTED_DEBUG=DETAIL would wait for real ranks in the store
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        with imagine_others():
+        with fake_collectives():
             yield
     finally:
         if dist.is_initialized():
@@ -70,7 +70,7 @@ def imagined_world(num_ranks: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-class ImaginedMemory:
+class FakeSharedMemory:
     """Shared memory whose collectives leave their outputs unchanged."""
 
     def all_gather(self, output: torch.Tensor, payload: torch.Tensor, number: int) -> None: ...

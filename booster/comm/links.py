@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from booster.comm.collectives import collective_device, global_rank_of, group_rank, group_size
-from booster.comm.operation import Operation, begin
+from booster.comm.operation import CollectiveOp, start_op
 from booster.comm.point_to_point import TensorSend, receive_tensor, start_send_tensor
 from booster.errors import ConfigError
 
-__all__ = ["IncomingLink", "OutgoingLink", "TensorSpec"]
+__all__ = ["RecvChannel", "SendChannel", "TensorSpec"]
 
-# Note [Links]
+# Note [Channels]
 # Each tensor of a message is one operation. If the receiver does not know the shapes, a header is one more operation
 # before them. The third operation of one end matches the third of the other: both ends must agree which messages have
 # headers, and a receiver cannot start messages behind one of unknown shapes before it has read that header. Gloo moves
@@ -33,10 +33,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorInFlight:
     """Tensor in flight; `tensor` must live until the wait returns."""
 
-    operation: Operation
+    operation: CollectiveOp
     work: dist.Work
     tensor: torch.Tensor
 
@@ -45,26 +45,26 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outgoing:
-    parts: Sequence[_Part]
+class _SentMessage:
+    tensors: Sequence[_TensorInFlight]
     header: TensorSend | None
 
     def wait(self) -> None:
         if self.header is not None:
             self.header.wait()
-        for part in self.parts:
+        for part in self.tensors:
             part.wait()
 
 
 @dataclass(frozen=True, slots=True)
-class _Incoming:
+class _ReceivedMessage:
     header: bytes | None
     tensors: list[torch.Tensor]
-    parts: Sequence[_Part]
+    works: Sequence[_TensorInFlight]
 
 
-class OutgoingLink:
-    """Sending end of a channel; see Note [Links].
+class SendChannel:
+    """Sending end of a channel; see Note [Channels].
 
     Args:
         receiver: Rank in the group.
@@ -78,10 +78,10 @@ class OutgoingLink:
         _check_peer(receiver, group)
         self._receiver = receiver
         self._group = group
-        self._messages: deque[_Outgoing] = deque()
+        self._messages: deque[_SentMessage] = deque()
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Number of messages in flight."""
         return len(self._messages)
 
@@ -101,7 +101,7 @@ class OutgoingLink:
         ahead = None
         if header is not None:
             ahead = start_send_tensor(_tensor_of(header), self._receiver, self._group)
-        self._messages.append(_Outgoing([self._start(payload) for payload in payloads if payload.numel()], ahead))
+        self._messages.append(_SentMessage([self._start(payload) for payload in payloads if payload.numel()], ahead))
 
     def wait(self) -> None:
         """Wait for all messages.
@@ -125,13 +125,13 @@ class OutgoingLink:
         self._messages[0].wait()  # kept if it fails: gloo may still read its tensors
         self._messages.popleft()
 
-    def _start(self, payload: torch.Tensor) -> _Part:
-        operation = begin("send", self._group, sent=payload.nbytes, peer=global_rank_of(self._receiver, self._group))
-        return _Part(operation, operation.send_to(payload, self._receiver, operation.tag), payload)
+    def _start(self, payload: torch.Tensor) -> _TensorInFlight:
+        operation = start_op("send", self._group, sent=payload.nbytes, peer=global_rank_of(self._receiver, self._group))
+        return _TensorInFlight(operation, operation.send_to(payload, self._receiver, operation.tag), payload)
 
 
-class IncomingLink:
-    """Receiving end of a channel; see Note [Links].
+class RecvChannel:
+    """Receiving end of a channel; see Note [Channels].
 
     Args:
         sender: Rank in the group.
@@ -151,7 +151,7 @@ class IncomingLink:
         self._group = group
         self._read_header = read_header
         self._descriptions: Sequence[Callable[[], Sequence[TensorSpec] | None]] = ()
-        self._messages: list[_Incoming | None] = []  # as far as begun; None: taken
+        self._messages: list[_ReceivedMessage | None] = []  # as far as begun; None: taken
 
     def expect(self, descriptions: Sequence[Callable[[], Sequence[TensorSpec] | None]]) -> None:
         """Set the next messages, in order; all earlier ones must have been taken. No communication.
@@ -169,7 +169,7 @@ class IncomingLink:
         self._descriptions = list(descriptions)
         self._messages = []
 
-    def post(self, count: int) -> None:
+    def post_recvs(self, count: int) -> None:
         """Start receiving the first messages, up to the first one of unknown shapes.
 
         Args:
@@ -184,7 +184,7 @@ class IncomingLink:
                 return
             self._messages.append(self._start(None, specs))
 
-    def take(self, index: int) -> tuple[bytes | None, list[torch.Tensor]]:
+    def recv(self, index: int) -> tuple[bytes | None, list[torch.Tensor]]:
         """Wait for a message and return it.
 
         Args:
@@ -197,27 +197,29 @@ class IncomingLink:
             RankFailedError: The sender is lost or too late.
         """
         while len(self._messages) <= index:
-            self.post(index + 1)
+            self.post_recvs(index + 1)
             if len(self._messages) <= index:
                 header = bytes(receive_tensor(self._sender, self._group).cpu().numpy())
                 self._messages.append(self._start(header, self._read_header(header)))
         message = self._messages[index]
         if message is None:
             raise AssertionError(f"rank {dist.get_rank()} takes message {index} for the second time")
-        for part in message.parts:
+        for part in message.works:
             part.wait()
         self._messages[index] = None
         return message.header, message.tensors
 
-    def _start(self, header: bytes | None, specs: Sequence[TensorSpec]) -> _Incoming:
+    def _start(self, header: bytes | None, specs: Sequence[TensorSpec]) -> _ReceivedMessage:
         device = collective_device(self._group)
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-        return _Incoming(header, tensors, [self._start_part(tensor) for tensor in tensors if tensor.numel()])
+        return _ReceivedMessage(header, tensors, [self._start_tensor(tensor) for tensor in tensors if tensor.numel()])
 
-    def _start_part(self, tensor: torch.Tensor) -> _Part:
+    def _start_tensor(self, tensor: torch.Tensor) -> _TensorInFlight:
         peer = global_rank_of(self._sender, self._group)
-        operation = begin("receive", self._group, received=tensor.nbytes, peer=peer)
-        return _Part(operation, operation.receive_from(_as_bytes(tensor), self._sender, operation.tag), tensor)
+        operation = start_op("receive", self._group, received=tensor.nbytes, peer=peer)
+        return _TensorInFlight(
+            operation, operation.receive_from(_as_bytes(tensor), self._sender, operation.tag), tensor
+        )
 
 
 def _check_peer(peer: int, group: dist.ProcessGroup | None) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 from booster.comm.collectives import group_size
-from booster.comm.store_barrier import own_store
+from booster.comm.store_barrier import clone_store
 
-__all__ = ["NoticeBoard"]
+__all__ = ["RankStore"]
 
 
-class NoticeBoard:
+class RankStore:
     """One value per rank of the world, in the store of torch.distributed. Usable by a background thread.
 
     Args:
@@ -23,41 +23,41 @@ class NoticeBoard:
 
     def __init__(self, name: str) -> None:
         self._num_ranks = group_size()
-        self._store: Any = own_store(None, name) if self._num_ranks > 1 else _Alone()
+        self._store: Any = clone_store(None, name) if self._num_ranks > 1 else _LocalStore()
         self._rank = dist.get_rank() if self._num_ranks > 1 else 0
 
-    def post(self, note: str) -> None:
+    def set(self, value: str) -> None:
         """Set this rank's value.
 
         Raises:
             RuntimeError: The process that serves the store has ended.
         """
-        self._store.set(str(self._rank), note)
+        self._store.set(str(self._rank), value)
 
-    def withdraw(self) -> None:
-        """Delete this rank's value. Raises as `post`."""
+    def delete(self) -> None:
+        """Delete this rank's value. Raises as `set`."""
         self._store.delete_key(str(self._rank))
 
-    def read(self) -> dict[int, str]:
-        """Return the existing values by global rank. Raises as `post`."""
+    def get_all(self) -> dict[int, str]:
+        """Return the existing values by global rank. Raises as `set`."""
         keys = [str(rank) for rank in range(self._num_ranks)]
         return {int(key): bytes(self._store.get(key)).decode() for key in keys if self._store.check([key])}
 
 
-class _Alone:
+class _LocalStore:
     """Store of a world of one rank."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, str] = {}
+        self._values: dict[str, str] = {}
 
-    def set(self, key: str, note: str) -> None:
-        self._notes[key] = note
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
 
     def delete_key(self, key: str) -> None:
-        self._notes.pop(key, None)
+        self._values.pop(key, None)
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self._notes for key in keys)
+        return all(key in self._values for key in keys)
 
     def get(self, key: str) -> bytes:
-        return self._notes[key].encode()
+        return self._values[key].encode()

@@ -14,32 +14,32 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.comm.counter import record
-from booster.comm.faults import strike
-from booster.comm.groups import limit_of_messages
-from booster.comm.release import require_not_released
+from booster.comm.faults import maybe_inject_fault
+from booster.comm.groups import p2p_timeout
+from booster.comm.release import check_not_released
 from booster.comm.shared_memory import GroupMemory, memory_of
-from booster.comm.started import Started, perform_started
-from booster.comm.waiting import Place, failures_named
+from booster.comm.started import PendingWork, flush_pending
+from booster.comm.waiting import CollectiveId, translate_errors
 from booster.kernels.shared_memory import SharedMemory
 from booster.phases import Phase
 
-__all__ = ["Operation", "begin"]
+__all__ = ["CollectiveOp", "start_op"]
 
 # Tags of messages, equal on both ends: a collective's number is the same on all ranks, and the third send to a rank
 # matches the third receive there.
 _FIRST_TAG = 2**24  # lower tags are left to users of torch's point-to-point calls
-_TAGS_EACH = 2**27  # tags per kind before they repeat; a tag has 31 bits
+_TAGS_PER_KIND = 2**27  # tags per kind before they repeat; a tag has 31 bits
 _TAG_KINDS = {"reduce_scatter": 0, "all_gather": 1, "send": 2, "receive": 2}
 _HEADER_KIND = 3
 _SMALL_KINDS = {"all_reduce": 4, "broadcast": 5, "all_gather": 6}
 _SMALL_SIZES = 2**16 + 1
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int | None]]] = WeakKeyDictionary()
-_lock = threading.Lock()
+_numbers_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class CollectiveOp:
     """Collective or message that has started on this rank.
 
     Attributes:
@@ -64,28 +64,30 @@ class Operation:
         """Tag of the header message of a tensor."""
         return _tag(_HEADER_KIND, self.number)
 
-    def tag_of_small(self, nbytes: int) -> int:
+    def small_tag(self, nbytes: int) -> int:
         """Return the tag of its messages of `nbytes` bytes, which differs from that of another length."""
         return _tag(_SMALL_KINDS[self.name], self.number * _SMALL_SIZES + nbytes)
 
     def send_to(self, tensor: torch.Tensor, receiver: int, tag: int) -> dist.Work:
         """Start a message to a rank of the group from a contiguous tensor, which must outlive it."""
-        with self.failures_named():
-            return _under_way(dist.isend(tensor, dst=_world_rank(receiver, self.group), group=self.group, tag=tag))
+        with self.translate_errors():
+            return _check_in_group(
+                dist.isend(tensor, dst=_global_rank(receiver, self.group), group=self.group, tag=tag)
+            )
 
     def receive_from(self, tensor: torch.Tensor, sender: int, tag: int) -> dist.Work:
         """Start receiving a message from a rank of the group into a contiguous tensor of its length."""
-        with self.failures_named():
-            return _under_way(dist.irecv(tensor, src=_world_rank(sender, self.group), group=self.group, tag=tag))
+        with self.translate_errors():
+            return _check_in_group(dist.irecv(tensor, src=_global_rank(sender, self.group), group=self.group, tag=tag))
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for one `Work` of the operation, at most for the group's timeout.
+        """Wait for one `Action` of the operation, at most for the group's timeout.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
         with self.waiting():
-            limit = limit_of_messages(self.group)
+            limit = p2p_timeout(self.group)
             work.wait() if limit is None else work.wait(limit)
 
     def memory_for(self, tensor: torch.Tensor) -> GroupMemory | None:
@@ -94,7 +96,7 @@ class Operation:
         Raises:
             RankFailedError: A rank is lost or too late in the group's choice of a transport.
         """
-        with self.failures_named():
+        with self.translate_errors():
             return memory_of(self.group, tensor)
 
     def run(
@@ -110,13 +112,13 @@ class Operation:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
-        home = self.memory_for(tensor)
-        if home is None:
+        group_memory = self.memory_for(tensor)
+        if group_memory is None:
             with self.waiting():
                 by_backend()
         else:
-            perform_started()  # first: if it fails, this operation has not started
-            Started(home, self, lambda: in_memory(home.memory)).finish()
+            flush_pending()  # first: if it fails, this operation has not started
+            PendingWork(group_memory, self, lambda: in_memory(group_memory.memory)).wait()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -127,23 +129,26 @@ class Operation:
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
         """
-        perform_started()
-        with self.failures_named():
+        flush_pending()
+        with self.translate_errors():
             yield
 
     @contextmanager
-    def failures_named(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Context of this operation's calls to its group: errors about lost or late ranks name them.
 
         The phase is "communication" meanwhile.
         """
-        with Phase("communication", self), failures_named(Place(self.name, self.number, self.peer), self.group):
+        with (
+            Phase("communication", self),
+            translate_errors(CollectiveId(self.name, self.number, self.peer), self.group),
+        ):
             yield
 
 
-def begin(
+def start_op(
     name: str, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0, peer: int | None = None
-) -> Operation:
+) -> CollectiveOp:
     """Start an operation on this rank, in a group of several ranks.
 
     Args:
@@ -156,24 +161,24 @@ def begin(
     Raises:
         ConfigError: The group was released.
     """
-    require_not_released(group)
-    strike(name)
+    check_not_released(group)
+    maybe_inject_fault(name)
     record(name, sent=sent, received=received)
-    with _lock:
+    with _numbers_lock:
         numbers = _numbers.setdefault(group or _get_default_group(), Counter())
         numbers[name, peer] += 1
-        return Operation(name, group, numbers[name, peer], peer)
+        return CollectiveOp(name, group, numbers[name, peer], peer)
 
 
-def _world_rank(rank: int, group: dist.ProcessGroup | None) -> int:
+def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def _under_way(work: dist.Work | None) -> dist.Work:
+def _check_in_group(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise AssertionError("this rank is not in the group that it communicates in")
     return work
 
 
 def _tag(kind: int, number: int) -> int:
-    return _FIRST_TAG + kind * _TAGS_EACH + number % _TAGS_EACH
+    return _FIRST_TAG + kind * _TAGS_PER_KIND + number % _TAGS_PER_KIND

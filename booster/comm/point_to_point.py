@@ -10,8 +10,8 @@ import torch.distributed as dist
 from booster.comm.collectives import collective_device, global_rank_of, group_rank, group_size
 from booster.comm.counter import record
 from booster.comm.groups import new_group
-from booster.comm.imagined import are_others_imagined
-from booster.comm.operation import Operation, begin
+from booster.comm.imagined import is_fake_world
+from booster.comm.operation import CollectiveOp, start_op
 from booster.errors import ConfigError
 
 __all__ = [
@@ -44,7 +44,7 @@ def new_cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
     Collective: every rank of the group must call it.
     """
-    if are_others_imagined() and group is not None:
+    if is_fake_world() and group is not None:
         return group
     ranks = [global_rank_of(rank, group) for rank in range(group_size(group))]
     made = new_group(ranks, "gloo", use_local_synchronization=group is not None)
@@ -76,7 +76,7 @@ def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None
 class TensorSend:
     """Send in flight, started by `start_send_tensor`."""
 
-    def __init__(self, operation: Operation, works: Sequence[dist.Work], buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, operation: CollectiveOp, works: Sequence[dist.Work], buffers: Sequence[torch.Tensor]) -> None:
         self._operation = operation
         self._works = works
         self._buffers = buffers  # must live until they are sent
@@ -95,7 +95,7 @@ class TensorSend:
 class TensorReceive:
     """Receive in flight, started by `start_receive_tensor`."""
 
-    def __init__(self, operation: Operation, sender: int, header: torch.Tensor, work: dist.Work) -> None:
+    def __init__(self, operation: CollectiveOp, sender: int, header: torch.Tensor, work: dist.Work) -> None:
         self._operation = operation
         self._sender = sender
         self._header = header
@@ -177,13 +177,13 @@ def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) ->
     return TensorReceive(operation, sender, header, operation.receive_from(header, sender, operation.header_tag))
 
 
-def _begin(name: str, peer: int, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0) -> Operation:
+def _begin(name: str, peer: int, group: dist.ProcessGroup | None, *, sent: int = 0, received: int = 0) -> CollectiveOp:
     if peer == group_rank(group) or not 0 <= peer < group_size(group):
         raise ConfigError(
             f"rank {group_rank(group)} of a group of {group_size(group)} cannot {name} with rank {peer}: give another"
             " rank of the group"
         )
-    return begin(name, group, sent=sent, received=received, peer=global_rank_of(peer, group))
+    return start_op(name, group, sent=sent, received=received, peer=global_rank_of(peer, group))
 
 
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _world
 from booster.comm.shared_memory import release_shared_memory
 from booster.errors import ConfigError
 
-__all__ = ["note_made", "release_groups", "release_unused_groups", "require_not_released"]
+__all__ = ["check_not_released", "release_groups", "release_unused_groups", "track_group"]
 
 # Note [Unused groups]
 # A group has threads, connections and memory until its last reference is dropped, and torch's tables hold one for ever.
@@ -28,16 +28,16 @@ __all__ = ["note_made", "release_groups", "release_unused_groups", "require_not_
 # Torch names some groups by their count. A name must not be used twice, as the addresses of the first group are in the
 # store, and must be equal on all ranks: released groups stay counted.
 
-_FEWEST_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
+_MIN_GROUPS_TO_COLLECT = 16  # the garbage collector is not run for fewer groups
 
-_made: WeakSet[dist.ProcessGroup] = WeakSet()
+_tracked: WeakSet[dist.ProcessGroup] = WeakSet()
 _released: WeakSet[dist.ProcessGroup] = WeakSet()
-_num_to_collect = _FEWEST_TO_COLLECT
+_num_to_collect = _MIN_GROUPS_TO_COLLECT
 
 
-def note_made(group: dist.ProcessGroup) -> None:
+def track_group(group: dist.ProcessGroup) -> None:
     """Register a group to be destroyed once it is unused. No communication."""
-    _made.add(group)
+    _tracked.add(group)
 
 
 def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
@@ -48,7 +48,7 @@ def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     backend's.
     """
     for group in groups:
-        if group is not None and group in _made:
+        if group is not None and group in _tracked:
             _released.add(group)
             _destroy(group)
     _forget_meshes()
@@ -57,22 +57,22 @@ def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
 def release_unused_groups() -> None:
     """Destroy unused groups; see Note [Unused groups]. No communication."""
     global _num_to_collect
-    if not _made:
+    if not _tracked:
         return
     _forget_meshes()
-    collects = len(_made) >= _num_to_collect
+    collects = len(_tracked) >= _num_to_collect
     if collects:
         gc.collect()
-    left = list(_made)
+    left = list(_tracked)
     while left:
         group, num_references = _take_last(left)
-        if num_references <= _NUM_REFERENCES_OF_ONE + _num_table_entries(group) and _ends_alone(group):
+        if num_references <= _BASE_REFERENCES + _num_table_entries(group) and _can_destroy_locally(group):
             _destroy(group)
     if collects:
-        _num_to_collect = max(_FEWEST_TO_COLLECT, 2 * len(_made))
+        _num_to_collect = max(_MIN_GROUPS_TO_COLLECT, 2 * len(_tracked))
 
 
-def require_not_released(group: dist.ProcessGroup | None) -> None:
+def check_not_released(group: dist.ProcessGroup | None) -> None:
     """Raise `ConfigError` if a group was released by `release_groups`."""
     if group is not None and group in _released:
         raise ConfigError(
@@ -81,7 +81,7 @@ def require_not_released(group: dist.ProcessGroup | None) -> None:
         )
 
 
-class _NameOfReleased:
+class _ReleasedName:
     """Entry of a released group in torch's table of names. Torch may shut it down once more."""
 
     def shutdown(self) -> None:
@@ -96,7 +96,7 @@ def _take_last(left: list[Any]) -> tuple[Any, int]:
     return one, sys.getrefcount(one)
 
 
-_NUM_REFERENCES_OF_ONE = _take_last([object()])[1]  # an object without other references
+_BASE_REFERENCES = _take_last([object()])[1]  # an object without other references
 
 
 def _num_table_entries(group: dist.ProcessGroup) -> int:
@@ -111,18 +111,18 @@ def _num_table_entries(group: dist.ProcessGroup) -> int:
     return by_tag + sum(group in table for table in tables)
 
 
-def _ends_alone(group: dist.ProcessGroup) -> bool:
+def _can_destroy_locally(group: dist.ProcessGroup) -> bool:
     return group not in _world.pg_map or str(dist.get_backend(group)) == "gloo"
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
-    _made.discard(group)
+    _tracked.discard(group)
     release_shared_memory(group)
     if group in _world.pg_map:  # not if the user has destroyed it, or the world
         name = _world.pg_names[group]
         dist.destroy_process_group(group)
         names: dict[Any, str] = _world.pg_names  # type: ignore[assignment]
-        names[_NameOfReleased()] = name
+        names[_ReleasedName()] = name
 
 
 def _forget_meshes() -> None:

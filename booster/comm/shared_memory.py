@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
-from booster.comm.imagined import ImaginedMemory, are_others_imagined
-from booster.comm.started import Started, perform_started
+from booster.comm.imagined import FakeSharedMemory, is_fake_world
+from booster.comm.started import PendingWork, flush_pending
 from booster.errors import ConfigError
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, Ticket, is_available
 from booster.logger import get_dist_logger
@@ -48,7 +48,7 @@ _SETTINGS = {"": True, "on": True, "auto": True, "1": True, "off": False, "0": F
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # is it enabled, host, namespace of process ids (device, inode), user; process id, file, key, bytes per rank
-_CARD = struct.Struct("<?36sQQQqqQQ")
+_RECORD = struct.Struct("<?36sQQQqqQQ")
 _NO_FILE = -1
 
 # torch 2.13 renamed it and warns at each call of the old name.
@@ -62,17 +62,17 @@ class GroupMemory:
     Attributes:
         memory: This rank's mapping.
         lock: Held while an operation runs.
-        started: Operations that are started and have not run yet, see `booster.comm.started`.
+        started: Operations that are started and have not run yet, see `booster.comm.pending`.
     """
 
     memory: SharedMemory
     lock: threading.RLock = field(default_factory=threading.RLock)
-    started: deque[Started] = field(default_factory=deque)
+    pending: deque[PendingWork] = field(default_factory=deque)
 
 
-_is_wanted: bool | None = None  # None: by the environment variable
-_is_wanted_in: WeakKeyDictionary[dist.ProcessGroup, bool | None] = WeakKeyDictionary()  # overrides it
-_decisions: WeakKeyDictionary[dist.ProcessGroup, GroupMemory | None] = WeakKeyDictionary()
+_is_enabled: bool | None = None  # None: by the environment variable
+_is_enabled_in: WeakKeyDictionary[dist.ProcessGroup, bool | None] = WeakKeyDictionary()  # overrides it
+_choices: WeakKeyDictionary[dist.ProcessGroup, GroupMemory | None] = WeakKeyDictionary()
 
 
 def use_shared_memory(enabled: bool | None, only_in: dist.ProcessGroup | None = None) -> None:
@@ -85,13 +85,13 @@ def use_shared_memory(enabled: bool | None, only_in: dist.ProcessGroup | None = 
 
     Called on every rank at the same place; if the ranks' values differ, it is off for all. No communication.
     """
-    global _is_wanted
+    global _is_enabled
     if only_in is None:
-        _is_wanted = enabled
-        _decisions.clear()
+        _is_enabled = enabled
+        _choices.clear()
     else:
-        _is_wanted_in[only_in] = enabled
-        _decisions.pop(only_in, None)
+        _is_enabled_in[only_in] = enabled
+        _choices.pop(only_in, None)
 
 
 def transport(group: dist.ProcessGroup | None = None) -> str:
@@ -118,71 +118,71 @@ def memory_of(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> GroupMem
         ConfigError: `BOOSTER_SHARED_MEMORY` has an unknown value.
         RuntimeError: Error of the backend, where a rank is lost or too late.
     """
-    if are_others_imagined():
-        return GroupMemory(ImaginedMemory())  # type: ignore[arg-type]  # has the used methods
+    if is_fake_world():
+        return GroupMemory(FakeSharedMemory())  # type: ignore[arg-type]  # has the used methods
     if tensor.device.type != "cpu":
         return None
     chosen = group or _get_default_group()
-    if chosen not in _decisions:  # not try/except, so that an error of the choice has no KeyError as its context
-        perform_started()  # the backend does not run pending work that other ranks may wait for
-        _decisions[chosen] = _decide(chosen)
-    return _decisions[chosen]
+    if chosen not in _choices:  # not try/except, so that an error of the choice has no KeyError as its context
+        flush_pending()  # the backend does not run pending work that other ranks may wait for
+        _choices[chosen] = _choose(chosen)
+    return _choices[chosen]
 
 
 def abort_shared_memory(group: dist.ProcessGroup) -> None:
     """Make all collectives of the group through shared memory fail, on all ranks. No communication."""
-    decision = _decisions.get(group)
-    if decision is not None:
-        decision.memory.abort()
+    choice = _choices.get(group)
+    if choice is not None:
+        choice.memory.abort()
 
 
 def release_shared_memory(group: dist.ProcessGroup) -> None:
     """Unmap the group's shared memory on this rank; none of its collectives is in flight. No communication."""
-    _decisions.pop(group, None)
+    _choices.pop(group, None)
 
 
 def set_shared_memory_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of the group's later collectives through shared memory, if it has any. No communication."""
-    decision = _decisions.get(group)
-    if decision is not None:
-        decision.memory.set_timeout(seconds)
+    choice = _choices.get(group)
+    if choice is not None:
+        choice.memory.set_timeout(seconds)
 
 
-def _decide(group: dist.ProcessGroup) -> GroupMemory | None:
+def _choose(group: dist.ProcessGroup) -> GroupMemory | None:
     size = dist.get_world_size(group)
     if "gloo" not in str(dist.get_backend(group)) or size > MAX_RANKS:
         return None
-    memory, card = _introduce(group, size)
-    cards = _gathered(card, group)
-    if not _is_agreed(cards):
+    memory, record = _create(group, size)
+    records = _all_gather_bytes(record, group)
+    if not _all_match(records):
         return None
     if memory is None:
-        memory = _attach(cards[0], group, size)
-    if not all(any(answer) for answer in _gathered(bytes([memory is not None]), group)) or memory is None:
+        memory = _attach(records[0], group, size)
+    if not all(any(answer) for answer in _all_gather_bytes(bytes([memory is not None]), group)) or memory is None:
         return None
     memory.begin()
     return GroupMemory(memory)
 
 
-def _introduce(group: dist.ProcessGroup, size: int) -> tuple[SharedMemory | None, bytes]:
+def _create(group: dist.ProcessGroup, size: int) -> tuple[SharedMemory | None, bytes]:
     """Return the memory (on rank 0, if it could be created) and this rank's record for the other ranks."""
-    if not _wants_shared_memory(group):
-        return None, bytes(_CARD.size)
+    if not _is_enabled_for(group):
+        return None, bytes(_RECORD.size)
     memory, ticket = None, Ticket(os.getpid(), _NO_FILE, 0, 0)
     if dist.get_rank(group) == 0:
         try:
             memory, ticket = SharedMemory.create(size, _timeout_seconds(group))
         except RuntimeError as error:
             _warn(str(error))
-    place = ticket.process_id, ticket.file_number, ticket.key, ticket.slot_bytes
-    return memory, _CARD.pack(True, *_host(), *place)
+    address = ticket.process_id, ticket.file_number, ticket.key, ticket.slot_bytes
+    return memory, _RECORD.pack(True, *_host(), *address)
 
 
-def _wants_shared_memory(group: dist.ProcessGroup) -> bool:
+def _is_enabled_for(group: dist.ProcessGroup) -> bool:
     setting = os.environ.get(VARIABLE, "").lower()
     if setting not in _SETTINGS:
         raise ConfigError(f"{VARIABLE}={setting!r} is unknown: set it to on or off, or unset it")
-    explicit = _is_wanted_in.get(group, _is_wanted)
+    explicit = _is_enabled_in.get(group, _is_enabled)
     is_wanted = _SETTINGS[setting] if explicit is None else explicit
     return is_wanted and sys.platform == "linux" and is_available()
 
@@ -194,15 +194,15 @@ def _host() -> tuple[bytes, int, int, int]:
     return boot_id, namespace.st_dev, namespace.st_ino, os.geteuid()
 
 
-def _is_agreed(cards: Sequence[bytes]) -> bool:
-    told = [_CARD.unpack(card) for card in cards]
-    is_wanted_by_all = all(one[0] for one in told)
-    is_one_host = len({one[1:5] for one in told}) == 1
-    return is_wanted_by_all and is_one_host and told[0][6] != _NO_FILE
+def _all_match(records: Sequence[bytes]) -> bool:
+    fields = [_RECORD.unpack(record) for record in records]
+    is_wanted_by_all = all(one[0] for one in fields)
+    is_one_host = len({one[1:5] for one in fields}) == 1
+    return is_wanted_by_all and is_one_host and fields[0][6] != _NO_FILE
 
 
-def _attach(card_of_first: bytes, group: dist.ProcessGroup, size: int) -> SharedMemory | None:
-    ticket = Ticket(*_CARD.unpack(card_of_first)[5:])
+def _attach(first_record: bytes, group: dist.ProcessGroup, size: int) -> SharedMemory | None:
+    ticket = Ticket(*_RECORD.unpack(first_record)[5:])
     try:
         return SharedMemory.attach(ticket, size, dist.get_rank(group), _timeout_seconds(group))
     except RuntimeError as error:
@@ -210,11 +210,11 @@ def _attach(card_of_first: bytes, group: dist.ProcessGroup, size: int) -> Shared
         return None
 
 
-def _gathered(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    source = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    joined = source.new_empty(dist.get_world_size(group) * len(mine))
+def _all_gather_bytes(local: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    source = torch.frombuffer(bytearray(local), dtype=torch.uint8)
+    joined = source.new_empty(dist.get_world_size(group) * len(local))
     _all_gather_single(joined, source, group=group)
-    return [bytes(row.numpy()) for row in joined.view(-1, len(mine))]
+    return [bytes(row.numpy()) for row in joined.view(-1, len(local))]
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:

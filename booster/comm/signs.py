@@ -19,30 +19,30 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from booster.comm.bounded_store import BoundedStore, new_client
+from booster.comm.bounded_store import TimeoutStore, new_client
 from booster.errors import RankFailedError
-from booster.phases import CurrentPlace, OperationPlace, current_place
+from booster.phases import CollectiveInfo, Progress, current_progress
 from booster.threads_at_exit import join_at_exit
-from booster.time_limits import time_limits
+from booster.time_limits import timeouts
 
 __all__ = [
     "ANSWER_SECONDS",
     "ENDED",
     "FAILED",
-    "Sign",
-    "end_signs",
+    "Heartbeat",
+    "acknowledge_exits",
+    "acknowledged_ranks",
     "ended_processes",
-    "ends_of_ranks",
-    "how_often",
-    "place_as_json",
-    "place_from_json",
-    "ranks_that_know_ends",
-    "read_signs",
-    "say_that_ends_are_known",
-    "start_signs",
+    "exit_statuses",
+    "heartbeat_interval",
+    "progress_from_json",
+    "progress_to_json",
+    "read_heartbeats",
+    "start_heartbeat",
+    "stop_heartbeat",
 ]
 
-# Note [Signs]
+# Note [Heartbeats]
 # A rank that is killed, stopped or hangs in C code cannot report its state. So a thread of every rank writes the
 # progress of the thread that launched into the store of torch.distributed, every second. A rank that misses another one
 # reads its last heartbeat, and whether heartbeats still arrive. No rank waits for a heartbeat. Only two facts, which
@@ -57,19 +57,19 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
 ANSWER_SECONDS = 3.0  # an error about a lost rank waits for the store as long as for the ranks
 
-_SECONDS = 1.0
-_SIGNS_A_SECOND = 256
-_ENDS_KEY = "ends"
-_KNOWN_KEY = "known"
+_INTERVAL_SECONDS = 1.0
+_HEARTBEATS_PER_SECOND = 256
+_EXITS_KEY = "ends"
+_ACKNOWLEDGED_KEY = "known"
 # A wait for a rank whose program has ended is aborted after this time: data which that rank sent before its end arrives
 # sooner.
-_PATIENCE_WITH_ENDED_SECONDS = 5.0
-_PART_OF_LIMIT = 0.9  # fraction of the training timeout without progress after which the thread prints a report
+_ENDED_RANK_TIMEOUT_SECONDS = 5.0
+_STALL_FRACTION = 0.9  # fraction of the training timeout without progress after which the thread prints a report
 _MAX_LISTED = 16  # ranks in the report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class Heartbeat:
     """Last heartbeat of a rank.
 
     Attributes:
@@ -83,17 +83,17 @@ class Sign:
         born: Start time of the process, by the clock of its host.
     """
 
-    beat: int
-    at: float
-    place: CurrentPlace
+    sequence: int
+    time: float
+    progress: Progress
     state: str
     host: str
     process_id: int
-    machine: str
-    born: float
+    host_id: str
+    started_at: float
 
 
-def start_signs() -> None:
+def start_heartbeat() -> None:
     """Start the heartbeat thread for the current process group. Idempotent.
 
     Reports the progress of the calling thread. Every rank calls it; no communication with other ranks.
@@ -101,15 +101,15 @@ def start_signs() -> None:
     Raises:
         RankFailedError: The process that serves the store has ended, or did not answer within the set-up timeout.
     """
-    global _speaker
+    global _thread
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if _speaker is None or not _speaker.is_speaking_of(_get_default_store()):
-        _speaker = _Speaker(_get_default_store())
-        _speaker.start()
+    if _thread is None or not _thread.is_running_for(_get_default_store()):
+        _thread = _HeartbeatThread(_get_default_store())
+        _thread.start()
 
 
-def end_signs(state: str, text: str = "") -> None:
+def stop_heartbeat(state: str, text: str = "") -> None:
     """Write the last heartbeat of this rank's program.
 
     Args:
@@ -118,85 +118,85 @@ def end_signs(state: str, text: str = "") -> None:
 
     No communication with other ranks. Nothing is raised if the store is gone.
     """
-    global _speaker
-    speaker, _speaker = _speaker, None
-    if speaker is not None:
-        speaker.end(state, text)
+    global _thread
+    thread, _thread = _thread, None
+    if thread is not None:
+        thread.end(state, text)
 
 
-def read_signs(ranks: Iterable[int]) -> dict[int, Sign]:
+def read_heartbeats(ranks: Iterable[int]) -> dict[int, Heartbeat]:
     """Return the last heartbeats of these global ranks, without those that never wrote one.
 
     Raises:
         RuntimeError: The process that serves the store has ended.
     """
-    store = _signs_store(_get_default_store())
-    return {rank: _sign_from(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
+    store = _heartbeat_store(_get_default_store())
+    return {rank: _heartbeat_from(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
 
 
-def ends_of_ranks() -> dict[int, tuple[str, str]]:
-    """Return state ("ended" or "failed") and reason of the ranks whose program is over. Raises as `read_signs`."""
-    return _ends(_signs_store(_get_default_store()))
+def exit_statuses() -> dict[int, tuple[str, str]]:
+    """Return state ("ended" or "failed") and reason of the ranks whose program is over. Raises as `read_heartbeats`."""
+    return _exits(_heartbeat_store(_get_default_store()))
 
 
-def how_often(world_size: int) -> str:
+def heartbeat_interval(world_size: int) -> str:
     """Return the heartbeat interval of a world as text."""
     seconds = _seconds_between(world_size)
     return "once a second" if seconds == 1 else f"every {seconds:.1f} s"
 
 
 def _seconds_between(world_size: int) -> float:
-    return _SECONDS * max(1.0, world_size / _SIGNS_A_SECOND)
+    return _INTERVAL_SECONDS * max(1.0, world_size / _HEARTBEATS_PER_SECOND)
 
 
-def say_that_ends_are_known() -> set[int]:
-    """Record that this rank has read all exit states; return the ranks that have. Raises as `read_signs`."""
-    store = _signs_store(_get_default_store())
-    store.append(_KNOWN_KEY, f"{dist.get_rank()}\n")
-    return ranks_that_know_ends()
+def acknowledge_exits() -> set[int]:
+    """Record that this rank has read all exit states; return the ranks that have. Raises as `read_heartbeats`."""
+    store = _heartbeat_store(_get_default_store())
+    store.append(_ACKNOWLEDGED_KEY, f"{dist.get_rank()}\n")
+    return acknowledged_ranks()
 
 
-def ranks_that_know_ends() -> set[int]:
-    """Return the ranks that have read all exit states. Raises as `read_signs`."""
-    return {int(line) for line in _signs_store(_get_default_store()).get(_KNOWN_KEY).split()}
+def acknowledged_ranks() -> set[int]:
+    """Return the ranks that have read all exit states. Raises as `read_heartbeats`."""
+    return {int(line) for line in _heartbeat_store(_get_default_store()).get(_ACKNOWLEDGED_KEY).split()}
 
 
-def ended_processes(signs: Mapping[int, Sign]) -> list[int]:
+def ended_processes(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
     """Return the ranks of this host whose processes have ended."""
-    return [rank for rank, sign in signs.items() if sign.machine == _machine() and _is_gone(sign)]
+    return [rank for rank, heartbeat in heartbeats.items() if heartbeat.host_id == _host_id() and _is_gone(heartbeat)]
 
 
-def place_as_json(place: CurrentPlace) -> dict[str, Any]:
+def progress_to_json(progress: Progress) -> dict[str, Any]:
     """Return progress as JSON values."""
-    return asdict(place)
+    return asdict(progress)
 
 
-def place_from_json(fields: Mapping[str, Any]) -> CurrentPlace:
-    """Inverse of `place_as_json`."""
-    place = {**fields, "phases": tuple(fields["phases"])}
+def progress_from_json(fields: Mapping[str, Any]) -> Progress:
+    """Inverse of `progress_to_json`."""
+    values = {**fields, "phases": tuple(fields["phases"])}
     for name in ("operation", "last_operation"):
-        if place[name] is not None:
-            place[name] = OperationPlace(**{**place[name], "ranks": tuple(place[name]["ranks"])})
-    return CurrentPlace(**place)
+        if values[name] is not None:
+            values[name] = CollectiveInfo(**{**values[name], "ranks": tuple(values[name]["ranks"])})
+    return Progress(**values)
 
 
-class _Speaker:
-    """Heartbeat thread of the thread that creates it; see Note [Signs]."""
+class _HeartbeatThread:
+    """Heartbeat thread of the thread that creates it; see Note [Heartbeats]."""
 
     def __init__(self, default: Any) -> None:
         self._default = default  # Any: torch's stubs leave out methods of stores
-        self._store = _signs_store(_client_of(default))
+        self._store = _heartbeat_store(_new_client(default))
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._watched = threading.get_ident()
+        self._observed_thread = threading.get_ident()
         self._process_id = os.getpid()
-        self._who = {
+        self._identity = {
             "host": socket.gethostname(),
             "process_id": self._process_id,
-            "machine": _machine(),
-            "born": psutil.Process().create_time(),
+            "host_id": _host_id(),
+            "started_at": psutil.Process().create_time(),
         }
-        self._beat = 0
-        self._stands = _Standing(CurrentPlace())
+        self._sequence = 0
+        self._stall = _StallTimer(Progress())
         self._backend = str(dist.get_backend())
         self._lock = threading.Lock()  # one thread writes at a time, and the last heartbeat is written last
         self._stopping = threading.Event()
@@ -206,7 +206,7 @@ class _Speaker:
         join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
-    def is_speaking_of(self, default: Store) -> bool:
+    def is_running_for(self, default: Store) -> bool:
         """Return whether it runs in this process, for the process group of this store."""
         return self._default is default and self._process_id == os.getpid() and self._thread.is_alive()
 
@@ -216,91 +216,97 @@ class _Speaker:
             return
         self._stopping.set()
         with self._lock, suppress(RuntimeError):  # the process that serves the store has ended before this one
-            self._say(state)
-            self._store.append(_ENDS_KEY, json.dumps([self._rank, state, text]) + "\n")
+            self._write(state)
+            self._store.append(_EXITS_KEY, json.dumps([self._rank, state, text]) + "\n")
 
     def _run(self) -> None:
         seconds = _seconds_between(self._size)
         is_first = True
         while is_first or not self._stopping.wait(seconds):
             is_first = False
-            if not self._is_of_now():
+            if not self._is_current():
                 return
             with self._lock, suppress(RuntimeError):  # the store is gone, or will answer again later
                 if not self._stopping.is_set():
-                    self._say(RUNNING)
-                    self._look(seconds)
+                    self._write(RUNNING)
+                    self._check_stall(seconds)
 
-    def _look(self, seconds: float) -> None:
+    def _check_stall(self, seconds: float) -> None:
         """Abort waits for ended ranks, and report a stall before the backend aborts the process."""
-        place, ended = self._place(), set(_ends(self._store))
-        before = self._stands.seconds
-        self._stands.look(place, seconds, have_ended=bool(ended) and bool(place.phases))
-        if self._stands.seconds_with_ended >= _PATIENCE_WITH_ENDED_SECONDS:
-            self._stands.seconds_with_ended = 0.0
-            from booster.comm.waiting import break_off
+        progress, ended = self._progress(), set(_exits(self._store))
+        before = self._stall.seconds
+        self._stall.update(progress, seconds, have_ended=bool(ended) and bool(progress.phases))
+        if self._stall.seconds_with_ended >= _ENDED_RANK_TIMEOUT_SECONDS:
+            self._stall.seconds_with_ended = 0.0
+            from booster.comm.waiting import abort_waits
 
-            break_off(ended)
-        limit = time_limits().training * _PART_OF_LIMIT
-        if before < limit <= self._stands.seconds and "gloo" not in self._backend:
-            sys.stderr.write(f"{self._standstill()}\n")
+            abort_waits(ended)
+        timeout = timeouts().training * _STALL_FRACTION
+        if before < timeout <= self._stall.seconds and "gloo" not in self._backend:
+            sys.stderr.write(f"{self._stall_report()}\n")
 
-    def _standstill(self) -> str:
+    def _stall_report(self) -> str:
         """Return the stall report: the last heartbeats of all ranks."""
-        signs = {rank: self._store.get(str(rank)) for rank in range(min(self._size, _MAX_LISTED))}
-        lines = [f"  rank {rank}: {_sign_from(note).place}" for rank, note in signs.items()]
+        heartbeats = {rank: self._store.get(str(rank)) for rank in range(min(self._size, _MAX_LISTED))}
+        lines = [f"  rank {rank}: {_heartbeat_from(text).progress}" for rank, text in heartbeats.items()]
         more = [f"  and {self._size - _MAX_LISTED} more ranks"] if self._size > _MAX_LISTED else []
         head = (
-            f"rank {self._rank}: no progress for {self._stands.seconds:.0f} s, and {self._backend} aborts a process"
-            f" that waits for {time_limits().training:g} s in a collective. Progress by the ranks' last heartbeats:"
+            f"rank {self._rank}: no progress for {self._stall.seconds:.0f} s, and {self._backend} aborts a process"
+            f" that waits for {timeouts().training:g} s in a collective. Progress by the ranks' last heartbeats:"
         )
         return "\n".join((head, *lines, *more))
 
-    def _is_of_now(self) -> bool:
+    def _is_current(self) -> bool:
         try:
             return dist.is_initialized() and _get_default_store() is self._default
         except (RuntimeError, ValueError):  # the process group was destroyed between the two calls
             return False
 
-    def _place(self) -> CurrentPlace:
-        return current_place(self._watched)
+    def _progress(self) -> Progress:
+        return current_progress(self._observed_thread)
 
-    def _say(self, state: str) -> None:
-        self._beat += 1
-        place = place_as_json(self._place())
-        note = {"beat": self._beat, "at": time.time(), "state": state, "place": place, **self._who}
-        self._store.set(str(self._rank), json.dumps(note))
+    def _write(self, state: str) -> None:
+        self._sequence += 1
+        progress = progress_to_json(self._progress())
+        heartbeat = {
+            "sequence": self._sequence,
+            "time": time.time(),
+            "state": state,
+            "progress": progress,
+            **self._identity,
+        }
+        self._store.set(str(self._rank), json.dumps(heartbeat))
 
 
-class _Standing:
+class _StallTimer:
     """Seconds that a thread has made no progress, in all and since some rank's program ended."""
 
-    def __init__(self, place: CurrentPlace) -> None:
-        self._mark = self._mark_of(place)
+    def __init__(self, progress: Progress) -> None:
+        self._key = self._key_of(progress)
         self.seconds = 0.0
         self.seconds_with_ended = 0.0
 
-    def look(self, place: CurrentPlace, seconds: float, *, have_ended: bool) -> None:
+    def update(self, progress: Progress, seconds: float, *, have_ended: bool) -> None:
         """Update the seconds.
 
         Args:
-            place: Progress of the thread.
+            progress: Progress of the thread.
             seconds: Time since the last update.
             have_ended: If True, some rank's program has ended.
         """
-        mark = self._mark_of(place)
-        stands, self._mark = mark == self._mark, mark
-        self.seconds = self.seconds + seconds if stands else 0.0
-        self.seconds_with_ended = self.seconds_with_ended + seconds if stands and have_ended else 0.0
+        key = self._key_of(progress)
+        is_stalled, self._key = key == self._key, key
+        self.seconds = self.seconds + seconds if is_stalled else 0.0
+        self.seconds_with_ended = self.seconds_with_ended + seconds if is_stalled and have_ended else 0.0
 
     @staticmethod
-    def _mark_of(place: CurrentPlace) -> tuple[object, ...]:
-        return place.num_steps, place.phases, place.operation, place.last_operation
+    def _key_of(progress: Progress) -> tuple[object, ...]:
+        return progress.num_steps, progress.phases, progress.operation, progress.last_operation
 
 
-def _client_of(default: Any) -> Any:
+def _new_client(default: Any) -> Any:
     try:
-        return new_client(default, time_limits().setup)
+        return new_client(default, timeouts().setup)
     except dist.DistError as error:
         raise RankFailedError(
             f"rank {dist.get_rank()} could not connect to the store of torch.distributed again: {error}. The process"
@@ -309,24 +315,24 @@ def _client_of(default: Any) -> Any:
         ) from error
 
 
-def _signs_store(client: Any) -> BoundedStore:
-    return BoundedStore(client, "booster.signs", ANSWER_SECONDS)
+def _heartbeat_store(client: Any) -> TimeoutStore:
+    return TimeoutStore(client, "booster.signs", ANSWER_SECONDS)
 
 
-def _sign_from(note: bytes) -> Sign:
-    fields = json.loads(note)
-    return Sign(**{**fields, "place": place_from_json(fields["place"])})
+def _heartbeat_from(text: bytes) -> Heartbeat:
+    fields = json.loads(text)
+    return Heartbeat(**{**fields, "progress": progress_from_json(fields["progress"])})
 
 
-def _ends(store: BoundedStore) -> dict[int, tuple[str, str]]:
-    if not store.check([_ENDS_KEY]):
+def _exits(store: TimeoutStore) -> dict[int, tuple[str, str]]:
+    if not store.check([_EXITS_KEY]):
         return {}
-    entries = [json.loads(line) for line in store.get(_ENDS_KEY).splitlines()]
+    entries = [json.loads(line) for line in store.get(_EXITS_KEY).splitlines()]
     return {rank: (state, text) for rank, state, text in entries}
 
 
 @cache
-def _machine() -> str:
+def _host_id() -> str:
     """Return an identifier that processes share only if they see each other's process ids."""
     try:
         namespace = os.stat("/proc/self/ns/pid")
@@ -335,14 +341,14 @@ def _machine() -> str:
         return f"{socket.gethostname()}/{os.getpid()}"
 
 
-def _is_gone(sign: Sign) -> bool:
+def _is_gone(heartbeat: Heartbeat) -> bool:
     try:
-        process = psutil.Process(sign.process_id)
-        return bool(process.create_time() != sign.born or process.status() == psutil.STATUS_ZOMBIE)
+        process = psutil.Process(heartbeat.process_id)
+        return bool(process.create_time() != heartbeat.started_at or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
     except psutil.AccessDenied:
         return False
 
 
-_speaker: _Speaker | None = None
+_thread: _HeartbeatThread | None = None

@@ -15,21 +15,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from booster.comm.operation import Operation
+    from booster.comm.operation import CollectiveOp
     from booster.comm.shared_memory import GroupMemory
 
-__all__ = ["Started", "perform_started"]
+__all__ = ["PendingWork", "flush_pending"]
 
 
-class _OfThisThread(threading.local):
+class _ThreadPending(threading.local):
     def __init__(self) -> None:
-        self.operations: deque[Started] = deque()
+        self.operations: deque[PendingWork] = deque()
 
 
-_mine = _OfThisThread()
+_pending = _ThreadPending()
 
 
-class Started:
+class PendingWork:
     """Queued operation.
 
     Args:
@@ -39,56 +39,56 @@ class Started:
             fails.
     """
 
-    def __init__(self, home: GroupMemory, operation: Operation, perform: Callable[[], None]) -> None:
-        self._home = home
+    def __init__(self, group_memory: GroupMemory, operation: CollectiveOp, function: Callable[[], None]) -> None:
+        self._group_memory = group_memory
         self._operation = operation
-        self._perform: Callable[[], None] | None = perform
+        self._function: Callable[[], None] | None = function
         self._is_queued = True
-        with home.lock:
-            home.started.append(self)
-        _mine.operations.append(self)
+        with group_memory.lock:
+            group_memory.pending.append(self)
+        _pending.operations.append(self)
 
     @property
     def lock(self) -> threading.RLock:
         """Lock that is held while it runs."""
-        return self._home.lock
+        return self._group_memory.lock
 
     @property
-    def is_performed(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has run."""
-        return self._perform is None
+        return self._function is None
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Run everything that was started before it, and then itself; return at once if it has run.
 
         Raises:
             RankFailedError: A rank is lost or too late, in this operation or one before it.
         """
-        if not self.is_performed:
-            perform_started(self)
-            self._take_turns()
+        if not self.is_done:
+            flush_pending(self)
+            self._run_in_order()
 
-    def _take_turns(self) -> None:
-        with self._home.lock:
+    def _run_in_order(self) -> None:
+        with self._group_memory.lock:
             while self._is_queued:
-                self._home.started.popleft()._run()
-            if not self.is_performed:
+                self._group_memory.pending.popleft()._run()
+            if not self.is_done:
                 self._run()  # it has failed, and fails again
 
     def _run(self) -> None:
         self._is_queued = False
-        if self._perform is not None:
-            with self._operation.failures_named():
-                self._perform()
-            self._perform = None  # frees its tensors
+        if self._function is not None:
+            with self._operation.translate_errors():
+                self._function()
+            self._function = None  # frees its tensors
 
 
-def perform_started(last: Started | None = None) -> None:
+def flush_pending(last: PendingWork | None = None) -> None:
     """Run this thread's pending work, up to an operation, by default all.
 
     Raises:
         RankFailedError: A rank is lost or too late.
     """
-    mine = _mine.operations
-    while mine and (last is None or not last.is_performed):
-        mine.popleft()._take_turns()
+    pending = _pending.operations
+    while pending and (last is None or not last.is_done):
+        pending.popleft()._run_in_order()

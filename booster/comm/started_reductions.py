@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from booster.comm.collectives import group_size
-from booster.comm.operation import begin
-from booster.comm.started import Started
+from booster.comm.operation import start_op
+from booster.comm.started import PendingWork
 from booster.kernels.shared_memory import can_reduce
 
 __all__ = ["AllReduce", "start_all_reduce"]
@@ -51,15 +51,15 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     if not tensor.is_contiguous():
         raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} is not contiguous")
     volume = 2 * (size - 1) * tensor.nbytes // size
-    operation = begin("all_reduce", group, sent=volume, received=volume)
-    home = operation.memory_for(tensor) if can_reduce(tensor.dtype) else None
-    if home is not None:
-        reduce = partial(home.memory.all_reduce, tensor, "sum", operation.number)
-        return AllReduce(Started(home, operation, reduce).finish)
+    operation = start_op("all_reduce", group, sent=volume, received=volume)
+    group_memory = operation.memory_for(tensor) if can_reduce(tensor.dtype) else None
+    if group_memory is not None:
+        reduce = partial(group_memory.memory.all_reduce, tensor, "sum", operation.number)
+        return AllReduce(PendingWork(group_memory, operation, reduce).wait)
     # gloo rounds a sum of 16-bit numbers after every addition
     is_widened = tensor.dtype in _LOW_PRECISION and tensor.device.type == "cpu"
     total = tensor.float() if is_widened else tensor
-    with operation.failures_named():
+    with operation.translate_errors():
         work = dist.all_reduce(total, dist.ReduceOp.SUM, group=group, async_op=True)
 
     def wait() -> None:

@@ -14,20 +14,20 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from booster.comm.bounded_store import BoundedStore, new_client
+from booster.comm.bounded_store import TimeoutStore, new_client
 from booster.comm.collectives import global_rank_of, group_rank, group_size
-from booster.comm.inquiry import last_signs_of, listed, surroundings
-from booster.comm.signs import ended_processes, ends_of_ranks, read_signs
-from booster.comm.started import perform_started
+from booster.comm.inquiry import describe_last_heartbeats, format_phase, format_ranks
+from booster.comm.signs import ended_processes, exit_statuses, read_heartbeats
+from booster.comm.started import flush_pending
 from booster.errors import BoosterError, DesyncError, RankFailedError
-from booster.phases import current_place
-from booster.time_limits import time_limits
+from booster.phases import current_progress
+from booster.time_limits import timeouts
 
-__all__ = ["ErrorBarrier", "own_store"]
+__all__ = ["ErrorBarrier", "clone_store"]
 
 # Note [Error barrier]
 # Every phase has separate keys. Each rank writes `report/<rank>`: its error, if any, and its payload. Rank 0 waits for
-# all reports and writes the `verdict`; the others wait for that. The verdict is written by compare_set, so once: a rank
+# all reports and writes the `outcome`; the others wait for that. The verdict is written by compare_set, so once: a rank
 # whose wait times out writes one too, naming the ranks without a report. The first one applies to every rank, also to
 # one that arrives later. So no rank continues where another timed out.
 # A rank deletes its report once the verdict shows that rank 0 has read it; the last reader deletes the verdict. After a
@@ -40,7 +40,7 @@ _CHUNK_BYTES = 4 * 2**20  # TCPStore takes no value above 8 MiB
 _MAX_TEXT = 4000
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02
 _ANSWER_SECONDS = 10.0  # timeout of a store call; a host may pause for a while
-_SECONDS_BETWEEN_LOOKS = 1.0  # between checks of whether missing ranks are alive
+_ALIVE_CHECK_SECONDS = 1.0  # between checks of whether missing ranks are alive
 _RANKS_AT_LAST_PAUSE = 64  # a larger world polls less often, so that its store serves as many requests a second
 
 # By default store: the barriers' client of it, and the number of barriers of each name.
@@ -66,21 +66,21 @@ class ErrorBarrier:
     ) -> None:
         self._group = group
         self._rank, self._size = group_rank(group), group_size(group)
-        self._timeout_seconds = time_limits().checkpoint if timeout_seconds is None else timeout_seconds
+        self._timeout_seconds = timeouts().checkpoint if timeout_seconds is None else timeout_seconds
         self._name = name
         self._num_phases = 0
-        self._store = None if self._size == 1 else self._own_store()
+        self._store = None if self._size == 1 else self._clone_store()
 
-    def _own_store(self) -> BoundedStore:
+    def _clone_store(self) -> TimeoutStore:
         try:
-            return own_store(self._group, self._name, min(self._timeout_seconds, _ANSWER_SECONDS))
+            return clone_store(self._group, self._name, min(self._timeout_seconds, _ANSWER_SECONDS))
         except dist.DistError as failure:
-            raise self._lost_store("the begin", failure) from failure
+            raise self._store_error("the begin", failure) from failure
 
-    def _lost_store(self, phase: str, failure: dist.DistError) -> RankFailedError:
+    def _store_error(self, phase: str, failure: dist.DistError) -> RankFailedError:
         return RankFailedError(
             f"rank {dist.get_rank()} lost the store of torch.distributed at {phase} of {self._name!r}"
-            f"{surroundings(current_place())}: {str(failure).splitlines()[0]}. The process that serves it (rank 0 or"
+            f"{format_phase(current_progress())}: {str(failure).splitlines()[0]}. The process that serves it (rank 0 or"
             " the launcher) has ended or is stopped, see its log"
         )
 
@@ -100,7 +100,7 @@ class ErrorBarrier:
 
         Collective: every rank of the group must call it.
         """
-        reports, _ = self._meet(phase, payload, error, is_shared=False)
+        reports, _ = self._run_round(phase, payload, error, is_shared=False)
         return reports
 
     def share(self, phase: str, payload: bytes | None = None, error: Exception | None = None) -> bytes:
@@ -113,20 +113,20 @@ class ErrorBarrier:
 
         Collective: every rank of the group must call it.
         """
-        _, shared = self._meet(phase, payload or b"", error, is_shared=True)
+        _, shared = self._run_round(phase, payload or b"", error, is_shared=True)
         return shared
 
-    def _meet(
+    def _run_round(
         self, phase: str, payload: bytes, error: Exception | None, *, is_shared: bool
     ) -> tuple[list[bytes], bytes]:
         if self._store is None:
             if error is not None:
                 raise error
             return [payload], payload
-        perform_started()
+        flush_pending()
         self._num_phases += 1
         store = self._store.under(str(self._num_phases))
-        meeting = Meeting(
+        round_ = BarrierRound(
             store,
             self._rank,
             self._size,
@@ -135,14 +135,14 @@ class ErrorBarrier:
             world_ranks=[global_rank_of(rank, self._group) for rank in range(self._size)],
         )
         try:
-            return meeting.hold(payload, error, is_shared=is_shared)
+            return round_.run(payload, error, is_shared=is_shared)
         except dist.DistError as failure:
             if error is not None:
                 raise error from failure
-            raise self._lost_store(repr(phase), failure) from failure
+            raise self._store_error(repr(phase), failure) from failure
 
 
-class Meeting:
+class BarrierRound:
     """One phase on one rank; see Note [Error barrier]."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Meeting:
         self._timeout_seconds = timeout_seconds
         self._reports = [f"report/{other}" for other in range(size)]
 
-    def hold(self, payload: bytes, error: Exception | None, *, is_shared: bool) -> tuple[list[bytes], bytes]:
+    def run(self, payload: bytes, error: Exception | None, *, is_shared: bool) -> tuple[list[bytes], bytes]:
         """Return the payloads of all ranks (on rank 0, unless shared) and the shared one."""
         self._report(error, b"" if is_shared else payload)
         payloads: list[bytes] = []
@@ -170,38 +170,40 @@ class Meeting:
             if self._wait(self._reports, or_key="verdict"):
                 heads, payloads = self._read(self._reports)
                 failure = self._failure(heads)
-                self._pronounce(failure, payload if is_shared and failure is None else b"")
+                self._write_outcome(failure, payload if is_shared and failure is None else b"")
         else:
             self._wait(["verdict"])
-        (verdict,), (shared,) = self._read(["verdict"])
-        self._leave(verdict)
-        if verdict["error"] is not None:
-            raise error if error is not None else _raised(verdict["error"])
+        (outcome,), (shared,) = self._read(["verdict"])
+        self._leave(outcome)
+        if outcome["error"] is not None:
+            raise error if error is not None else _deserialize(outcome["error"])
         return [] if is_shared else payloads, shared
 
     def _report(self, error: Exception | None, payload: bytes) -> None:
-        key, head = self._reports[self._rank], {"phase": self._phase, "error": error and _described(error)}
+        key, head = self._reports[self._rank], {"phase": self._phase, "error": error and _serialize(error)}
         self._num_own_chunks = _num_chunks(payload)
         self._store.set(key, self._with_chunks(key, head, payload))
 
     def _wait(self, keys: Sequence[str], or_key: str | None = None) -> bool:
         """Return whether the keys appeared before `or_key`; write the verdict if they will not appear."""
         began = time.monotonic()
-        deadline, next_look = began + self._timeout_seconds, began + _SECONDS_BETWEEN_LOOKS
+        deadline, next_check = began + self._timeout_seconds, began + _ALIVE_CHECK_SECONDS
         pause, last_pause = _FIRST_PAUSE, _LAST_PAUSE * max(1.0, self._size / _RANKS_AT_LAST_PAUSE)
         while not self._store.check(list(keys)):
             if or_key is not None and self._store.check([or_key]):
                 return False
             now = time.monotonic()
-            if now >= next_look:
-                next_look = now + _SECONDS_BETWEEN_LOOKS
-                over = self._over()
-                if over:
-                    self._pronounce(self._absence(over, f"before their end, noticed after {now - began:.1f} s"))
+            if now >= next_check:
+                next_check = now + _ALIVE_CHECK_SECONDS
+                ended = self._ended()
+                if ended:
+                    self._write_outcome(
+                        self._timeout_error(ended, f"before their end, noticed after {now - began:.1f} s")
+                    )
                     return False
             if now >= deadline:
                 late = f"within {self._timeout_seconds:g} s"
-                self._pronounce(self._absence(self._missing() or [0], late))
+                self._write_outcome(self._timeout_error(self._missing() or [0], late))
                 return False
             time.sleep(min(pause, deadline - now))
             pause = min(2 * pause, last_pause)
@@ -210,24 +212,24 @@ class Meeting:
     def _missing(self) -> list[int]:
         return [rank for rank, key in enumerate(self._reports) if not self._store.check([key])]
 
-    def _over(self) -> list[int]:
-        """Return the missing ranks whose program or process has ended; see Note [Signs]."""
+    def _ended(self) -> list[int]:
+        """Return the missing ranks whose program or process has ended; see Note [Heartbeats]."""
         if self._world_ranks is None:
             return []
         missing = {self._world_ranks[rank]: rank for rank in self._missing()}
-        over = {*ends_of_ranks(), *ended_processes(read_signs(missing))}
+        ended = {*exit_statuses(), *ended_processes(read_heartbeats(missing))}
         # A rank may have written its report and ended since.
         still_missing = set(self._missing())
-        return [rank for world_rank, rank in missing.items() if world_rank in over and rank in still_missing]
+        return [rank for world_rank, rank in missing.items() if world_rank in ended and rank in still_missing]
 
-    def _absence(self, missing: Sequence[int], when: str) -> dict[str, Any]:
+    def _timeout_error(self, missing: Sequence[int], when: str) -> dict[str, Any]:
         ranks = list(missing) if self._world_ranks is None else [self._world_ranks[rank] for rank in missing]
         known = "see the logs of the missing ranks; they died, hang, or need a longer timeout"
         if self._world_ranks is not None:
-            known = f"{last_signs_of(ranks)}. See their logs; they died, hang, or need a longer timeout"
+            known = f"{describe_last_heartbeats(ranks)}. See their logs; they died, hang, or need a longer timeout"
         text = (
-            f"{listed(ranks)} did not complete {self._phase} {when}, so all ranks stop"
-            f"{surroundings(current_place())}: {known}"
+            f"{format_ranks(ranks)} did not complete {self._phase} {when}, so all ranks stop"
+            f"{format_phase(current_progress())}: {known}"
         )
         return {"class": RankFailedError.__name__, "text": text, "is_late": True}
 
@@ -247,16 +249,16 @@ class Meeting:
         text = f"rank {rank} failed{others} at {self._phase}, so all ranks stop: {text}"
         return {"class": name, "text": text, "is_late": False}
 
-    def _pronounce(self, failure: dict[str, Any] | None, payload: bytes = b"") -> None:
+    def _write_outcome(self, failure: dict[str, Any] | None, payload: bytes = b"") -> None:
         value = self._with_chunks("verdict", {"error": failure}, payload)
         self._store.compare_set("verdict", "", value)
 
-    def _leave(self, verdict: dict[str, Any]) -> None:
-        if verdict["error"] is not None and verdict["error"]["is_late"]:
+    def _leave(self, outcome: dict[str, Any]) -> None:
+        if outcome["error"] is not None and outcome["error"]["is_late"]:
             return
         self._delete(self._reports[self._rank], self._num_own_chunks)
         if self._store.add("left", 1) == self._size:
-            self._delete("verdict", verdict["num_chunks"])
+            self._delete("verdict", outcome["num_chunks"])
             self._store.delete_key("left")
 
     # Values of any size: a line of JSON and the first bytes under the key, the rest in chunks, which are written
@@ -294,7 +296,7 @@ def _num_chunks(payload: bytes) -> int:
     return max(1, -(-len(payload) // _CHUNK_BYTES))
 
 
-def own_store(group: dist.ProcessGroup | None, name: str, answer_seconds: float = _ANSWER_SECONDS) -> BoundedStore:
+def clone_store(group: dist.ProcessGroup | None, name: str, answer_seconds: float = _ANSWER_SECONDS) -> TimeoutStore:
     """Return a store under a prefix unused by these ranks so far, by a client that only this module uses."""
     default: Any = _get_default_store()
     ranks = dist.get_process_group_ranks(group)
@@ -304,17 +306,17 @@ def own_store(group: dist.ProcessGroup | None, name: str, answer_seconds: float 
             _clients[default] = (new_client(default, answer_seconds), Counter())
         client, uses = _clients[default]
         uses[key] += 1
-        return BoundedStore(client, f"booster.barrier/{key}/{uses[key]}", answer_seconds)
+        return TimeoutStore(client, f"booster.barrier/{key}/{uses[key]}", answer_seconds)
 
 
-def _described(error: Exception) -> tuple[str, str]:
+def _serialize(error: Exception) -> tuple[str, str]:
     """Return class name (this library's base class, or else the error's own) and text of an error."""
     known = next((cls for cls in type(error).__mro__ if cls in _known_classes().values()), None)
     text = str(error)[:_MAX_TEXT]
     return (known.__name__, text) if known else (type(error).__name__, f"{type(error).__name__}: {text}")
 
 
-def _raised(failure: dict[str, Any]) -> BoosterError:
+def _deserialize(failure: dict[str, Any]) -> BoosterError:
     return _known_classes().get(failure["class"], RankFailedError)(failure["text"])
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _world
 
-from booster.comm.inquiry import Inquiry, Place, noted_failures, write_note, write_that_left
+from booster.comm.inquiry import CollectiveId, FailureDiagnosis, append_failure, report_group_abort, reported_failures
 from booster.comm.shared_memory import abort_shared_memory
 from booster.errors import RankFailedError
 from booster.kernels.shared_memory import SharedMemoryError
 
-__all__ = ["REPORT_SECONDS", "Place", "break_off", "failures_named", "hang_up", "note_failure"]
+__all__ = ["REPORT_SECONDS", "CollectiveId", "abort_groups", "abort_waits", "report_failure", "translate_errors"]
 
 # Note [Missing ranks]
 # A broken connection does not identify the rank that caused it: one rank's wait for another times out, which breaks its
@@ -28,10 +28,10 @@ __all__ = ["REPORT_SECONDS", "Place", "break_off", "failures_named", "hang_up", 
 # the list of missing ranks (by compare_set, so once) and all use it. A late rank finds its connections closed, and
 # reads that it was counted as missing. For a message between two ranks the list is about those two.
 # Nothing is waited for where shared memory reported an ended process, a process of this host is gone, or a rank
-# reported that its program has ended. For the state of missing ranks see Note [Signs].
+# reported that its program has ended. For the state of missing ranks see Note [Heartbeats].
 # The keys belong to the group and stay: a gloo group cannot be repaired, and later calls on it fail the same way. No
 # rank waits inside of the store: see Note [Error barrier].
-# A rank that fails for a local reason spares the others the wait: `note_failure` reports the reason, `hang_up` reports
+# A rank that fails for a local reason spares the others the wait: `report_failure` reports the reason, `abort_groups` reports
 # that it has left the groups and closes its connections. Reported failures belong to the world and outlive a failure
 # that the program survives, so a report alone does not end a diagnosis; leaving the group does.
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a barrier before each collective, over connections that stay open: a
@@ -40,11 +40,11 @@ __all__ = ["REPORT_SECONDS", "Place", "break_off", "failures_named", "hang_up", 
 REPORT_SECONDS = 3.0
 _NEVER_SENT = 2**24 - 1  # a tag
 _AT_ONCE = timedelta(milliseconds=1)
-_MAX_NOTE = 400  # characters of a rank's report of its failure
+_MAX_REASON = 400  # characters of a rank's report of its failure
 _MAX_TEXT = 300
 
 # Errors of gloo, nccl, torch's debug mode and our shared memory when a rank is lost or late. Others are about the call.
-_LOST = re.compile(
+_CONNECTION_LOST = re.compile(
     r"timed? ?out|connection|closed|reset by peer|broken pipe|socket|monitoredBarrier|remote (process|error)|abort",
     re.IGNORECASE,
 )
@@ -55,7 +55,7 @@ _ADVICE = re.compile(r"This is typically caused by|GLHF!")
 
 
 @contextmanager
-def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[None]:
+def translate_errors(collective: CollectiveId, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Translate an error about a lost or late rank to `RankFailedError`. Every blocking wait uses it.
 
     Raises:
@@ -65,20 +65,20 @@ def failures_named(place: Place, group: dist.ProcessGroup | None) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        if not _LOST.search(str(error)):
+        if not _CONNECTION_LOST.search(str(error)):
             raise
-        raise RankFailedError(_explanation(place, group or _get_default_group(), error)) from error
+        raise RankFailedError(_explain(collective, group or _get_default_group(), error)) from error
 
 
-def _explanation(place: Place, group: dist.ProcessGroup, error: RuntimeError) -> str:
-    head, tail = f"rank {dist.get_rank()} could not finish {place}", _witness(error, group)
+def _explain(collective: CollectiveId, group: dist.ProcessGroup, error: RuntimeError) -> str:
+    head, tail = f"rank {dist.get_rank()} could not finish {collective}", _backend_message(error, group)
     try:
-        inquiry = Inquiry(place, group)
-        head = f"rank {dist.get_rank()} could not finish {inquiry.where()}"
+        diagnosis = FailureDiagnosis(collective, group)
+        head = f"rank {dist.get_rank()} could not finish {diagnosis.describe()}"
         _close_connections(group)
-        inquiry.report()
-        finding = inquiry.finding(REPORT_SECONDS, _known_to_have_ended(error, group))
-        return f"{head}: {finding}" if noted_failures() else f"{head}: {finding}{tail}"
+        diagnosis.report()
+        result = diagnosis.diagnose(REPORT_SECONDS, _known_to_have_ended(error, group))
+        return f"{head}: {result}" if reported_failures() else f"{head}: {result}{tail}"
     except dist.DistError as failure:
         return (
             f"{head}, and the store of torch.distributed is gone too ({_first_line(failure)}): the process that serves"
@@ -86,8 +86,8 @@ def _explanation(place: Place, group: dist.ProcessGroup, error: RuntimeError) ->
         )
 
 
-def _witness(error: RuntimeError, group: dist.ProcessGroup) -> str:
-    """Return the transport's error in parentheses, or "" where this rank aborted the wait itself; see `break_off`."""
+def _backend_message(error: RuntimeError, group: dist.ProcessGroup) -> str:
+    """Return the transport's error in parentheses, or "" where this rank aborted the wait itself; see `abort_waits`."""
     if isinstance(error, SharedMemoryError):
         return "" if error.is_own_abort else f" (shared memory reports: {_first_line(error)})"
     is_of_gloo = "gloo" in str(dist.get_backend(group)) and "nccl" not in str(error).lower()
@@ -100,18 +100,18 @@ def _known_to_have_ended(error: RuntimeError, group: dist.ProcessGroup) -> list[
     return [dist.get_global_rank(group, error.ended_rank)]
 
 
-def note_failure(text: str) -> None:
+def report_failure(text: str) -> None:
     """Report this rank's failure: the other ranks' errors about lost ranks will include it.
 
-    Called before `hang_up`, for a local failure, not for a `RankFailedError`. No communication: it writes into the
+    Called before `abort_groups`, for a local failure, not for a `RankFailedError`. No communication: it writes into the
     store. If that is gone, or there is no process group, nothing happens.
     """
     if dist.is_initialized():
         with suppress(RuntimeError):  # the process that serves the store has ended
-            write_note(shorten(text, _MAX_NOTE, placeholder=" ..."))
+            append_failure(shorten(text, _MAX_REASON, placeholder=" ..."))
 
 
-def hang_up(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -> None:
+def abort_groups(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -> None:
     """Abort this rank's connections in `groups`. Peers waiting on it fail immediately.
 
     Works with gloo and shared memory; peers that wait by NCCL fail at its timeout. Returns at once. Nothing is raised
@@ -125,12 +125,12 @@ def hang_up(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -> Non
     mine = [group for group in chosen if dist.get_rank(group) >= 0]
     for group in mine:
         with suppress(RuntimeError):  # the process that serves the store has ended
-            write_that_left(group, shorten(reason, _MAX_NOTE, placeholder=" ..."))
+            report_group_abort(group, shorten(reason, _MAX_REASON, placeholder=" ..."))
     for group in mine:
         _close_connections(group)
 
 
-def break_off(ranks: Collection[int]) -> None:
+def abort_waits(ranks: Collection[int]) -> None:
     """Abort this rank's waits in all groups of these global ranks, whose programs have ended.
 
     Any thread may call it. The ranks must have contributed to everything that can still complete.

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.comm import count_communication
-from booster.interface.rank_memory import ActivationProfile, Stretch
+from booster.interface.rank_memory import ActivationProfile, MemoryInterval
 from booster.tensor_tree import map_tensors
 
-__all__ = ["Event", "Recording", "peak_of", "profile_of", "record"]
+__all__ = ["Event", "MemoryTimeline", "measure_peak", "profile_of", "record_timeline"]
 
 # Note [Activation memory]
 # The model runs forward and backward on fake tensors, which have shapes, dtypes and storage sizes, but no memory. Each
@@ -33,7 +33,7 @@ Event: TypeAlias = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class MemoryTimeline:
     """Timeline of memory events of a forward and backward.
 
     Attributes:
@@ -47,76 +47,82 @@ class Recording:
     sent: int
 
 
-def record(model: nn.Module, run: Callable[[], torch.Tensor], *, before: Sequence[torch.Tensor]) -> Recording:
+def record_timeline(
+    model: nn.Module, run: Callable[[], torch.Tensor], *, existing: Sequence[torch.Tensor]
+) -> MemoryTimeline:
     """Record the memory events of `run` and of the backward of its loss. Must be called within a `FakeTensorMode`.
 
     Args:
         model: Model whose parameters get the gradients.
         run: Function that runs the model's forward on fake tensors and returns the loss.
-        before: Existing tensors, which are not counted: parameters, buffers, the batch.
+        existing: Existing tensors, which are not counted: parameters, buffers, the batch.
     """
-    meter = _Meter(before)
-    with meter, _gradients_reported(model, meter), _course_noted(model, meter):
+    tracker = _StorageTracker(existing)
+    with tracker, _track_gradients(model, tracker), _track_modules(model, tracker):
         with count_communication() as count:
             loss = run()
-            num_before_loss = len(meter.events)
+            num_before_loss = len(tracker.events)
             loss.backward()
-        events = list(meter.events)
-    return Recording(events[:num_before_loss], events[num_before_loss:], sum(count.sent.values()))
+        events = list(tracker.events)
+    return MemoryTimeline(events[:num_before_loss], events[num_before_loss:], sum(count.sent.values()))
 
 
-def profile_of(recording: Recording) -> ActivationProfile:
+def profile_of(timeline: MemoryTimeline) -> ActivationProfile:
     """Summarize a recording; see Note [Activation memory]."""
-    activations = gradients = kept = 0
-    moments: list[tuple[int, int]] = []
-    course: list[tuple[str, str, int, int, int]] = []
-    for index, (event, name, more, more_gradients) in enumerate((*recording.forward, *recording.backward)):
-        if index == len(recording.forward):
-            kept = activations
+    activations = gradients = saved = 0
+    candidates: list[tuple[int, int]] = []
+    timeline_intervals: list[tuple[str, str, int, int, int]] = []
+    for index, (event, name, change, gradient_change) in enumerate((*timeline.forward, *timeline.backward)):
+        if index == len(timeline.forward):
+            saved = activations
         if event:
-            course.append((event, name, activations, activations, more))
+            timeline_intervals.append((event, name, activations, activations, change))
             continue
-        activations += more
-        gradients += more_gradients
-        if more > 0 and course and course[-1][3] < activations:
-            course[-1] = (*course[-1][:3], activations, course[-1][4])
-        if more > 0 or more_gradients > 0:
-            moments.append((activations, gradients))
+        activations += change
+        gradients += gradient_change
+        if change > 0 and timeline_intervals and timeline_intervals[-1][3] < activations:
+            timeline_intervals[-1] = (*timeline_intervals[-1][:3], activations, timeline_intervals[-1][4])
+        if change > 0 or gradient_change > 0:
+            candidates.append((activations, gradients))
     return ActivationProfile(
-        _those_that_matter(moments), kept, gradients, recording.sent, tuple(Stretch(*one) for one in course)
+        _pareto_optimal(candidates),
+        saved,
+        gradients,
+        timeline.sent,
+        tuple(MemoryInterval(*one) for one in timeline_intervals),
     )
 
 
-def _those_that_matter(moments: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _pareto_optimal(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     found: list[tuple[int, int]] = []
-    for moment in sorted(set(moments), reverse=True):
-        if not found or moment[1] > found[-1][1]:
-            found.append(moment)
+    for pair in sorted(set(pairs), reverse=True):
+        if not found or pair[1] > found[-1][1]:
+            found.append(pair)
     return tuple(found)
 
 
-def peak_of(run: Callable[[], Any], before: Sequence[torch.Tensor]) -> int:
+def measure_peak(run: Callable[[], Any], existing: Sequence[torch.Tensor]) -> int:
     """Return the peak bytes of tensors allocated by `run`. Must be called within a `FakeTensorMode`.
 
     Args:
         run: Function to measure.
-        before: Existing tensors, which are not counted.
+        existing: Existing tensors, which are not counted.
     """
-    meter = _Meter(before)
-    with meter:
+    tracker = _StorageTracker(existing)
+    with tracker:
         run()
-    return max((activations for activations, _ in profile_of(Recording((), meter.events, 0)).moments), default=0)
+    return max((activations for activations, _ in profile_of(MemoryTimeline((), tracker.events, 0)).peaks), default=0)
 
 
-class _Meter(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     """Dispatch mode that records allocation and release of storages."""
 
-    def __init__(self, before: Sequence[torch.Tensor]) -> None:
+    def __init__(self, existing: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.events: list[Event] = []
         self._known: dict[int, tuple[weakref.finalize, int]] = {}
         self._gradients: set[int] = set()
-        self._ours = {_key(tensor) for tensor in before}
+        self._existing = {_key(tensor) for tensor in existing}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,14 +131,14 @@ class _Meter(TorchDispatchMode):
         found = result if isinstance(result, (tuple, list)) else (result,)
         for one in found:
             if isinstance(one, torch.Tensor):
-                self._note(one)
+                self._track(one)
             elif isinstance(one, (tuple, list)):
                 for inner in one:
                     if isinstance(inner, torch.Tensor):
-                        self._note(inner)
+                        self._track(inner)
         return result
 
-    def begin_stretch(self, event: str, name: str, returned: int = 0) -> None:
+    def add_event(self, event: str, name: str, returned: int = 0) -> None:
         self.events.append((event, name, returned, 0))
 
     def count_as_gradient(self, tensor: torch.Tensor) -> None:
@@ -142,16 +148,16 @@ class _Meter(TorchDispatchMode):
             size = self._known[key][1]
             self.events.append(("", "", -size, size))
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known or key in self._ours:
+        if key in self._known or key in self._existing:
             return
         size = storage.nbytes()
-        self._known[key] = (weakref.finalize(storage, self._forget, key), size)
+        self._known[key] = (weakref.finalize(storage, self._untrack, key), size)
         self.events.append(("", "", size, 0))
 
-    def _forget(self, key: int) -> None:
+    def _untrack(self, key: int) -> None:
         _, size = self._known.pop(key)
         is_gradient = key in self._gradients
         self._gradients.discard(key)
@@ -170,13 +176,13 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _gradients_reported(model: nn.Module, meter: _Meter) -> Iterator[None]:
+def _track_gradients(model: nn.Module, tracker: _StorageTracker) -> Iterator[None]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def report(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            meter.count_as_gradient(parameter.grad)
-            meter.begin_stretch("gradient", names[id(parameter)])
+            tracker.count_as_gradient(parameter.grad)
+            tracker.add_event("gradient", names[id(parameter)])
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(report) for parameter in trained]
@@ -190,10 +196,10 @@ def _gradients_reported(model: nn.Module, meter: _Meter) -> Iterator[None]:
 
 
 @contextmanager
-def _course_noted(model: nn.Module, meter: _Meter) -> Iterator[None]:
+def _track_modules(model: nn.Module, tracker: _StorageTracker) -> Iterator[None]:
     def watch(name: str, module: nn.Module) -> list[Any]:
         def begin_backward(_: torch.Tensor) -> None:
-            meter.begin_stretch("backward", name)
+            tracker.add_event("backward", name)
 
         def expect_backward(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.requires_grad and isinstance(tensor, FakeTensor):  # vocab-parallel logits refuse hooks
@@ -203,11 +209,11 @@ def _course_noted(model: nn.Module, meter: _Meter) -> Iterator[None]:
         def leave(_: nn.Module, inputs: Any, outputs: Any) -> None:
             sizes: dict[int, int] = {}
             map_tensors(lambda tensor: sizes.setdefault(id(tensor), tensor.numel() * tensor.itemsize), outputs)
-            meter.begin_stretch("leave", name, sum(sizes.values()))
+            tracker.add_event("leave", name, sum(sizes.values()))
             map_tensors(expect_backward, outputs)
 
         return [
-            module.register_forward_pre_hook(lambda *_: meter.begin_stretch("enter", name)),
+            module.register_forward_pre_hook(lambda *_: tracker.add_event("enter", name)),
             # Checkpointing ends recomputation by an exception, once it has all tensors that it needs.
             module.register_forward_hook(leave, always_call=True),
         ]

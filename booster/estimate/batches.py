@@ -19,13 +19,13 @@ DEFAULT_SEQUENCE = 2048
 # Config entries for the maximum number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 # Suffixes of classes with one label per example.
-_ONE_ANSWER = (
+_SINGLE_LABEL = (
     "ForSequenceClassification",
     "ForImageClassification",
     "ForAudioClassification",
     "ForVideoClassification",
 )
-_GIVE_ANOTHER = "give --model script.py:build_model with a function that returns (model, batch)"
+_ADVICE = "give --model script.py:build_model with a function that returns (model, batch)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,41 +54,41 @@ def example_batch(model: nn.Module, *, batch: int = 1, sequence: int | None = No
     Raises:
         ConfigError: The inputs of the model are unknown, or the sequence exceeds its positions.
     """
-    takes = set(inspect.signature(model.forward).parameters)
+    parameter_names = set(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", None)
-    if main == "pixel_values" and "input_ids" in takes:  # pairs of images and texts
+    if main == "pixel_values" and "input_ids" in parameter_names:  # pairs of images and texts
         main = "input_ids"
     make = _INPUTS.get(main if isinstance(main, str) else "")
     config = getattr(model, "config", None)
-    if make is None or config is None or main not in takes:
-        what = f"takes {', '.join(takes)}" if main is None or config is None else f"takes {main} above all"
+    if make is None or config is None or main not in parameter_names:
+        what = f"takes {', '.join(parameter_names)}" if main is None or config is None else f"takes {main} above all"
         raise ConfigError(
             f"no example batch for {type(model).__name__}: its forward {what}, but supported are transformers models"
-            f" that take {', '.join(_INPUTS)}: {_GIVE_ANOTHER}"
+            f" that take {', '.join(_INPUTS)}: {_ADVICE}"
         )
     length = _length(config, type(model).__name__, sequence)
     inputs, text = make(config, batch, length)
-    if "pixel_values" in takes and "pixel_values" not in inputs:
-        pictures, more = _pictures(getattr(config, "vision_config", config), batch, length)
-        inputs, text = {**inputs, **pictures}, f"{text} with {more}"
-    labels = _labels(type(model).__name__, takes, batch, length)
+    if "pixel_values" in parameter_names and "pixel_values" not in inputs:
+        images, more = _images(getattr(config, "vision_config", config), batch, length)
+        inputs, text = {**inputs, **images}, f"{text} with {more}"
+    labels = _labels(type(model).__name__, parameter_names, batch, length)
     return ExampleBatch(inputs={**inputs, **labels}, text=text, has_labels=bool(labels))
 
 
 def _texts(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
-    return {"input_ids": _numbers(batch, length)}, f"{batch} x {length} tokens"
+    return {"input_ids": _token_ids(batch, length)}, f"{batch} x {length} tokens"
 
 
-def _pictures(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
+def _images(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
     size = getattr(config, "image_size", None)
     if size is None:
-        raise ConfigError(f"the config ({type(config).__name__}) has no image_size: {_GIVE_ANOTHER}")
+        raise ConfigError(f"the config ({type(config).__name__}) has no image_size: {_ADVICE}")
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     shape = (batch, getattr(config, "num_channels", 3), height, width)
     return {"pixel_values": torch.empty(shape, device="meta")}, f"{batch} x {height} x {width} pixels"
 
 
-def _spectra(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
+def _audio(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
     frames = 2 * getattr(config, "max_source_positions", 1500)
     bands = getattr(config, "num_mel_bins", 80)
     features = torch.empty((batch, bands, frames), device="meta")
@@ -97,39 +97,43 @@ def _spectra(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]
 
 _INPUTS: dict[str, Callable[[Any, int, int], tuple[dict[str, Any], str]]] = {
     "input_ids": _texts,
-    "pixel_values": _pictures,
-    "input_features": _spectra,
+    "pixel_values": _images,
+    "input_features": _audio,
 }
 
 
-def _labels(name: str, takes: set[str], batch: int, length: int) -> dict[str, Any]:
-    if {"start_positions", "end_positions"} <= takes:
-        return {"start_positions": _numbers(batch), "end_positions": _numbers(batch)}
-    if "return_loss" in takes and "labels" not in takes:  # contrastive loss of images and texts
+def _labels(name: str, parameter_names: set[str], batch: int, length: int) -> dict[str, Any]:
+    if {"start_positions", "end_positions"} <= parameter_names:
+        return {"start_positions": _token_ids(batch), "end_positions": _token_ids(batch)}
+    if "return_loss" in parameter_names and "labels" not in parameter_names:  # contrastive loss of images and texts
         return {"return_loss": True}
-    if "labels" not in takes:
+    if "labels" not in parameter_names:
         return {}
     if name.endswith("ForMultipleChoice"):
-        raise ConfigError(f"the number of choices of {name} is unknown: {_GIVE_ANOTHER}")
-    if name.endswith((*_ONE_ANSWER, "ForNextSentencePrediction")):
-        return {"labels": _numbers(batch)}
-    others = {"next_sentence_label", "sentence_order_label"} & takes
-    return {"labels": _numbers(batch, length), **{one: _numbers(batch) for one in sorted(others)}}
+        raise ConfigError(f"the number of choices of {name} is unknown: {_ADVICE}")
+    if name.endswith((*_SINGLE_LABEL, "ForNextSentencePrediction")):
+        return {"labels": _token_ids(batch)}
+    others = {"next_sentence_label", "sentence_order_label"} & parameter_names
+    return {"labels": _token_ids(batch, length), **{one: _token_ids(batch) for one in sorted(others)}}
 
 
 def _length(config: Any, name: str, sequence: int | None) -> int:
-    own = getattr(config, "text_config", config)
-    most = next((getattr(own, one) for one in _POSITIONS if isinstance(getattr(own, one, None), int)), None)
-    if most is not None and most < 1:  # XLNet: no limit
-        most = None
-    elif getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") and most is not None:
-        most -= 2  # positions start after the padding index
+    text_config = getattr(config, "text_config", config)
+    max_positions = next(
+        (getattr(text_config, one) for one in _POSITIONS if isinstance(getattr(text_config, one, None), int)), None
+    )
+    if max_positions is not None and max_positions < 1:  # XLNet: no limit
+        max_positions = None
+    elif getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert") and max_positions is not None:
+        max_positions -= 2  # positions start after the padding index
     if sequence is None:
-        return DEFAULT_SEQUENCE if most is None else min(DEFAULT_SEQUENCE, most)
-    if most is not None and sequence > most:
-        raise ConfigError(f"--seq {sequence} exceeds the {most} positions of {name}: give at most {most}")
+        return DEFAULT_SEQUENCE if max_positions is None else min(DEFAULT_SEQUENCE, max_positions)
+    if max_positions is not None and sequence > max_positions:
+        raise ConfigError(
+            f"--seq {sequence} exceeds the {max_positions} positions of {name}: give at most {max_positions}"
+        )
     return sequence
 
 
-def _numbers(*shape: int) -> torch.Tensor:
+def _token_ids(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.long, device="meta")

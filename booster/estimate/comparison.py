@@ -9,16 +9,25 @@ from typing import Any
 
 import torch
 
-from booster.comm import imagined_world
+from booster.comm import fake_world
 from booster.errors import BoosterError, ConfigError
-from booster.estimate.estimation import MemoryEstimate, answer
-from booster.estimate.question import Question
+from booster.estimate.estimation import MemoryEstimate, estimate_request
+from booster.estimate.question import FakeTensorMemoryRequest
 from booster.interface import MixedPrecision, Plugin
 from booster.mixed_precision import mixed_precision_from_name
 from booster.registry import plugin_class, plugin_from_name, plugin_names
 from booster.single_device import SingleDevicePlugin
 
-__all__ = ["ONE_DEVICE", "Candidate", "Outcome", "cheapest", "compare", "find_candidates", "smallest", "written"]
+__all__ = [
+    "ONE_DEVICE",
+    "Candidate",
+    "CandidateResult",
+    "compare",
+    "find_candidates",
+    "format_setting",
+    "least_communication",
+    "least_memory",
+]
 
 ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
 _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
@@ -44,11 +53,11 @@ class Candidate:
         shown = dict(self.settings)
         if self.mixed_precision is not None:
             shown["mixed_precision"] = self.mixed_precision
-        return " ".join([self.plugin, *(f"{key}={written(value)}" for key, value in shown.items())])
+        return " ".join([self.plugin, *(f"{key}={format_setting(value)}" for key, value in shown.items())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CandidateResult:
     """Result of a candidate.
 
     Attributes:
@@ -64,22 +73,22 @@ class Outcome:
     estimate: MemoryEstimate | None = None
     dp_size: int = 1
     reason: str = ""
-    is_fault: bool = False
+    is_internal_error: bool = False
     seconds: float = 0.0
 
     @property
-    def sent_for_batch(self) -> float:
+    def sent_per_batch(self) -> float:
         """Bytes sent by all ranks in a step, per batch of the step."""
         return 0.0 if self.estimate is None else self.estimate.sent * self.estimate.num_ranks / self.dp_size
 
 
-def written(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format an argument briefly: of a dataclass only non-default fields."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if is_dataclass(value) and not isinstance(value, type):
         given = [getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default]
-        return f"{type(value).__name__}({','.join(map(written, given))})"
+        return f"{type(value).__name__}({','.join(map(format_setting, given))})"
     return str(value)
 
 
@@ -108,54 +117,54 @@ def find_candidates(
     found: list[Candidate] = []
     for name in names:
         if name == ONE_DEVICE:
-            every: list[dict[str, Any]] = [{}]
+            all_settings: list[dict[str, Any]] = [{}]
         else:
-            every = [dict(settings)] if settings else plugin_class(name).settings_for(num_ranks)
-        for one in every:
-            bare = Candidate(plugin=name, settings=one)
-            given: tuple[str | None, ...] = _PRECISIONS if mixed_precision is None else (mixed_precision,)
-            if _controls_precision(bare, num_ranks) and (mixed_precision is None or plugins == "all"):
-                given = (None,)
-            found += [replace(bare, mixed_precision=precision) for precision in given]
+            all_settings = [dict(settings)] if settings else plugin_class(name).settings_for(num_ranks)
+        for plugin_settings in all_settings:
+            candidate = Candidate(plugin=name, settings=plugin_settings)
+            precisions: tuple[str | None, ...] = _PRECISIONS if mixed_precision is None else (mixed_precision,)
+            if _controls_precision(candidate, num_ranks) and (mixed_precision is None or plugins == "all"):
+                precisions = (None,)
+            found += [replace(candidate, mixed_precision=precision) for precision in precisions]
     return found
 
 
 def compare(
-    question: Question,
+    request: FakeTensorMemoryRequest,
     candidates: Sequence[Candidate],
     num_ranks: int,
     *,
     device_memory: int | None = None,
-    tell: Callable[[str], None] = lambda name: None,
-) -> list[Outcome]:
+    on_start: Callable[[str], None] = lambda name: None,
+) -> list[CandidateResult]:
     """Estimate each candidate.
 
     Args:
-        question: Model, optimizer and batch.
+        request: Model, optimizer and batch.
         candidates: Plugins and settings.
         num_ranks: World size of the fake process group.
         device_memory: Available memory per rank in bytes.
-        tell: Callback for progress, called with the name of each candidate before its estimate.
+        on_start: Callback for progress, called with the name of each candidate before its estimate.
     """
     precisions: dict[str, MixedPrecision] = {}
-    outcomes: list[Outcome] = []
+    results: list[CandidateResult] = []
     for candidate in candidates:
-        tell(candidate.name)
+        on_start(candidate.name)
         started = time.monotonic()
-        outcome = _outcome(question, candidate, num_ranks, device_memory, precisions)
-        outcomes.append(replace(outcome, seconds=time.monotonic() - started))
-    return outcomes
+        result = _estimate_candidate(request, candidate, num_ranks, device_memory, precisions)
+        results.append(replace(result, seconds=time.monotonic() - started))
+    return results
 
 
-def cheapest(outcomes: Sequence[Outcome]) -> Outcome | None:
+def least_communication(results: Sequence[CandidateResult]) -> CandidateResult | None:
     """Return the fitting candidate that sends the fewest bytes per batch, then uses the least memory."""
-    fitting = [one for one in outcomes if one.estimate is not None and one.estimate.fits]
-    return min(fitting, key=lambda one: (one.sent_for_batch, _total(one)), default=None)
+    fitting = [one for one in results if one.estimate is not None and one.estimate.fits]
+    return min(fitting, key=lambda one: (one.sent_per_batch, _total(one)), default=None)
 
 
-def smallest(outcomes: Sequence[Outcome]) -> Outcome | None:
+def least_memory(results: Sequence[CandidateResult]) -> CandidateResult | None:
     """Return the candidate that uses the least memory."""
-    return min((one for one in outcomes if one.estimate is not None), key=_total, default=None)
+    return min((one for one in results if one.estimate is not None), key=_total, default=None)
 
 
 def _names(plugins: str, num_ranks: int) -> list[str]:
@@ -178,41 +187,43 @@ def _names(plugins: str, num_ranks: int) -> list[str]:
 def _controls_precision(candidate: Candidate, num_ranks: int) -> bool:
     """Return whether the plugin controls the precision; True if it can't be created, which is reported later."""
     try:
-        with imagined_world(num_ranks):
-            return _made(candidate).control_precision()
+        with fake_world(num_ranks):
+            return _make_plugin(candidate).control_precision()
     except BoosterError:
         return True
 
 
-def _total(outcome: Outcome) -> int:
-    return 0 if outcome.estimate is None else outcome.estimate.total
+def _total(result: CandidateResult) -> int:
+    return 0 if result.estimate is None else result.estimate.total
 
 
-def _outcome(
-    question: Question,
+def _estimate_candidate(
+    request: FakeTensorMemoryRequest,
     candidate: Candidate,
     num_ranks: int,
     device_memory: int | None,
     precisions: dict[str, MixedPrecision],
-) -> Outcome:
+) -> CandidateResult:
     try:
-        with imagined_world(num_ranks):
-            plugin = _made(candidate)
+        with fake_world(num_ranks):
+            plugin = _make_plugin(candidate)
             precision = None
             if candidate.mixed_precision not in (None, "fp32"):
                 # One object for all candidates: cached measurements are keyed by it.
                 name = str(candidate.mixed_precision)
                 precision = precisions.setdefault(name, mixed_precision_from_name(name))
-            estimate = answer(question, plugin, mixed_precision=precision, device_memory=device_memory)
+            estimate = estimate_request(request, plugin, mixed_precision=precision, device_memory=device_memory)
             dp_size = plugin.dp_size
     except BoosterError as error:
-        return Outcome(candidate=candidate, reason=str(error))
+        return CandidateResult(candidate=candidate, reason=str(error))
     except Exception as error:  # a bug in one plugin must not hide other estimates: it is reported, with exit code 1
-        return Outcome(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_fault=True)
-    return Outcome(candidate=candidate, estimate=replace(estimate, settings=candidate.settings), dp_size=dp_size)
+        return CandidateResult(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
+    return CandidateResult(
+        candidate=candidate, estimate=replace(estimate, settings=candidate.settings), dp_size=dp_size
+    )
 
 
-def _made(candidate: Candidate) -> Plugin:
+def _make_plugin(candidate: Candidate) -> Plugin:
     if candidate.plugin == ONE_DEVICE:
         return SingleDevicePlugin("cpu")
     return plugin_from_name(candidate.plugin, **candidate.settings)

@@ -14,15 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.argument_checks import is_number
-from booster.comm import group_size, imagine_others, imagined_world, is_initialized
+from booster.comm import fake_collectives, fake_world, group_size, is_initialized
 from booster.errors import ConfigError
 from booster.estimate.optimizer_memory import OptimizerMemory
-from booster.estimate.question import Question, loss_of
+from booster.estimate.question import FakeTensorMemoryRequest, default_criterion
 from booster.interface import MemoryParts, MixedPrecision, Plugin, RankMemory
 from booster.mixed_precision import mixed_precision_from_name
 from booster.registry import plugin_from_name
 
-__all__ = ["MemoryEstimate", "answer", "estimate_memory"]
+__all__ = ["MemoryEstimate", "estimate_memory", "estimate_request"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,11 @@ def estimate_memory(
     trained = None
     if isinstance(optimizer, Optimizer):
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    question = Question(model, OptimizerMemory.of(optimizer), batch, criterion or loss_of, trained)
-    return answer(
-        question,
+    request = FakeTensorMemoryRequest(
+        model, OptimizerMemory.of(optimizer), batch, criterion or default_criterion, trained
+    )
+    return estimate_request(
+        request,
         plugin,
         num_ranks=num_ranks,
         settings=settings,
@@ -132,8 +134,8 @@ def estimate_memory(
     )
 
 
-def answer(
-    question: Question,
+def estimate_request(
+    request: FakeTensorMemoryRequest,
     plugin: str | Plugin | None,
     *,
     num_ranks: int | None = None,
@@ -152,16 +154,16 @@ def answer(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
-    with _asked(plugin, num_ranks, settings) as asked, _without_garbage_collection():
-        if mixed_precision not in (None, "fp32") and asked.control_precision():
+    with _plugin_in_world(plugin, num_ranks, settings) as plugin_object, _without_garbage_collection():
+        if mixed_precision not in (None, "fp32") and plugin_object.control_precision():
             raise ConfigError(
-                f"mixed_precision={mixed_precision!r} was given with {type(asked).__name__}, which has its own"
+                f"mixed_precision={mixed_precision!r} was given with {type(plugin_object).__name__}, which has its own"
                 " precision: give it in settings=, such as {'precision': 'bf16'}"
             )
-        question.precision = _precision(mixed_precision)
-        memory = asked.estimate_memory(question)
+        request.precision = _precision(mixed_precision)
+        memory = plugin_object.estimate_memory(request)
         return MemoryEstimate(
-            plugin=type(asked).__name__,
+            plugin=type(plugin_object).__name__,
             settings=dict(settings or {}),
             num_ranks=group_size(),
             memory=memory,
@@ -182,7 +184,9 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _asked(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None) -> Iterator[Plugin]:
+def _plugin_in_world(
+    plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None
+) -> Iterator[Plugin]:
     """Yield the plugin, with its process group or a fake one."""
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
@@ -190,29 +194,29 @@ def _asked(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping
                 f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
-        with imagine_others():
+        with fake_collectives():
             yield plugin
         return
     if plugin is not None and not isinstance(plugin, str):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}: give a Plugin, or a name such as 'low_level_zero'"
         )
-    wanted = group_size() if num_ranks is None else num_ranks
-    if not isinstance(wanted, int) or wanted < 1:
+    world_size = group_size() if num_ranks is None else num_ranks
+    if not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"num_ranks={num_ranks!r} is not a positive int: give 1 or more")
-    if plugin is None and wanted > 1:
-        raise ConfigError(f"num_ranks={wanted} needs a plugin: give plugin=, such as 'torch_ddp'")
-    if is_initialized() and wanted == group_size():
-        with imagine_others():
+    if plugin is None and world_size > 1:
+        raise ConfigError(f"num_ranks={world_size} needs a plugin: give plugin=, such as 'torch_ddp'")
+    if is_initialized() and world_size == group_size():
+        with fake_collectives():
             yield plugin_from_name(plugin, **(settings or {})) if plugin else _single_device()
         return
-    with imagined_world(wanted):
+    with fake_world(world_size):
         yield plugin_from_name(plugin, **(settings or {})) if plugin else _single_device()
 
 
 def _single_device() -> Plugin:
-    made: Plugin = importlib.import_module("booster.single_device").SingleDevicePlugin("cpu")
-    return made
+    plugin: Plugin = importlib.import_module("booster.single_device").SingleDevicePlugin("cpu")
+    return plugin
 
 
 def _precision(given: str | MixedPrecision | None) -> MixedPrecision | None:

@@ -20,10 +20,10 @@ from torch import nn
 from booster.errors import BoosterError, ConfigError
 from booster.estimate.batches import example_batch
 from booster.estimate.presets import PRESETS
-from booster.estimate.question import loss_of
+from booster.estimate.question import default_criterion
 from booster.tensor_tree import map_tensors
 
-__all__ = ["ModelSource", "checkpoint_layers", "load_model"]
+__all__ = ["ModelSource", "enable_gradient_checkpointing", "load_model"]
 
 # Auto classes for a config without `architectures`: the first that has a model for it is used.
 _TASKS = (
@@ -54,7 +54,7 @@ class ModelSource:
     model: nn.Module
     batch: Any
     batch_text: str = ""
-    criterion: _Criterion = loss_of
+    criterion: _Criterion = default_criterion
     notes: list[str] = field(default_factory=list)
 
 
@@ -88,7 +88,7 @@ def load_model(
     return _from_config(str(path), _read_config(path), batch, sequence, dtype)
 
 
-def checkpoint_layers(source: ModelSource) -> None:
+def enable_gradient_checkpointing(source: ModelSource) -> None:
     """Enable gradient checkpointing of a transformers model.
 
     Raises:
@@ -134,11 +134,11 @@ def _from_config(
         config = transformers.AutoConfig.for_model(**entries)
     except Exception as error:  # transformers validates entries with many types of errors, its own among them
         raise ConfigError(
-            f"--model {name}: transformers {transformers.__version__} rejects this config ({_brief(error)}): correct"
+            f"--model {name}: transformers {transformers.__version__} rejects this config ({_format_error(error)}): correct"
             " it, install another transformers, or give script.py:build_model"
         ) from error
     with _on_meta(dtype):
-        model = _made(transformers, name, config, architecture)
+        model = _make_model(transformers, name, config, architecture)
     example = example_batch(model, batch=1 if batch is None else batch, sequence=sequence)
     title = name if name in PRESETS else f"{type(model).__name__} of {name}"
     if example.has_labels:
@@ -154,7 +154,7 @@ def _from_config(
     )
 
 
-def _made(transformers: Any, name: str, config: Any, architecture: str | None) -> nn.Module:
+def _make_model(transformers: Any, name: str, config: Any, architecture: str | None) -> nn.Module:
     cls = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     if architecture is not None and cls is None:
         raise ConfigError(
@@ -169,7 +169,7 @@ def _made(transformers: Any, name: str, config: Any, architecture: str | None) -
     except Exception as error:  # any error that the model's code raises for inconsistent sizes
         raise ConfigError(
             f"--model {name}: {architecture or type(config).__name__} can't be created from its config"
-            f" ({_brief(error)}): correct the entries"
+            f" ({_format_error(error)}): correct the entries"
         ) from error
     if made is not None:
         return made
@@ -186,7 +186,7 @@ def _from_function(text: str, batch: int | None, sequence: int | None, dtype: to
         raise ConfigError(f"--model {text}: there is no file {path}, relative to {Path.cwd()}: correct the path")
     if not function:
         raise ConfigError(f"--model {text} has no function of the script: write {text}:build_model")
-    build = _function_of(path, function)
+    build = _load_function(path, function)
     try:
         with _on_meta(dtype):
             built = build()
@@ -194,19 +194,19 @@ def _from_function(text: str, batch: int | None, sequence: int | None, dtype: to
         raise
     except Exception as error:
         raise ConfigError(
-            f"--model {text}: {function}() failed with {_brief(error)}; it runs under torch.device('meta'), where"
+            f"--model {text}: {function}() failed with {_format_error(error)}; it runs under torch.device('meta'), where"
             " tensors have no values: create those whose values are read with device='cpu'"
         ) from error
     parts = built if isinstance(built, tuple) else (built,)
     if not isinstance(parts[0] if parts else None, nn.Module) or len(parts) > 3:
         raise ConfigError(
-            f"--model {text}: {function}() returned {_described(built)}: return the model, (model, batch) or (model,"
+            f"--model {text}: {function}() returned {_format_type(built)}: return the model, (model, batch) or (model,"
             " batch, criterion)"
         )
-    return _of_parts(text, parts, batch, sequence)
+    return _from_parts(text, parts, batch, sequence)
 
 
-def _of_parts(text: str, parts: tuple[Any, ...], batch: int | None, sequence: int | None) -> ModelSource:
+def _from_parts(text: str, parts: tuple[Any, ...], batch: int | None, sequence: int | None) -> ModelSource:
     model = parts[0]
     if len(parts) == 1:
         example = example_batch(model, batch=1 if batch is None else batch, sequence=sequence)
@@ -225,20 +225,20 @@ def _of_parts(text: str, parts: tuple[Any, ...], batch: int | None, sequence: in
     map_tensors(lambda tensor: found.append(tensor), parts[1])
     if not found:
         raise ConfigError(
-            f"--model {text} returned {_described(parts[1])} as a batch, which has no tensor: return the inputs of the"
+            f"--model {text} returned {_format_type(parts[1])} as a batch, which has no tensor: return the inputs of the"
             " model's forward: a tensor, a tuple, or a dict by name"
         )
     if len(parts) == 2:
         return ModelSource(name=text, model=model, batch=parts[1])
     if not callable(parts[2]):
         raise ConfigError(
-            f"--model {text} returned {_described(parts[2])} as a criterion: return a function of (outputs, batch) that"
+            f"--model {text} returned {_format_type(parts[2])} as a criterion: return a function of (outputs, batch) that"
             " returns the loss"
         )
     return ModelSource(name=text, model=model, batch=parts[1], criterion=parts[2])
 
 
-def _function_of(path: Path, name: str) -> Callable[[], Any]:
+def _load_function(path: Path, name: str) -> Callable[[], Any]:
     spec = importlib.util.spec_from_file_location("booster_estimated_script", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"--model {path} is not a Python file: give script.py:build_model")
@@ -249,7 +249,7 @@ def _function_of(path: Path, name: str) -> Callable[[], Any]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # any error of the script
         raise ConfigError(
-            f"--model {path}: importing the script failed with {_brief(error)}: put the training code below"
+            f"--model {path}: importing the script failed with {_format_error(error)}: put the training code below"
             ' if __name__ == "__main__":'
         ) from error
     build = getattr(module, name, None)
@@ -293,11 +293,11 @@ def _transformers(name: str) -> Any:
     return transformers
 
 
-def _described(value: Any) -> str:
+def _format_type(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(one).__name__ for one in value)})"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _brief(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(str(error), 300, placeholder=' ...')}"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.errors import ConfigError
-from booster.estimate.activations import peak_of
+from booster.estimate.activations import measure_peak
 from booster.estimate.fake_models import new_fake_mode
 from booster.interface import FusedUpdate
 
@@ -21,12 +21,12 @@ __all__ = ["OptimizerMemory"]
 
 # Dimensions of the small parameters: a state's dimension of this size is the parameter's.
 _SIZES = (7, 11, 13, 17, 19, 23)
-_TRIAL_NUMEL = 4096
+_PROBE_NUMEL = 4096
 _NEGLIGIBLE = 0.05  # fraction of a parameter: small tensors such as factors
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _StateShape:
     """Shape of a state tensor relative to its parameter.
 
     Attributes:
@@ -49,7 +49,7 @@ class OptimizerMemory:
 
     def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         self._make = make
-        self._states: dict[tuple[int, torch.dtype], list[_State]] = {}
+        self._states: dict[tuple[int, torch.dtype], list[_StateShape]] = {}
         self._ratios: dict[torch.dtype, tuple[float, bool]] = {}
         self.is_fused = isinstance(make([nn.Parameter(torch.zeros(_SIZES[0]))]), FusedUpdate)
 
@@ -61,43 +61,43 @@ class OptimizerMemory:
             ConfigError: The argument is neither.
         """
         if isinstance(optimizer, Optimizer):
-            return cls(lambda parameters: _alike(optimizer, parameters))
+            return cls(lambda parameters: _copy_over(optimizer, parameters))
         if not callable(optimizer):
             raise ConfigError(
                 f"optimizer={optimizer!r} is not an optimizer: give one over the model's parameters, or a function that"
                 " creates one from a list of parameters, such as torch.optim.AdamW"
             )
-        return cls(lambda parameters: _made(optimizer, parameters))
+        return cls(lambda parameters: _make_optimizer(optimizer, parameters))
 
-    def state_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, share: float = 1.0) -> int:
-        """See `MemoryQuestion.state_bytes`."""
+    def state_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, fraction: float = 1.0) -> int:
+        """See `MemoryRequest.state_bytes`."""
         total = 0.0
         for shape in shapes:
             for state in self._states_of(min(len(shape), len(_SIZES)), dtype):
                 numel = state.constant * math.prod(shape[dim] for dim in state.dims)
                 is_elementwise = len(state.dims) == min(len(shape), len(_SIZES))
-                total += numel * state.element_bytes * (share if is_elementwise else 1.0)
+                total += numel * state.element_bytes * (fraction if is_elementwise else 1.0)
         return round(total)
 
     def step_bytes(self, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:
-        """See `MemoryQuestion.step_bytes`."""
+        """See `MemoryRequest.step_bytes`."""
         ratio, is_of_all = self._ratio(dtype)
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         return round(ratio * (sum(sizes) if is_of_all else max(sizes, default=0)))
 
-    def _states_of(self, num_dims: int, dtype: torch.dtype) -> list[_State]:
+    def _states_of(self, num_dims: int, dtype: torch.dtype) -> list[_StateShape]:
         key = (num_dims, dtype)
         if key not in self._states:
-            self._states[key] = self._try_out(_SIZES[:num_dims], dtype)
+            self._states[key] = self._measure_states(_SIZES[:num_dims], dtype)
         return self._states[key]
 
-    def _try_out(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[_State]:
+    def _measure_states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[_StateShape]:
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.zeros_like(parameter)
         optimizer = self._make([parameter])
         optimizer.step()
         return [
-            _described(value, shape)
+            _state_shape(value, shape)
             for value in optimizer.state[parameter].values()
             if isinstance(value, torch.Tensor) and value.numel() > 1
         ]
@@ -106,30 +106,30 @@ class OptimizerMemory:
         """Return temporary memory of a step relative to a parameter, and whether it scales with all or the largest."""
         if dtype not in self._ratios:
             try:
-                one, two = (self._taken_by_step(number, dtype) for number in (1, 2))
+                single, double = (self._measure_step(number, dtype) for number in (1, 2))
             except (RuntimeError, NotImplementedError, TypeError):  # a compiled step, which rejects fake tensors
-                one = two = 0.0
-            is_of_all = two > 1.5 * one
-            self._ratios[dtype] = (one if one > _NEGLIGIBLE else 0.0, is_of_all)
+                single = double = 0.0
+            is_of_all = double > 1.5 * single
+            self._ratios[dtype] = (single if single > _NEGLIGIBLE else 0.0, is_of_all)
         return self._ratios[dtype]
 
-    def _taken_by_step(self, num_parameters: int, dtype: torch.dtype) -> float:
+    def _measure_step(self, num_parameters: int, dtype: torch.dtype) -> float:
         if self.is_fused:
             return 0.0
         with new_fake_mode():
-            parameters = [nn.Parameter(torch.empty(_TRIAL_NUMEL, dtype=dtype)) for _ in range(num_parameters)]
+            parameters = [nn.Parameter(torch.empty(_PROBE_NUMEL, dtype=dtype)) for _ in range(num_parameters)]
             optimizer = self._make(parameters)
             for _ in range(2):  # the first step allocates the states
                 for parameter in parameters:
                     parameter.grad = torch.empty_like(parameter)
                 states = [one for state in optimizer.state.values() for one in state.values()]
-                before = [one for one in states if isinstance(one, torch.Tensor)]
+                state_tensors = [one for one in states if isinstance(one, torch.Tensor)]
                 grads = [one.grad for one in parameters if one.grad is not None]
-                taken = peak_of(optimizer.step, [*parameters, *grads, *before])
-        return taken / (_TRIAL_NUMEL * dtype.itemsize)
+                taken = measure_peak(optimizer.step, [*parameters, *grads, *state_tensors])
+        return taken / (_PROBE_NUMEL * dtype.itemsize)
 
 
-def _described(state: torch.Tensor, shape: tuple[int, ...]) -> _State:
+def _state_shape(state: torch.Tensor, shape: tuple[int, ...]) -> _StateShape:
     dims: list[int] = []
     constant = 1
     for size in state.shape:
@@ -137,10 +137,10 @@ def _described(state: torch.Tensor, shape: tuple[int, ...]) -> _State:
             dims.append(shape.index(size))
         else:
             constant *= size
-    return _State(tuple(dims), constant, state.element_size())
+    return _StateShape(tuple(dims), constant, state.element_size())
 
 
-def _alike(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+def _copy_over(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
     """Return a copy of an optimizer with the settings of its first group, over other parameters."""
     first = optimizer.param_groups[0]
     memo: dict[int, Any] = {id(optimizer.state): type(optimizer.state)(dict)}
@@ -153,7 +153,7 @@ def _alike(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
     return made
 
 
-def _made(make: Callable[..., Any], parameters: list[nn.Parameter]) -> Optimizer:
+def _make_optimizer(make: Callable[..., Any], parameters: list[nn.Parameter]) -> Optimizer:
     optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(

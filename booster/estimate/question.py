@@ -9,22 +9,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from booster.comm import imagine_others
+from booster.comm import fake_collectives
 from booster.errors import BoosterError, ConfigError
 from booster.estimate.fake_models import fake_batch, fake_copy, meta_copy, new_fake_mode
 from booster.estimate.optimizer_memory import OptimizerMemory
 from booster.estimate.repeated_layers import measure_activations
-from booster.interface import ActivationProfile, MemoryQuestion, MixedPrecision
+from booster.interface import ActivationProfile, MemoryRequest, MixedPrecision
 from booster.interface.batch_call import call_with_batch
 from booster.mixed_precision.half_weights import cast_floats
 from booster.tensor_tree import map_tensors
 
-__all__ = ["Question", "loss_of"]
+__all__ = ["FakeTensorMemoryRequest", "default_criterion"]
 
 _Key = tuple[Any, ...]
 
 
-def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
+def default_criterion(outputs: Any, batch: Any) -> torch.Tensor:
     """Return the model's own loss: `outputs.loss`, or its output if that is a single number.
 
     Raises:
@@ -34,19 +34,19 @@ def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
     loss = outputs if loss is None and isinstance(outputs, torch.Tensor) and outputs.numel() == 1 else loss
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"the model returned a {_kind(outputs)} without a loss to run backward from: give criterion=, a function of"
+            f"the model returned a {_type_name(outputs)} without a loss to run backward from: give criterion=, a function of"
             " (outputs, batch) that returns the loss, as for execute_pipeline; or return (model, batch, criterion) from"
             " the function that `booster estimate` calls"
         )
     return loss
 
 
-def _kind(outputs: Any) -> str:
+def _type_name(outputs: Any) -> str:
     return "tensor" if isinstance(outputs, torch.Tensor) else type(outputs).__name__
 
 
-class Question(MemoryQuestion):
-    """Implementation of `MemoryQuestion` by fake tensors.
+class FakeTensorMemoryRequest(MemoryRequest):
+    """Implementation of `MemoryRequest` by fake tensors.
 
     Args:
         model: User's model; with real values, on the meta device or lazily initialized.
@@ -102,41 +102,43 @@ class Question(MemoryQuestion):
         self,
         dtype: torch.dtype | None = None,
         *,
-        divide: Callable[[nn.Module], None] | None = None,
-        divided_as: Hashable = None,
-        num_micro_batches: int = 1,
+        shard: Callable[[nn.Module], None] | None = None,
+        sharding_key: Hashable = None,
+        num_microbatches: int = 1,
         outputs_fp32: bool = True,
     ) -> ActivationProfile:
-        key = (dtype, divided_as, num_micro_batches, self.precision, outputs_fp32 or dtype is None)
-        is_known = divide is None or divided_as is not None
+        key = (dtype, sharding_key, num_microbatches, self.precision, outputs_fp32 or dtype is None)
+        is_known = shard is None or sharding_key is not None
         if is_known and key in self._profiles:
             return self._profiles[key]
-        profile = self._measured(dtype, divide, num_micro_batches, outputs_fp32)
+        profile = self._measure(dtype, shard, num_microbatches, outputs_fp32)
         if is_known:
             self._profiles[key] = profile
         return profile
 
-    def _measured(
+    def _measure(
         self,
         dtype: torch.dtype | None,
         divide: Callable[[nn.Module], None] | None,
-        num_micro_batches: int,
+        num_microbatches: int,
         outputs_fp32: bool,
     ) -> ActivationProfile:
         model = fake_copy(self.model, self._mode)
         model.train()
-        with self._mode, imagine_others():
+        with self._mode, fake_collectives():
             if self.precision is not None:
                 self.precision.prepare(model)
             if divide is not None:
                 divide(model)
             if dtype is not None:
                 _cast(model, dtype)
-            batch = _part(self._batch, num_micro_batches)
+            batch = _largest_microbatch(self._batch, num_microbatches)
             before: list[torch.Tensor] = []
             map_tensors(lambda tensor: before.append(tensor), batch)
             try:
-                return measure_activations(model, lambda: self._loss(model, batch, dtype, outputs_fp32), before=before)
+                return measure_activations(
+                    model, lambda: self._loss(model, batch, dtype, outputs_fp32), existing=before
+                )
             except BoosterError:
                 raise
             except Exception as error:
@@ -165,11 +167,11 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(dtype)
 
 
-def _part(batch: Any, num_parts: int) -> Any:
+def _largest_microbatch(batch: Any, num_microbatches: int) -> Any:
     """Return the largest microbatch of a batch split along dimension 0."""
-    if num_parts == 1:
+    if num_microbatches == 1:
         return batch
-    return map_tensors(lambda one: one[: -(-one.shape[0] // num_parts)].clone() if one.dim() else one, batch)
+    return map_tensors(lambda one: one[: -(-one.shape[0] // num_microbatches)].clone() if one.dim() else one, batch)
 
 
 def _advice(error: Exception) -> str:

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from booster.errors import ConfigError
-from booster.estimate.comparison import Outcome, cheapest, smallest, written
+from booster.estimate.comparison import CandidateResult, format_setting, least_communication, least_memory
 
-__all__ = ["bytes_from_text", "format_notes", "format_table", "format_verdict", "shown", "to_json"]
+__all__ = ["bytes_from_text", "format_notes", "format_recommendation", "format_size", "format_table", "to_json"]
 
 _PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
-_CHOSEN = "  <--"
+_BEST_MARK = "  <--"
 _HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "offloaded", "sent")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SIZES: dict[str, int] = {
@@ -23,7 +23,7 @@ _SIZES: dict[str, int] = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
 }
 
-_LEAST_BARE_NUMBER = 2**20  # a smaller number without unit is taken for a forgotten unit
+_MIN_UNITLESS_BYTES = 2**20  # a smaller number without unit is taken for a forgotten unit
 
 
 def bytes_from_text(text: str, option: str) -> int:
@@ -38,73 +38,73 @@ def bytes_from_text(text: str, option: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = found[2].lower() if found else ""
-    if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < (1 if unit else _LEAST_BARE_NUMBER):
+    if found is None or unit not in _SIZES or float(found[1]) * _SIZES[unit] < (1 if unit else _MIN_UNITLESS_BYTES):
         number = re.match(r"\s*(\d+(?:\.\d+)?)", text)
         hint = f"{number[1]}GiB or {number[1]}GB" if number and float(number[1]) else "80GiB or 80GB"
         raise ConfigError(f"{option} {text} is not a size: write a number and its unit, such as {hint}")
     return round(float(found[1]) * _SIZES[unit])
 
 
-def shown(num_bytes: float) -> str:
+def format_size(num_bytes: float) -> str:
     """Format a size with a binary unit."""
     unit, size = _unit_for(num_bytes)
     return f"{num_bytes / size:.1f} {unit}"
 
 
-def format_table(outcomes: Sequence[Outcome]) -> str:
+def format_table(results: Sequence[CandidateResult]) -> str:
     """Return a table with a row for each estimate, in one unit; empty if there is none."""
-    found = [one for one in outcomes if one.estimate is not None]
+    found = [one for one in results if one.estimate is not None]
     if not found:
         return ""
     unit, size = _unit_for(max(_figures(one)[5] for one in found))
     has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
     rows = [[*_HEADINGS, *(["fits"] if has_limit else []), f"(all in {unit})"]]
-    best = cheapest(outcomes) if has_limit else smallest(outcomes)
+    best = least_communication(results) if has_limit else least_memory(results)
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
-        name = one.candidate.name + (_CHOSEN if one is best else "")
+        name = one.candidate.name + (_BEST_MARK if one is best else "")
         rows.append([*figures, *([_fits(one)] if has_limit else []), name])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(_line(row, widths) for row in rows)
 
 
-def format_notes(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
+def format_notes(results: Sequence[CandidateResult], notes: Sequence[str] = ()) -> str:
     """Return the notes and the unusable candidates, grouped by reason; empty if there are none."""
     lines = list(notes)
-    told: dict[str, list[str]] = {}
-    for one in outcomes:
+    names_by_reason: dict[str, list[str]] = {}
+    for one in results:
         if one.estimate is None:
-            kind = "failed" if one.is_fault else "not possible"
-            told.setdefault(f"{kind}: {one.reason}", []).append(f"    {one.candidate.name}")
-    for reason, names in told.items():
+            kind = "failed" if one.is_internal_error else "not possible"
+            names_by_reason.setdefault(f"{kind}: {one.reason}", []).append(f"    {one.candidate.name}")
+    for reason, names in names_by_reason.items():
         lines += [reason, *names]
     return "\n".join(lines)
 
 
-def format_verdict(outcomes: Sequence[Outcome], device_memory: int | None) -> str:
+def format_recommendation(results: Sequence[CandidateResult], device_memory: int | None) -> str:
     """Return the recommended candidate, or how to reduce memory if none fits."""
-    least = smallest(outcomes)
+    least = least_memory(results)
     if least is None or least.estimate is None:
         return "no setting can train this model"
     if device_memory is None:
         return (
-            f"least memory: {least.candidate.name}, {shown(least.estimate.total)}\n"
+            f"least memory: {least.candidate.name}, {format_size(least.estimate.total)}\n"
             "give --device-memory, such as 80GiB, to find what fits"
         )
-    best = cheapest(outcomes)
+    best = least_communication(results)
     if best is None or best.estimate is None:
-        over = least.estimate.total - device_memory
+        excess = least.estimate.total - device_memory
         return (
-            f"no setting fits in {shown(device_memory)}: {least.candidate.name} needs the least,"
-            f" {shown(least.estimate.total)}, which is {shown(over)} too much: {_way_out(least)}"
+            f"no setting fits in {format_size(device_memory)}: {least.candidate.name} needs the least,"
+            f" {format_size(least.estimate.total)}, which is {format_size(excess)} too much: {_how_to_reduce(least)}"
         )
     return (
-        f"cheapest that fits, by bytes sent: {best.candidate.name}, {shown(best.estimate.total)} of"
-        f" {shown(device_memory)}, {shown(best.estimate.sent)} sent by a rank in a step{_for_batch(best)}"
+        f"cheapest that fits, by bytes sent: {best.candidate.name}, {format_size(best.estimate.total)} of"
+        f" {format_size(device_memory)}, {format_size(best.estimate.sent)} sent by a rank in a step{_for_batch(best)}"
     )
 
 
-def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
     """Return all results as JSON-serializable data, in bytes."""
     return [
         {
@@ -118,34 +118,34 @@ def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             "reason": one.reason or None,
             "seconds": round(one.seconds, 3),
         }
-        for one in outcomes
+        for one in results
     ]
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool, type(None))) else written(value)
+    return value if isinstance(value, (int, float, str, bool, type(None))) else format_setting(value)
 
 
-def _figures(outcome: Outcome) -> list[int]:
-    if outcome.estimate is None:
+def _figures(result: CandidateResult) -> list[int]:
+    if result.estimate is None:
         return []
-    estimate = outcome.estimate
+    estimate = result.estimate
     parts = [getattr(estimate.peak, name) for name in _PARTS]
-    return [*parts, estimate.total, estimate.memory.elsewhere, estimate.sent]
+    return [*parts, estimate.total, estimate.memory.offloaded, estimate.sent]
 
 
-def _fits(outcome: Outcome) -> str:
-    return "yes" if outcome.estimate is not None and outcome.estimate.fits else "no"
+def _fits(result: CandidateResult) -> str:
+    return "yes" if result.estimate is not None and result.estimate.fits else "no"
 
 
-def _for_batch(outcome: Outcome) -> str:
+def _for_batch(result: CandidateResult) -> str:
     # Bytes per step are comparable only with the number of batches per step.
-    batches = "batch" if outcome.dp_size == 1 else "batches"
-    return f", which trains with {outcome.dp_size} {batches}"
+    batches = "batch" if result.dp_size == 1 else "batches"
+    return f", which trains with {result.dp_size} {batches}"
 
 
-def _way_out(outcome: Outcome) -> str:
-    estimate = outcome.estimate
+def _how_to_reduce(result: CandidateResult) -> str:
+    estimate = result.estimate
     if estimate is not None and estimate.peak.activations > estimate.total - estimate.peak.activations:
         return "most of it is activations: give a smaller --batch or --seq"
     return "most of it is the model: give more ranks (--nproc), or --dtype bf16 to keep the weights in bf16"

@@ -5,39 +5,39 @@ from booster.interface.mixed_precision import LossScaler, MasterWeights, MixedPr
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.optimizer_state import OptimizerState, TensorSpec
-from booster.interface.parameter_layout import LayoutPiece, ParameterLayout, layout_of, set_layout
-from booster.interface.pending_gradients import PendingGradients, ReducedGradients, WindowCounts
+from booster.interface.parameter_layout import ShardRegion, ShardSpec, set_shard_spec, shard_spec_of
+from booster.interface.pending_gradients import AccumulatedGradients, AccumulationCounters, ReducedShards
 from booster.interface.plugin import Boosted, Plugin
-from booster.interface.rank_memory import ActivationProfile, MemoryParts, MemoryQuestion, RankMemory
+from booster.interface.rank_memory import ActivationProfile, MemoryParts, MemoryRequest, RankMemory
 from booster.interface.shards import Shard, ShardAware, Shards
-from booster.interface.state_allocation import AllocatesStates
+from booster.interface.state_allocation import StateAllocator
 from booster.interface.tensor_slice import TensorSlice
 
 __all__ = [
+    "AccumulatedGradients",
+    "AccumulationCounters",
     "ActivationProfile",
-    "AllocatesStates",
     "Boosted",
     "FusedUpdate",
-    "LayoutPiece",
     "LossScaler",
     "MasterWeights",
     "MemoryParts",
-    "MemoryQuestion",
+    "MemoryRequest",
     "MixedPrecision",
     "ModelWrapper",
     "OptimizerState",
     "OptimizerWrapper",
-    "ParameterLayout",
-    "PendingGradients",
     "Plugin",
     "RankMemory",
-    "ReducedGradients",
+    "ReducedShards",
     "Shard",
     "ShardAware",
+    "ShardRegion",
+    "ShardSpec",
     "Shards",
+    "StateAllocator",
     "TensorSlice",
     "TensorSpec",
-    "WindowCounts",
-    "layout_of",
-    "set_layout",
+    "set_shard_spec",
+    "shard_spec_of",
 ]

@@ -12,7 +12,7 @@ from booster.kernels.flat_buffers import sum_of_squares, takes_sum_of_squares
 
 __all__ = ["any_nonfinite", "gradient_norm"]
 
-# Note [One decision]
+# Note [Skip decision]
 # All ranks of the world, of all axes of a mesh, decide together whether a step is skipped, from every gradient of every
 # rank, also from those that should be equal on several ranks. A rank that steps where others skip would have other
 # weights, another loss scale, and soon other collectives. So no rank decides alone: bad memory, a hook or a parameter
@@ -46,5 +46,5 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> bool:
         return False
     if takes_sum_of_squares(dense):
         return not math.isfinite(sum_of_squares(dense))
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
-    return not bool(torch.isfinite(largest).all())
+    maxima = torch.stack([norm.float() for norm in torch._foreach_norm(dense, float("inf"))])
+    return not bool(torch.isfinite(maxima).all())

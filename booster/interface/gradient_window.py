@@ -10,12 +10,12 @@ import torch.distributed as dist
 from booster.argument_checks import is_number
 from booster.comm import all_reduce_numbers, group_size
 from booster.errors import ConfigError
-from booster.interface.gradient_factors import GradientFactors
+from booster.interface.gradient_factors import UnscaleFactors
 
-__all__ = ["GradientWindow"]
+__all__ = ["AccumulationState"]
 
 
-# Note [Gradient window]
+# Note [Accumulation]
 # An accumulation is one or more backward() calls between two zero_grad() calls, followed by at most one step(). Before
 # the step the gradients are *scaled*: multiplied by the loss scale, averaged over the data-parallel ranks, and neither
 # divided by the number of items nor by the number of microbatches, because neither is known before the last backward().
@@ -26,8 +26,8 @@ __all__ = ["GradientWindow"]
 
 
 @dataclass(slots=True)
-class GradientWindow:
-    """State of one accumulation; see Note [Gradient window].
+class AccumulationState:
+    """State of one accumulation; see Note [Accumulation].
 
     Attributes:
         num_backwards: Number of backward() calls.
@@ -47,14 +47,14 @@ class GradientWindow:
     num_backwards: int = 0
     num_averaged: int = 0
     num_items: float | None = None
-    is_final: bool = False
-    was_multiplied: bool = False
+    is_unscaled: bool = False
+    was_unscaled: bool = False
     has_stepped: bool = False
     found_nonfinite: bool = False
     norm: torch.Tensor | None = None
-    was_updated_here: bool = False
-    shown_factor: float = 1.0
-    factors: GradientFactors | None = None
+    was_updated_locally: bool = False
+    grad_factor: float = 1.0
+    factors: UnscaleFactors | None = None
 
     @property
     def is_open(self) -> bool:
@@ -82,7 +82,7 @@ class GradientWindow:
             self.num_items = (self.num_items or 0.0) + float(num_items)
         self.num_backwards += 1
 
-    def multiplier(self, loss_scale: float, group: dist.ProcessGroup | None) -> float:
+    def unscale_factor(self, loss_scale: float, group: dist.ProcessGroup | None) -> float:
         """Return the factor that unscales the gradients.
 
         Args:

@@ -8,10 +8,10 @@ import torch
 
 from booster.errors import ConfigError
 
-__all__ = ["require_scalar_loss"]
+__all__ = ["check_scalar_loss"]
 
 
-def require_scalar_loss(loss: Any) -> None:
+def check_scalar_loss(loss: Any) -> None:
     """Raise `ConfigError` unless the loss is a tensor with one element that requires a gradient."""
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(

@@ -45,15 +45,15 @@ class LossScaler(Protocol):
 class MasterWeights(Protocol):
     """fp32 master weights that the optimizer updates in place of a model's low-precision parameters."""
 
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the model's parameter for one of the optimizer's (itself if there is no copy)."""
         ...
 
-    def take_gradients(self) -> None:
+    def copy_gradients(self) -> None:
         """Copy the gradients of the model's parameters to the masters, in fp32; None where there is none."""
         ...
 
-    def write_working(self) -> None:
+    def copy_to_model(self) -> None:
         """Round the masters into the model's parameters, after a step."""
         ...
 
@@ -101,7 +101,7 @@ class MixedPrecision(ABC):
         """Return a name for summaries and checkpoints."""
         return type(self).__name__
 
-    def agreement_facts(self) -> list[str]:
+    def config_fingerprint(self) -> list[str]:
         """Return lines of text that must be equal on all ranks, compared by every boost()."""
         return [f"the mixed precision {self.describe()} in {self.compute_dtype}, keeps_masters={self.keeps_masters}"]
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from booster.errors import CheckpointError, ConfigError
 from booster.interface.mixed_precision import MixedPrecision
-from booster.interface.parameter_layout import layout_of
+from booster.interface.parameter_layout import shard_spec_of
 from booster.interface.tensor_slice import TensorSlice
 from booster.phases import Phase, observers
 
@@ -28,7 +28,7 @@ __all__ = ["ModelWrapper"]
 # rank alone may call it.
 
 
-class _Constructed(type):
+class _ConstructionMarker(type):
     """Metaclass that marks the end of construction, after which new attributes are the user's module's."""
 
     @property
@@ -42,7 +42,7 @@ class _Constructed(type):
         return model
 
 
-class ModelWrapper(nn.Module, metaclass=_Constructed):
+class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     """Boosted model.
 
     Calling it runs the plugin's forward in the chosen precision. Names of parameters, buffers and modules, `state_dict`
@@ -59,7 +59,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
     module: nn.Module
     forward_module: nn.Module
     precision: MixedPrecision | None
-    num_ranks_of_batch: int  # ranks that compute each batch together, with equal inputs
+    model_parallel_size: int  # ranks that compute each batch together, with equal inputs
 
     def __init__(self, module: nn.Module, forward_module: nn.Module | None = None, *, is_primary: bool = True) -> None:
         super().__init__()
@@ -67,10 +67,10 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         self.precision = None
         self._running_method = False
         self._is_primary = is_primary
-        self.num_ranks_of_batch = 1
+        self.model_parallel_size = 1
         self._is_closed = False
         self._load_hooks: list[Callable[[], None]] = []
-        self._exact_copies: list[Callable[[], list[TensorSlice]]] = []
+        self._master_slices: list[Callable[[], list[TensorSlice]]] = []
         # Not a submodule: its names would appear a second time, with the plugin's prefix.
         self.__dict__["forward_module"] = module if forward_module is None else forward_module
         first = next(module.parameters(), None)
@@ -100,7 +100,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         trains = torch.is_grad_enabled()
         if trains:
             for observer in observers():
-                observer.forward_called(self, args, kwargs)
+                observer.on_forward(self, args, kwargs)
         with Phase("forward" if trains or self.training else "evaluate"):
             return super().__call__(*args, **kwargs)
 
@@ -179,7 +179,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
             return
         registered = name in self.module._parameters or name in self.module._modules
         if registered or isinstance(value, (nn.Parameter, nn.Module)):
-            raise _unknown_to_the_plugin(f"model.{name} = {type(value).__name__}(...)")
+            raise _unknown_member_error(f"model.{name} = {type(value).__name__}(...)")
         buffer = self.module._buffers.get(name)
         if isinstance(buffer, torch.Tensor) and isinstance(value, torch.Tensor):
             # The plugin chose device and dtype. The old tensor is not overwritten: a graph may have saved it.
@@ -213,11 +213,11 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Raise `ConfigError`: neither the plugin nor the optimizer would know the parameter."""
-        raise _unknown_to_the_plugin(f"model.register_parameter({name!r}, ...)")
+        raise _unknown_member_error(f"model.register_parameter({name!r}, ...)")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Raise `ConfigError`: neither the plugin nor the optimizer would know the module."""
-        raise _unknown_to_the_plugin(f"model.add_module({name!r}, ...)")
+        raise _unknown_member_error(f"model.add_module({name!r}, ...)")
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return the user's module of that name."""
@@ -282,9 +282,9 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         state = self.module.state_dict()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         return [
-            part
+            one
             for names in self._tied(state)
-            for part in layout_of(parameters.get(names[0], state[names[0]])).slices(
+            for one in shard_spec_of(parameters.get(names[0], state[names[0]])).slices(
                 self.logical_name(names[0]),
                 state[names[0]],
                 primary=self.writes(names[0]),
@@ -321,11 +321,11 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
 
     def register_exact_copies(self, slices: Callable[[], list[TensorSlice]]) -> None:
         """Register `slices()`, which returns master weights that a load fills, too, by the weights' names."""
-        self._exact_copies.append(slices)
+        self._master_slices.append(slices)
 
     def exact_slices(self) -> list[TensorSlice]:
         """Return this rank's slices of master weights."""
-        return [part for slices in self._exact_copies for part in slices()]
+        return [part for slices in self._master_slices for part in slices()]
 
     def notify_loaded(self) -> None:
         """Call the hooks after weights were loaded."""
@@ -348,7 +348,7 @@ class ModelWrapper(nn.Module, metaclass=_Constructed):
         return list(groups.values())
 
 
-def _unknown_to_the_plugin(what: str) -> ConfigError:
+def _unknown_member_error(what: str) -> ConfigError:
     return ConfigError(
         f"{what} after boost() adds a module or parameter that is unknown to the plugin and the optimizer: set it"
         " before boost()"

@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.errors import BoosterError, ConfigError
 from booster.interface.fused_update import FusedUpdate
-from booster.interface.gradient_factors import GradientFactors
+from booster.interface.gradient_factors import UnscaleFactors
 from booster.interface.gradient_norm import any_nonfinite, gradient_norm
-from booster.interface.gradient_window import GradientWindow
-from booster.interface.loss import require_scalar_loss
+from booster.interface.gradient_window import AccumulationState
+from booster.interface.loss import check_scalar_loss
 from booster.interface.mixed_precision import LossScaler, MasterWeights
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer_methods import OptimizerMethods
 from booster.interface.optimizer_state import OptimizerState
-from booster.interface.pending_gradients import PendingGradients
-from booster.interface.plain_torch import boosted_backward, clip_by_norm, clip_by_value, watch_clipping
-from booster.interface.state_allocation import AllocatesStates
+from booster.interface.pending_gradients import AccumulatedGradients
+from booster.interface.plain_torch import boosted_backward, clip_by_norm, clip_by_value, hook_clipping
+from booster.interface.state_allocation import StateAllocator
 from booster.phases import end_step, in_phase, observers
 
 __all__ = ["OptimizerWrapper"]
@@ -35,9 +35,9 @@ class OptimizerWrapper(OptimizerMethods):
 
     It is a `torch.optim.Optimizer`, so any torch LR scheduler works on it; `param_groups`, `state` and `defaults` are
     those of the user's optimizer. Gradients between `backward` and the first `clip_*`, `get_grad_norm` or `step` are
-    scaled; see Note [Gradient window].
+    scaled; see Note [Accumulation].
 
-    Methods that only the user's optimizer has are called through it; see Note [Methods that write weights].
+    Methods that only the user's optimizer has are called through it; see Note [Weight-writing methods].
 
     A plugin that shards gradients or states subclasses this and overrides the methods under "Overridden by plugins".
 
@@ -65,14 +65,14 @@ class OptimizerWrapper(OptimizerMethods):
         self.step_was_skipped = False
         self.num_skipped_steps = 0
         self._num_steps = 0
-        self._window = GradientWindow()
+        self._accumulation = AccumulationState()
         self._defers_step = False
         self._counts_next_backward = False
-        self._num_micro_steps = 0
+        self._num_microbatches = 0
         self._last_norm: torch.Tensor | None = None
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._fused_update = optim if isinstance(optim, FusedUpdate) else None
-        watch_clipping(self)
+        hook_clipping(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the user's optimizer.
@@ -113,15 +113,15 @@ class OptimizerWrapper(OptimizerMethods):
                 already.
         """
         self.model.require_open()
-        require_scalar_loss(loss)
-        self._open_window(num_items)
+        check_scalar_loss(loss)
+        self._begin_accumulation(num_items)
         for observer in observers():
-            observer.loss_given(self, loss, num_items)
+            observer.on_loss(self, loss, num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
-        with boosted_backward(), self._collecting_gradients():
+        with boosted_backward(), self._backward_context():
             loss.backward(inputs=inputs, retain_graph=retain_graph)
-        self._show_mean()
+        self._unscale_in_place()
 
     @in_phase("backward")
     def backward_by_grad(
@@ -139,27 +139,27 @@ class OptimizerWrapper(OptimizerMethods):
             inputs: Tensors to compute gradients for; optional, defaults to every leaf.
             retain_graph: If True, keep the graph for another backward.
         """
-        self._open_window(None)
-        with boosted_backward(), self._collecting_gradients():
+        self._begin_accumulation(None)
+        with boosted_backward(), self._backward_context():
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
-        self._show_mean()
+        self._unscale_in_place()
 
-    def _open_window(self, num_items: float | None) -> None:
-        if self._window.is_final and not self._has_gradients():
-            self._window = GradientWindow()  # the user cleared the gradients by model.zero_grad() or directly
-        if self._window.is_final and self._window.was_multiplied:
+    def _begin_accumulation(self, num_items: float | None) -> None:
+        if self._accumulation.is_unscaled and not self._has_gradients():
+            self._accumulation = AccumulationState()  # the user cleared the gradients by model.zero_grad() or directly
+        if self._accumulation.is_unscaled and self._accumulation.was_unscaled:
             raise ConfigError(
                 "backward() after the gradients of this step were unscaled or averaged (by clip, norm or step()): the"
                 " new ones cannot be added to them. Call optimizer.zero_grad() after step(), and clip after the last"
                 " backward()"
             )
-        self._hide_mean()
-        self._window.is_final = False
-        self._window.has_stepped = False
-        self._window.norm = None
-        self._window.count_backward(num_items)
+        self._revert_unscaling()
+        self._accumulation.is_unscaled = False
+        self._accumulation.has_stepped = False
+        self._accumulation.norm = None
+        self._accumulation.count_backward(num_items)
         if self._counts_next_backward:  # a microbatch may have several backward() calls, and counts once
-            self._window.num_averaged += 1
+            self._accumulation.num_averaged += 1
             self._counts_next_backward = False
 
     @contextmanager
@@ -171,16 +171,16 @@ class OptimizerWrapper(OptimizerMethods):
         Args:
             is_last: If True, this microbatch ends the accumulation: `clip_*` and `step` take effect.
         """
-        self._num_micro_steps += 1
+        self._num_microbatches += 1
         self._defers_step = not is_last
-        self._ends_micro_steps = is_last
+        self._is_last_microbatch = is_last
         self._counts_next_backward = True
         try:
             yield
         finally:
-            self._defers_step = self._ends_micro_steps = self._counts_next_backward = False
+            self._defers_step = self._is_last_microbatch = self._counts_next_backward = False
             if is_last:
-                self._num_micro_steps = 0
+                self._num_microbatches = 0
 
     @property
     def num_steps(self) -> int:
@@ -190,7 +190,7 @@ class OptimizerWrapper(OptimizerMethods):
     @property
     def num_micro_steps(self) -> int:
         """Number of microbatches of `Booster.accumulate` since the last step."""
-        return self._num_micro_steps
+        return self._num_microbatches
 
     @in_phase("clip")
     def clip_grad_by_norm(
@@ -213,16 +213,16 @@ class OptimizerWrapper(OptimizerMethods):
         """
         if self._defers_step:
             return None
-        self._finalize_gradients()
+        self._unscale_gradients()
         norm = self._remember_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the gradient norm of order {norm_type} is {norm.item()}: a loss or a gradient is not finite. Find it"
                 " with torch.autograd.set_detect_anomaly(True), or pass error_if_nonfinite=False"
             )
-        if self._window.factors is not None:
-            self._window.factors.clip(max_norm, norm)
-        elif not self._window.found_nonfinite:
+        if self._accumulation.factors is not None:
+            self._accumulation.factors.clip(max_norm, norm)
+        elif not self._accumulation.found_nonfinite:
             clip_by_norm(self._optimized_parameters(), max_norm, norm)
         return norm
 
@@ -234,7 +234,7 @@ class OptimizerWrapper(OptimizerMethods):
         """
         if self._defers_step:
             return
-        self._finalize_gradients()
+        self._unscale_gradients()
         self._apply_factors()
         clip_by_value(self._optimized_parameters(), clip_value)
 
@@ -246,8 +246,8 @@ class OptimizerWrapper(OptimizerMethods):
 
         Collective: every rank must call it.
         """
-        if self._window.norm is None and self._window.is_open:
-            self._finalize_gradients()
+        if self._accumulation.norm is None and self._accumulation.is_open:
+            self._unscale_gradients()
             self._remember_norm(2.0)
         return None if self._last_norm is None else float(self._last_norm)
 
@@ -257,48 +257,48 @@ class OptimizerWrapper(OptimizerMethods):
 
     def _remember_norm(self, norm_type: float) -> torch.Tensor:
         norm = self._total_norm(norm_type)
-        self._window.norm = self._last_norm = norm
+        self._accumulation.norm = self._last_norm = norm
         return norm
 
-    def _finalize_gradients(self) -> None:
-        if self._window.is_final:
+    def _unscale_gradients(self) -> None:
+        if self._accumulation.is_unscaled:
             return
-        if self._window.num_backwards == 0:
-            self._check_nothing_bypassed()
+        if self._accumulation.num_backwards == 0:
+            self._check_no_plain_backward()
             return
-        if self._gradients_are_true():
-            self._window.is_final = True
-            self._tell_of_gradients()
+        if self._needs_no_unscaling():
+            self._accumulation.is_unscaled = True
+            self._notify_gradients()
             return
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        multiplier = self._multiplier(scale) * self._reduce_gradients()
-        if self._defers_factors():
-            self._window.factors = GradientFactors(multiplier)
+        factor = self._unscale_factor(scale) * self._reduce_gradients()
+        if self._can_fuse_unscaling():
+            self._accumulation.factors = UnscaleFactors(factor)
         elif self.master_weights is not None:
-            self.master_weights.take_gradients()
+            self.master_weights.copy_gradients()
         gradients = self._gradients()
-        if multiplier != 1.0 and self._window.factors is None:
-            self._multiply(gradients, multiplier)
+        if factor != 1.0 and self._accumulation.factors is None:
+            self._multiply(gradients, factor)
         if self.loss_scaler is not None:
-            self._window.found_nonfinite = self._any_nonfinite(gradients)
-        has_changed = multiplier != 1.0 or self._window.shown_factor != 1.0
-        self._window.was_multiplied = has_changed or self.master_weights is not None
-        self._window.is_final = True
+            self._accumulation.found_nonfinite = self._any_nonfinite(gradients)
+        has_changed = factor != 1.0 or self._accumulation.grad_factor != 1.0
+        self._accumulation.was_unscaled = has_changed or self.master_weights is not None
+        self._accumulation.is_unscaled = True
         for hook in self._gradient_hooks:
             hook(gradients)
-        self._tell_of_gradients()
+        self._notify_gradients()
 
-    def _tell_of_gradients(self) -> None:
+    def _notify_gradients(self) -> None:
         for observer in observers():
-            observer.gradients_known(self, self._named_gradients)
+            observer.on_gradients(self, self._named_gradients)
 
-    def _gradients_are_true(self) -> bool:
+    def _needs_no_unscaling(self) -> bool:
         """Whether unscaling would traverse the gradients and change none: the step of a plain fp32 loop."""
-        window = self._window
+        accumulation = self._accumulation
         is_plain = self.loss_scaler is None and self.master_weights is None and not self._gradient_hooks
-        return is_plain and window.num_items is None and window.num_averaged <= 1
+        return is_plain and accumulation.num_items is None and accumulation.num_averaged <= 1
 
-    def _check_nothing_bypassed(self) -> None:
+    def _check_no_plain_backward(self) -> None:
         if (self.loss_scaler is not None or self.master_weights is not None) and self._has_gradients():
             raise ConfigError(
                 "some gradients were not computed by booster.backward(loss, optimizer): with this mixed precision they"
@@ -324,13 +324,13 @@ class OptimizerWrapper(OptimizerMethods):
             return None
         if closure is not None:
             return self._step_with_closure(closure)
-        self._finalize_gradients()
-        self.step_was_skipped = self._window.found_nonfinite
+        self._unscale_gradients()
+        self.step_was_skipped = self._accumulation.found_nonfinite
         if self.step_was_skipped:
             self.num_skipped_steps += 1
         else:
             self._update_parameters()
-        if self.loss_scaler is not None and self._window.num_backwards > 0 and not self._window.has_stepped:
+        if self.loss_scaler is not None and self._accumulation.num_backwards > 0 and not self._accumulation.has_stepped:
             self.loss_scaler.update(self.step_was_skipped)
         self._end_step()
         return None
@@ -347,27 +347,27 @@ class OptimizerWrapper(OptimizerMethods):
 
     def _end_step(self) -> None:
         """Record that the step is done or skipped; the last call of every `step` that is not deferred."""
-        self._window.has_stepped = True
+        self._accumulation.has_stepped = True
         self._num_steps += 1
         end_step(self, self._num_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and end the accumulation; no effect inside of `Booster.accumulate` before the step."""
-        if self._holds_gradients:
+        if self._is_accumulating:
             return
         if self.master_weights is not None:
-            for parameter in self._working_parameters():
+            for parameter in self._model_parameters():
                 if set_to_none or parameter.grad is None:
                     parameter.grad = None
                 else:
                     parameter.grad.zero_()
         self.optim.zero_grad(set_to_none)
-        self._window = GradientWindow()
+        self._accumulation = AccumulationState()
 
     @property
-    def _holds_gradients(self) -> bool:
+    def _is_accumulating(self) -> bool:
         """Whether `Booster.accumulate` has accumulated gradients without a step."""
-        return self._window.num_averaged > 0 and self._window.is_open
+        return self._accumulation.num_averaged > 0 and self._accumulation.is_open
 
     def state_dict(self) -> dict[str, Any]:
         """Return the user's optimizer's `state_dict`, with the loss scaler's state under "loss_scaler"."""
@@ -388,19 +388,19 @@ class OptimizerWrapper(OptimizerMethods):
         """Return the view of this optimizer's state that a CheckpointIO reads and fills."""
         return OptimizerState(self)
 
-    def pending_gradients(self) -> PendingGradients:
+    def pending_gradients(self) -> AccumulatedGradients:
         """Return the view of accumulated gradients, which are part of a training state."""
-        return PendingGradients(self)
+        return AccumulatedGradients(self)
 
     @property
-    def window(self) -> GradientWindow:
-        """State of the accumulation since the last `zero_grad()`; see Note [Gradient window]."""
-        return self._window
+    def window(self) -> AccumulationState:
+        """State of the accumulation since the last `zero_grad()`; see Note [Accumulation]."""
+        return self._accumulation
 
-    def restore_window(self, window: GradientWindow, num_micro_steps: int) -> None:
+    def restore_window(self, window: AccumulationState, num_micro_steps: int) -> None:
         """Restore the state of an accumulation; the caller fills the gradients."""
-        self._window = window
-        self._num_micro_steps = num_micro_steps
+        self._accumulation = window
+        self._num_microbatches = num_micro_steps
 
     # Overridden by plugins.
 
@@ -412,7 +412,7 @@ class OptimizerWrapper(OptimizerMethods):
         """
         return False
 
-    def _collecting_gradients(self) -> AbstractContextManager[None]:
+    def _backward_context(self) -> AbstractContextManager[None]:
         """Return the context of autograd."""
         return nullcontext()
 
@@ -425,46 +425,48 @@ class OptimizerWrapper(OptimizerMethods):
 
     def _update_parameters(self) -> None:
         """Step the user's optimizer and write the result into the model."""
-        if self._window.factors is not None:
-            self._run_together(lambda: self._step_fused(self._working_copies(), self._working_gradients()))
+        if self._accumulation.factors is not None:
+            self._run_on_all_ranks(
+                lambda: self._step_fused(self._model_params_by_master(), self._model_grads_by_master())
+            )
             return
-        self._run_together(self.optim.step)
+        self._run_on_all_ranks(self.optim.step)
         if self.master_weights is not None:
-            self.master_weights.write_working()
+            self.master_weights.copy_to_model()
 
-    def _run_together(self, update: Callable[[], Any]) -> None:
+    def _run_on_all_ranks(self, update: Callable[[], Any]) -> None:
         """Run `update`; a failure on any rank is raised on all, and the next call retries.
 
-        Collective if `AllocatesStates.can_fail_alone`.
+        Collective if `StateAllocator.can_fail_alone`.
         """
-        if not (isinstance(self.optim, AllocatesStates) and self.optim.can_fail_alone):
+        if not (isinstance(self.optim, StateAllocator) and self.optim.may_fail_locally):
             update()
             return
         failure: Exception | None = None
         try:
-            if not self._window.was_updated_here:
+            if not self._accumulation.was_updated_locally:
                 update()
-            self._window.was_updated_here = True
+            self._accumulation.was_updated_locally = True
         except (OSError, BoosterError) as error:  # raised on all ranks below
             failure = error
         raise_on_all_ranks(failure, self.data_parallel_group)
-        self._window.was_updated_here = False
+        self._accumulation.was_updated_locally = False
 
     def _step_fused(
-        self, working_copies: Mapping[nn.Parameter, torch.Tensor], gradients: Mapping[nn.Parameter, torch.Tensor]
+        self, model_params: Mapping[nn.Parameter, torch.Tensor], gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
-        factors = self._window.factors
+        factors = self._accumulation.factors
         assert self._fused_update is not None
         assert factors is not None
         self._fused_update.fused_step(
-            multiplier=factors.multiplier,
-            multiplier_tensor=factors.coefficient,
-            working_copies=working_copies,
+            grad_scale=factors.grad_scale,
+            clip_coef=factors.clip_coef,
+            model_params=model_params,
             gradients=gradients,
         )
 
-    def _defers_factors(self) -> bool:
-        """Whether the step itself may multiply the gradients; see Note [Gradient factors]."""
+    def _can_fuse_unscaling(self) -> bool:
+        """Whether the step itself may multiply the gradients; see Note [Fused unscaling]."""
         return self._fused_update is not None and self.master_weights is not None and not self._has_hooks()
 
     def _has_hooks(self) -> bool:
@@ -474,16 +476,16 @@ class OptimizerWrapper(OptimizerMethods):
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return this rank's gradients as the optimizer will use them."""
-        is_raw = self._window.factors is not None
-        parameters = self._working_parameters() if is_raw else self._optimized_parameters()
+        is_scaled = self._accumulation.factors is not None
+        parameters = self._model_parameters() if is_scaled else self._optimized_parameters()
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """Return the norm of all unscaled gradients over all ranks, as a 0-dim tensor."""
-        if self._window.factors is None:
+        if self._accumulation.factors is None:
             return nn.utils.get_total_norm(self._gradients(), norm_type)
-        return self._window.factors.true_norm(gradient_norm(self._gradients(), norm_type))
+        return self._accumulation.factors.unscaled_norm(gradient_norm(self._gradients(), norm_type))
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return whether any rank of the world holds an inf or nan; see Note [One decision]. Collective."""
+        """Return whether any rank of the world holds an inf or nan; see Note [Skip decision]. Collective."""
         return all_reduce_numbers([float(any_nonfinite(gradients))])[0] > 0

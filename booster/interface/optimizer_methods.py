@@ -17,7 +17,7 @@ from booster.kernels.checksum import crc32
 
 __all__ = ["OptimizerMethods"]
 
-# Note [Methods that write weights]
+# Note [Weight-writing methods]
 # An optimizer may have methods that write weights outside of step(): `train` and `eval` of a schedule-free one swap
 # them, `first_step` of SAM moves them. If the optimizer updates shards or master weights, the model must follow. Which
 # methods write is unknown, and a rank sees its own shards only. So all ranks call every method that the wrapper lacks,
@@ -31,12 +31,12 @@ class OptimizerMethods(OptimizerParameters):
     data_parallel_group: dist.ProcessGroup | None
     loss_scaler: LossScaler | None
     _defers_step: bool
-    _ends_micro_steps = False
+    _is_last_microbatch = False
     _is_stepping = False
     _num_own_step_hooks = 0
 
     @abstractmethod
-    def _finalize_gradients(self) -> None:
+    def _unscale_gradients(self) -> None:
         """Unscale gradients, or record the factors that the step multiplies them with. Collective."""
 
     @abstractmethod
@@ -44,39 +44,43 @@ class OptimizerMethods(OptimizerParameters):
         """Return this rank's gradients."""
 
     def _apply_factors(self) -> None:
-        """Unscale gradients where that was left to the step; see Note [Gradient factors]."""
-        factors, self._window.factors = self._window.factors, None
+        """Unscale gradients where that was left to the step; see Note [Fused unscaling]."""
+        factors, self._accumulation.factors = self._accumulation.factors, None
         if factors is None:
             return
         if self.master_weights is not None:
-            self.master_weights.take_gradients()
+            self.master_weights.copy_gradients()
         factors.apply_to(self._gradients())
 
     def _multiply(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
         if gradients:
             torch._foreach_mul_(list(gradients), factor)
 
-    def _multiplier(self, loss_scale: float) -> float:
+    def _unscale_factor(self, loss_scale: float) -> float:
         """Return the factor that unscales the current gradients. Collective if num_items was given."""
-        window = self._window
-        return 1.0 if window.shown_factor != 1.0 else window.multiplier(loss_scale, self.data_parallel_group)
+        accumulation = self._accumulation
+        return (
+            1.0
+            if accumulation.grad_factor != 1.0
+            else accumulation.unscale_factor(loss_scale, self.data_parallel_group)
+        )
 
-    def _show_mean(self) -> None:
+    def _unscale_in_place(self) -> None:
         """Unscale `p.grad` after the last microbatch's backward(). Collective if num_items was given.
 
         A further backward() of the same microbatch reverts it.
         """
-        if self._ends_micro_steps and self._leaves_gradients():
-            self._window.shown_factor = self._multiplier(1.0)
-            if self._window.shown_factor != 1.0:
-                self._multiply(self._gradients(), self._window.shown_factor)
+        if self._is_last_microbatch and self._uses_param_grads():
+            self._accumulation.grad_factor = self._unscale_factor(1.0)
+            if self._accumulation.grad_factor != 1.0:
+                self._multiply(self._gradients(), self._accumulation.grad_factor)
 
-    def _hide_mean(self) -> None:
-        if self._window.shown_factor != 1.0:
-            self._multiply(self._gradients(), 1.0 / self._window.shown_factor)
-            self._window.shown_factor = 1.0
+    def _revert_unscaling(self) -> None:
+        if self._accumulation.grad_factor != 1.0:
+            self._multiply(self._gradients(), 1.0 / self._accumulation.grad_factor)
+            self._accumulation.grad_factor = 1.0
 
-    def _leaves_gradients(self) -> bool:
+    def _uses_param_grads(self) -> bool:
         """Whether the optimizer uses the gradients that backward() leaves in `p.grad`."""
         return self.loss_scaler is None and self.master_weights is None
 
@@ -84,10 +88,10 @@ class OptimizerMethods(OptimizerParameters):
 
     def _holds_any(self, parameters: frozenset[int]) -> bool:
         """Return whether any of these, by `id`, is a parameter of the optimizer or of the model it updates."""
-        own = (*self._optimized_parameters(), *self._working_parameters())
+        own = (*self._optimized_parameters(), *self._model_parameters())
         return any(id(one) in parameters for one in own)
 
-    def _show_gradients(self, parameters: frozenset[int]) -> None:
+    def _unscale_param_grads(self, parameters: frozenset[int]) -> None:
         """Unscale `p.grad` of these parameters. Collective if backward() was given num_items.
 
         Raises:
@@ -99,13 +103,13 @@ class OptimizerMethods(OptimizerParameters):
                 " incomplete: write booster.clip_grad_norm_(optimizer, max_norm), which takes effect with the last one,"
                 " or clip where accumulate() yields True"
             )
-        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        pairs = ((one, self.model_parameter(one)) for one in self._optimized_parameters())
         if any(id(working) in parameters for one, working in pairs if working is not one):
             raise ConfigError(
                 "torch's clipping was given parameters with fp32 master weights, which have other gradients: it would"
                 " change nothing. Write booster.clip_grad_norm_(optimizer, max_norm)"
             )
-        self._finalize_gradients()
+        self._unscale_gradients()
         self._apply_factors()
 
     def _call_own(self, method: Callable[[], Any]) -> Any:
@@ -116,9 +120,9 @@ class OptimizerMethods(OptimizerParameters):
         Raises:
             ConfigError: It updates weights from loss-scaled gradients, where an overflow cannot be skipped.
         """
-        has_gradients = self._window.is_open and not self._defers_step
+        has_gradients = self._accumulation.is_open and not self._defers_step
         if has_gradients:
-            self._finalize_gradients()
+            self._unscale_gradients()
             self._apply_factors()
         if not self._has_copies():
             return method()
@@ -131,7 +135,7 @@ class OptimizerMethods(OptimizerParameters):
         self._restore_memory()
         has_written = digest != self._weights_digest()
         has_cleared = has_gradients and all(one.grad is None for one in self._optimized_parameters())
-        has_written, has_failed, has_gradients_left = self._any_rank(
+        has_written, has_failed, keeps_gradients = self._any_rank(
             [has_written, failure is not None, has_gradients and not has_cleared]
         )
         if has_written:
@@ -143,7 +147,7 @@ class OptimizerMethods(OptimizerParameters):
                 f"a method of {type(self.optim).__name__} updates weights from gradients with a loss scale outside of"
                 " step(), where an overflow cannot be skipped: use bf16 or fp32"
             )
-        if has_gradients and not has_gradients_left:
+        if has_gradients and not keeps_gradients:
             self.zero_grad()
         return result
 
@@ -171,8 +175,8 @@ class OptimizerMethods(OptimizerParameters):
     def _publish_weights(self) -> None:
         """Write the optimizer's parameters into the model, on all ranks. Collective."""
         if self.master_weights is not None:
-            self.master_weights.write_working()
+            self.master_weights.copy_to_model()
 
-    def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is True on any rank. Collective if ranks may differ."""
-        return list(facts)
+        return list(flags)

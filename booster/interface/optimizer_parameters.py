@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from booster.interface.gradient_window import GradientWindow
+from booster.interface.gradient_window import AccumulationState
 from booster.interface.mixed_precision import MasterWeights
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer_pass_through import OptimizerPassThrough
@@ -20,45 +20,45 @@ class OptimizerParameters(OptimizerPassThrough):
 
     model: ModelWrapper
     master_weights: MasterWeights | None
-    _window: GradientWindow
+    _accumulation: AccumulationState
 
     def _optimized_parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
 
-    def _working_parameters(self) -> list[nn.Parameter]:
-        return [self.working_parameter(parameter) for parameter in self._optimized_parameters()]
+    def _model_parameters(self) -> list[nn.Parameter]:
+        return [self.model_parameter(parameter) for parameter in self._optimized_parameters()]
 
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the model's parameter for one of `param_groups`, which may be its fp32 copy."""
-        return parameter if self.master_weights is None else self.master_weights.working_parameter(parameter)
+        return parameter if self.master_weights is None else self.master_weights.model_parameter(parameter)
 
-    def _working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
+    def _model_params_by_master(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the low-precision weights by their master weights."""
-        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        pairs = ((one, self.model_parameter(one)) for one in self._optimized_parameters())
         return {one: working.detach() for one, working in pairs if working is not one}
 
-    def _working_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+    def _model_grads_by_master(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the scaled gradients of the low-precision weights by their master weights."""
-        pairs = ((one, self.working_parameter(one)) for one in self._optimized_parameters())
+        pairs = ((one, self.model_parameter(one)) for one in self._optimized_parameters())
         return {one: working.grad for one, working in pairs if working is not one and working.grad is not None}
 
     def group_parameters(self, index: int) -> list[nn.Parameter]:
         """Return the model's full parameters of a param group, whatever shard of them this rank updates."""
-        return [self.working_parameter(parameter) for parameter in self.param_groups[index]["params"]]
+        return [self.model_parameter(parameter) for parameter in self.param_groups[index]["params"]]
 
     def group_masters(self, index: int) -> list[nn.Parameter]:
         """Return the fp32 copies in a param group that this rank updates in place of the model's parameters."""
-        return [one for one in self.param_groups[index]["params"] if self.working_parameter(one) is not one]
+        return [one for one in self.param_groups[index]["params"] if self.model_parameter(one) is not one]
 
     def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's gradients with the user's names of their parameters."""
-        is_raw = self._window.factors is not None
+        is_scaled = self._accumulation.factors is not None
         names = {id(one): self.model.logical_name(name) for name, one in self.model.named_parameters()}
         for parameter in self._optimized_parameters():
-            working = self.working_parameter(parameter)
-            gradient = working.grad if is_raw else parameter.grad
+            model_parameter = self.model_parameter(parameter)
+            gradient = model_parameter.grad if is_scaled else parameter.grad
             if gradient is not None:
-                yield names.get(id(working), "a parameter outside of the model"), gradient
+                yield names.get(id(model_parameter), "a parameter outside of the model"), gradient
 
     def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._working_parameters())
+        return any(parameter.grad is not None for parameter in self._model_parameters())

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from booster.errors import CheckpointError
-from booster.interface.parameter_layout import ParameterLayout, layout_of
-from booster.interface.state_allocation import AllocatesStates
+from booster.interface.parameter_layout import ShardSpec, shard_spec_of
+from booster.interface.state_allocation import StateAllocator
 from booster.interface.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class OptimizerState:
     def __init__(self, optimizer: OptimizerWrapper) -> None:
         self.optimizer = optimizer
         own = optimizer.unwrap()
-        self._allocator = own if isinstance(own, AllocatesStates) else None
+        self._allocator = own if isinstance(own, StateAllocator) else None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the optimizer's parameters (masters where it has them) by the user's names, in group order."""
@@ -155,7 +155,7 @@ class OptimizerState:
         names: dict[int, str] = {}
         for name, parameter in self.optimizer.model.named_parameters():
             names.setdefault(id(parameter), name)
-        working = self.optimizer.working_parameter
+        working = self.optimizer.model_parameter
         return [
             [(names[id(working(parameter))], parameter) for parameter in group["params"]]
             for group in self.optimizer.param_groups
@@ -176,7 +176,7 @@ class OptimizerState:
 
     def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
         """Yield this rank's slices of a logical parameter's master weights."""
-        if self.optimizer.working_parameter(parameter) is not parameter:
+        if self.optimizer.model_parameter(parameter) is not parameter:
             layout = self._layout(parameter)
             yield from layout.slices(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.is_primary)
 
@@ -218,9 +218,9 @@ class OptimizerState:
         floats = spec.dtype.is_floating_point and parameter.is_floating_point()
         return torch.empty(spec.shape, dtype=parameter.dtype if floats else spec.dtype, device=parameter.device)
 
-    def _layout(self, parameter: nn.Parameter) -> ParameterLayout:
+    def _layout(self, parameter: nn.Parameter) -> ShardSpec:
         """Return the layout of the model's parameter that one of `param_groups` is, or is a copy of."""
-        return layout_of(self.optimizer.working_parameter(parameter), parameter.shape)
+        return shard_spec_of(self.optimizer.model_parameter(parameter), parameter.shape)
 
     def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         for key, value in self.optimizer.state.get(parameter, {}).items():

@@ -12,14 +12,14 @@ from torch import nn
 
 from booster.interface.tensor_slice import TensorSlice
 
-__all__ = ["Box", "LayoutPiece", "ParameterLayout", "is_cut", "layout_of", "set_layout"]
+__all__ = ["Box", "ShardRegion", "ShardSpec", "is_sharded", "set_shard_spec", "shard_spec_of"]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Offset and length per dim of a block, in elements (`offsets` and `sizes` of DCP)."""
 
 _ATTRIBUTE = "_booster_layout"
 
-# Note [Layouts]
+# Note [Shard specs]
 # With model parallelism each rank's parameter is a shard of the user's parameter, the *logical* tensor. The rank's
 # *local* tensor consists of blocks of it: one block of a column-parallel weight, three of a fused query, key and value.
 # Elements outside of all blocks are padding, and always zero. If ranks hold the same elements, the block is primary on
@@ -28,7 +28,7 @@ _ATTRIBUTE = "_booster_layout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutPiece:
+class ShardRegion:
     """Block of this rank's tensor, and its position in the logical tensor.
 
     Attributes:
@@ -43,8 +43,8 @@ class LayoutPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterLayout:
-    """Sharding of a parameter; see Note [Layouts].
+class ShardSpec:
+    """Sharding of a parameter; see Note [Shard specs].
 
     Attributes:
         logical_shape: Shape of the user's parameter.
@@ -54,52 +54,52 @@ class ParameterLayout:
 
     logical_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    pieces: tuple[LayoutPiece, ...]
+    regions: tuple[ShardRegion, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int], *, is_primary: bool = True) -> ParameterLayout:
+    def unsharded(cls, shape: Sequence[int], *, is_primary: bool = True) -> ShardSpec:
         """Return the layout of an unsharded parameter."""
         box = tuple((0, size) for size in shape)
-        piece = LayoutPiece(local=box, logical=box, is_primary=is_primary)
-        return cls(logical_shape=tuple(shape), local_shape=tuple(shape), pieces=(piece,))
+        region = ShardRegion(local=box, logical=box, is_primary=is_primary)
+        return cls(logical_shape=tuple(shape), local_shape=tuple(shape), regions=(region,))
 
-    def uncounted(self) -> ParameterLayout:
+    def non_primary(self) -> ShardSpec:
         """Return the same layout without primary blocks: other ranks write and count all elements."""
-        return replace(self, pieces=tuple(replace(piece, is_primary=False) for piece in self.pieces))
+        return replace(self, regions=tuple(replace(region, is_primary=False) for region in self.regions))
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether this rank's tensor is the logical tensor, in its order."""
-        return len(self.pieces) == 1 and self.local_shape == self.logical_shape == _lengths(self.pieces[0].local)
+        return len(self.regions) == 1 and self.local_shape == self.logical_shape == _lengths(self.regions[0].local)
 
     @property
-    def counts_all(self) -> bool:
+    def owns_all(self) -> bool:
         """Whether all blocks are primary."""
-        return all(piece.is_primary for piece in self.pieces)
+        return all(region.is_primary for region in self.regions)
 
     @property
     def has_padding(self) -> bool:
         """Whether some elements of this rank's tensor are outside of all blocks."""
-        return sum(math.prod(_lengths(piece.local)) for piece in self.pieces) < math.prod(self.local_shape)
+        return sum(math.prod(_lengths(region.local)) for region in self.regions) < math.prod(self.local_shape)
 
-    def cut(self, logical: torch.Tensor) -> torch.Tensor:
+    def shard(self, logical: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's shard of a logical tensor, with zeros as padding."""
         local = logical.new_zeros(self.local_shape)
-        for piece in self.pieces:
-            local[_index(piece.local)] = logical[_index(piece.logical)]
+        for region in self.regions:
+            local[_index(region.local)] = logical[_index(region.logical)]
         return local
 
-    def counted(self, tensor: torch.Tensor, span: tuple[int, int]) -> list[torch.Tensor]:
+    def owned(self, tensor: torch.Tensor, span: tuple[int, int]) -> list[torch.Tensor]:
         """Return views of the primary elements of a flat range of this rank's tensor.
 
         Args:
             tensor: 1-D tensor of the elements of the flat range.
             span: First element and one past the last, in the row-major flattening of this rank's tensor.
         """
-        if self.counts_all and not self.has_padding:
+        if self.owns_all and not self.has_padding:
             return [tensor]
-        pieces = [piece for piece in self.pieces if piece.is_primary]
-        return [view for piece in pieces for view, _ in _overlaps(piece, self.local_shape, tensor, span)]
+        regions = [region for region in self.regions if region.is_primary]
+        return [view for region in regions for view, _ in _overlaps(region, self.local_shape, tensor, span)]
 
     def slices(
         self,
@@ -123,15 +123,15 @@ class ParameterLayout:
         """
         if span is None:
             span = (0, tensor.numel())
-        if self.is_whole:
-            box = self.pieces[0].logical
-            is_primary = primary and self.pieces[0].is_primary
+        if self.is_unsharded:
+            box = self.regions[0].logical
+            is_primary = primary and self.regions[0].is_primary
             return [_slice_of(name, tensor, self.logical_shape, box, span, is_primary, shared)]
         flat = tensor.view(-1)
         found = []
-        for piece in self.pieces:
-            is_primary = primary and piece.is_primary
-            for view, box in _overlaps(piece, self.local_shape, flat, span):
+        for region in self.regions:
+            is_primary = primary and region.is_primary
+            for view, box in _overlaps(region, self.local_shape, flat, span):
                 size = (0, view.numel())
                 found.append(_slice_of(name, view, self.logical_shape, box, size, is_primary, shared))
         return found
@@ -143,10 +143,14 @@ class ParameterLayout:
         """
         span = (0, max(1, math.prod(self.local_shape))) if span is None else span
         if math.prod(self.logical_shape) == 0:
-            return span[0] == 0 and self.counts_all
-        for piece in self.pieces:
-            if piece.is_primary and all(offset == 0 for offset, _ in piece.logical) and 0 not in _lengths(piece.local):
-                first = _flat_index([offset for offset, _ in piece.local], self.local_shape)
+            return span[0] == 0 and self.owns_all
+        for region in self.regions:
+            if (
+                region.is_primary
+                and all(offset == 0 for offset, _ in region.logical)
+                and 0 not in _lengths(region.local)
+            ):
+                first = _flat_index([offset for offset, _ in region.local], self.local_shape)
                 return span[0] <= first < span[1]
         return False
 
@@ -161,12 +165,12 @@ class ParameterLayout:
         """
         numbers = torch.arange(math.prod(self.logical_shape)).view(self.logical_shape)
         local = torch.full(self.local_shape, -1)
-        for piece in self.pieces:
-            local[_index(piece.local)] = numbers[_index(piece.logical)]
+        for region in self.regions:
+            local[_index(region.local)] = numbers[_index(region.logical)]
         return local.view(-1)[slice(*span)]
 
 
-def layout_of(parameter: torch.Tensor, shape: Sequence[int] | None = None) -> ParameterLayout:
+def shard_spec_of(parameter: torch.Tensor, shape: Sequence[int] | None = None) -> ShardSpec:
     """Return the layout of a parameter; without an attached one it is unsharded.
 
     Args:
@@ -174,19 +178,19 @@ def layout_of(parameter: torch.Tensor, shape: Sequence[int] | None = None) -> Pa
         shape: Shape of an unsharded parameter; optional, defaults to the parameter's.
     """
     layout = getattr(parameter, _ATTRIBUTE, None)
-    return ParameterLayout.whole(parameter.shape if shape is None else shape) if layout is None else layout
+    return ShardSpec.unsharded(parameter.shape if shape is None else shape) if layout is None else layout
 
 
-def is_cut(parameter: torch.Tensor) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """Return whether a parameter has an attached layout."""
     return hasattr(parameter, _ATTRIBUTE)
 
 
-def set_layout(parameter: nn.Parameter, layout: ParameterLayout) -> None:
+def set_shard_spec(parameter: nn.Parameter, shard_spec: ShardSpec) -> None:
     """Attach a layout to a parameter."""
-    if tuple(parameter.shape) != layout.local_shape:
-        raise ValueError(f"a layout of {layout.local_shape} does not match a parameter of {tuple(parameter.shape)}")
-    setattr(parameter, _ATTRIBUTE, layout)
+    if tuple(parameter.shape) != shard_spec.local_shape:
+        raise ValueError(f"a layout of {shard_spec.local_shape} does not match a parameter of {tuple(parameter.shape)}")
+    setattr(parameter, _ATTRIBUTE, shard_spec)
 
 
 def _lengths(box: Box) -> tuple[int, ...]:
@@ -226,7 +230,7 @@ def _slice_of(
 
 
 def _overlaps(
-    piece: LayoutPiece, local_shape: tuple[int, ...], flat: torch.Tensor, span: tuple[int, int]
+    region: ShardRegion, local_shape: tuple[int, ...], flat: torch.Tensor, span: tuple[int, int]
 ) -> Iterator[tuple[torch.Tensor, Box]]:
     """Yield the intersection of a flat range of the local tensor with a block: views, and their logical boxes.
 
@@ -234,15 +238,17 @@ def _overlaps(
     dims. The intersection of each of them with the block is a box.
     """
     for box in _boxes(local_shape, *span):
-        met = tuple(_intersection(one, other) for one, other in zip(box, piece.local, strict=True))
-        if any(length <= 0 for _, length in met):
+        intersection = tuple(_intersection(one, other) for one, other in zip(box, region.local, strict=True))
+        if any(length <= 0 for _, length in intersection):
             continue
         inside = flat[_flat_index([offset for offset, _ in box], local_shape) - span[0] :]
         view = inside[: math.prod(_lengths(box))].view(_lengths(box))
-        within = tuple((offset - start, length) for (offset, length), (start, _) in zip(met, box, strict=True))
+        within = tuple((offset - start, length) for (offset, length), (start, _) in zip(intersection, box, strict=True))
         logical = tuple(
             (offset - start + target, length)
-            for (offset, length), (start, _), (target, _) in zip(met, piece.local, piece.logical, strict=True)
+            for (offset, length), (start, _), (target, _) in zip(
+                intersection, region.local, region.logical, strict=True
+            )
         )
         yield view[_index(within)], logical
 
@@ -260,7 +266,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield ()
         return
     row = math.prod(shape[1:])
-    whole = tuple((0, size) for size in shape[1:])
+    full = tuple((0, size) for size in shape[1:])
     first, last = -(-start // row), stop // row  # complete rows
     if first > last:  # inside of one row
         yield from (((last, 1), *box) for box in _boxes(shape[1:], start - last * row, stop - last * row))
@@ -268,6 +274,6 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if start < first * row:
         yield from (((first - 1, 1), *box) for box in _boxes(shape[1:], start - (first - 1) * row, row))
     if first < last:
-        yield ((first, last - first), *whole)
+        yield ((first, last - first), *full)
     if last * row < stop:
         yield from (((last, 1), *box) for box in _boxes(shape[1:], 0, stop - last * row))

@@ -12,16 +12,16 @@ from torch import nn
 
 from booster.comm import group_rank, group_size
 from booster.errors import CheckpointError, ConfigError
-from booster.interface.gradient_window import GradientWindow
-from booster.interface.parameter_layout import layout_of
+from booster.interface.gradient_window import AccumulationState
+from booster.interface.parameter_layout import shard_spec_of
 from booster.interface.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     from booster.interface.optimizer import OptimizerWrapper
 
-__all__ = ["PendingGradients", "ReducedGradients", "WindowCounts"]
+__all__ = ["AccumulatedGradients", "AccumulationCounters", "ReducedShards"]
 
-# Note [Gradients of other ranks]
+# Note [Accumulated gradients]
 # During an accumulation each rank holds a local scaled gradient g_r. The ranks of a sharding group hold shards of the
 # sum R of gradients that they have reduced already; every group has its own R. The step uses a multiple of D = 1/W (sum
 # g_r + sum R) over the W ranks. (Whether backward() has averaged already does not matter: then every g_r is D.) W'
@@ -37,16 +37,16 @@ __all__ = ["PendingGradients", "ReducedGradients", "WindowCounts"]
 
 
 @dataclass(slots=True, kw_only=True)
-class WindowCounts:
+class AccumulationCounters:
     """Counters of an accumulation that are stored with its gradients.
 
     Attributes:
-        num_backwards: Number of backward() calls, as in `GradientWindow`.
-        num_averaged: Number of averaged microbatches, as in `GradientWindow`.
+        num_backwards: Number of backward() calls, as in `AccumulationState`.
+        num_averaged: Number of averaged microbatches, as in `AccumulationState`.
         num_micro_steps: Microbatches of `Booster.accumulate` since the last step.
         loss_scale: Loss scale of the gradients.
         num_items: This rank's sum of `num_items`, or None if backward() was called without.
-        data_rank: Data rank, see Note [Gradients of other ranks]; optional, defaults to the global rank.
+        data_rank: Data rank, see Note [Accumulated gradients]; optional, defaults to the global rank.
     """
 
     num_backwards: int
@@ -61,7 +61,7 @@ class WindowCounts:
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: Any) -> WindowCounts:
+    def from_plain(cls, plain: Any) -> AccumulationCounters:
         """Return the counters of a result of `to_plain`.
 
         Raises:
@@ -79,8 +79,8 @@ class WindowCounts:
         return cls(**given)
 
     @classmethod
-    def of_rank(cls, stored: Sequence[WindowCounts], rank: int, num_ranks: int) -> WindowCounts:
-        """Return the counters of a rank that loads; see Note [Gradients of other ranks].
+    def for_rank(cls, stored: Sequence[AccumulationCounters], rank: int, num_ranks: int) -> AccumulationCounters:
+        """Return the counters of a rank that loads; see Note [Accumulated gradients].
 
         Args:
             stored: Counters of all ranks that saved.
@@ -94,8 +94,8 @@ class WindowCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReducedGradients:
-    """Stored sums over ranks, converted for the ranks that load; see Note [Gradients of other ranks].
+class ReducedShards:
+    """Stored sums over ranks, converted for the ranks that load; see Note [Accumulated gradients].
 
     Attributes:
         names: Names of their parameters, equal on all ranks.
@@ -107,15 +107,15 @@ class ReducedGradients:
     read: Callable[[TensorSlice], torch.Tensor]
 
 
-NOTHING_REDUCED = ReducedGradients(names=(), read=lambda part: part.tensor)
+NO_REDUCED_SHARDS = ReducedShards(names=(), read=lambda part: part.tensor)
 
 
-class PendingGradients:
+class AccumulatedGradients:
     """Live view of a boosted optimizer's accumulated gradients and their counters.
 
     Call `synchronize` on all ranks before reading it. A plugin that shards gradients overrides `synchronize`,
     `tensors`, `reduced`, `first_rank` and `_replace`; one whose ranks compute summands of a parameter's gradient
-    overrides `share_of`, `num_shares` and `slices`.
+    overrides `summand_index`, `num_summands` and `slices`.
 
     Args:
         optimizer: Optimizer to read and fill.
@@ -128,13 +128,13 @@ class PendingGradients:
         """Synchronize the state of the accumulation over ranks. Collective; does nothing by default."""
 
     @property
-    def is_waiting(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether there are gradients that no step has used."""
-        window = self.optimizer.window
-        if window.has_stepped:
+        accumulation = self.optimizer.window
+        if accumulation.has_stepped:
             return False
         gradients = [*self.tensors().values(), *(part.tensor for part in self.reduced())]
-        if window.num_backwards > 0:
+        if accumulation.num_backwards > 0:
             return len(gradients) > 0  # none if the user cleared them directly
         # zero_grad(set_to_none=False) leaves zeros, the user's loss.backward() does not.
         return any(bool(gradient.any()) for gradient in gradients if not gradient.is_sparse)
@@ -142,7 +142,7 @@ class PendingGradients:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters that the optimizer updates, by name."""
         named = self.optimizer.checkpoint_state().named_parameters()
-        return {name: self.optimizer.working_parameter(parameter) for name, parameter in named.items()}
+        return {name: self.optimizer.model_parameter(parameter) for name, parameter in named.items()}
 
     def logical_parameters(self) -> dict[str, nn.Parameter]:
         """Return the union of `parameters` over the ranks of a model-parallel group; by default this rank's."""
@@ -165,17 +165,17 @@ class PendingGradients:
         """First of the ranks that share the sums in `reduced`; by default every rank is alone."""
         return group_rank()
 
-    def share_of(self, name: str) -> int:
+    def summand_index(self, name: str) -> int:
         """Return the index of this rank's summand of a data rank's gradient of a parameter, from 0."""
         return 0
 
-    def num_shares(self, name: str) -> int:
+    def num_summands(self, name: str) -> int:
         """Return the number of summands, each on another rank, of a data rank's gradient of a parameter."""
         return 1
 
     @property
     def data_rank(self) -> int:
-        """Data rank of this rank's gradients; see Note [Gradients of other ranks]."""
+        """Data rank of this rank's gradients; see Note [Accumulated gradients]."""
         return group_rank(self.optimizer.data_parallel_group)
 
     @property
@@ -187,18 +187,18 @@ class PendingGradients:
         """Return this rank's slices of its data rank's scaled gradients, by parameter name."""
         parameters = self.parameters()
         own = self.tensors().items()
-        return [part for name, one in own for part in layout_of(parameters[name]).slices(name, one.contiguous())]
+        return [part for name, one in own for part in shard_spec_of(parameters[name]).slices(name, one.contiguous())]
 
-    def counts(self) -> WindowCounts:
+    def counts(self) -> AccumulationCounters:
         """Return the counters of the gradients."""
-        window = self.optimizer.window
-        is_shown = window.shown_factor != 1.0  # they are the mean already
-        return WindowCounts(
-            num_backwards=window.num_backwards,
-            num_averaged=1 if is_shown else window.num_averaged,
+        accumulation = self.optimizer.window
+        is_shown = accumulation.grad_factor != 1.0  # they are the mean already
+        return AccumulationCounters(
+            num_backwards=accumulation.num_backwards,
+            num_averaged=1 if is_shown else accumulation.num_averaged,
             num_micro_steps=self.optimizer.num_micro_steps,
             loss_scale=self._loss_scale(),
-            num_items=None if is_shown else window.num_items,
+            num_items=None if is_shown else accumulation.num_items,
             data_rank=self.data_rank,
         )
 
@@ -209,7 +209,7 @@ class PendingGradients:
             ConfigError: They are unscaled, averaged or clipped: a save between clip and step.
             CheckpointError: A gradient is sparse.
         """
-        if self.optimizer.window.is_final and self.optimizer.window.was_multiplied:
+        if self.optimizer.window.is_unscaled and self.optimizer.window.was_unscaled:
             raise ConfigError(
                 "a save between clipping (or the gradient's norm) and optimizer.step() is not possible, as gradients"
                 " are unscaled and not yet used: save after step(), or before the clipping"
@@ -224,8 +224,8 @@ class PendingGradients:
     def fill(
         self,
         gradients: Iterable[tuple[str, torch.Tensor]],
-        counts: WindowCounts,
-        reduced: ReducedGradients = NOTHING_REDUCED,
+        counts: AccumulationCounters,
+        reduced: ReducedShards = NO_REDUCED_SHARDS,
     ) -> None:
         """Replace all gradients and the state of the accumulation, after the loss scaler was loaded.
 
@@ -237,25 +237,25 @@ class PendingGradients:
         self.clear()
         factor = self._loss_scale() / counts.loss_scale
         self._replace(gradients, reduced, lambda raw: raw if factor == 1.0 else raw.double() * factor)
-        window = GradientWindow(num_backwards=counts.num_backwards, num_averaged=counts.num_averaged)
-        window.num_items = counts.num_items
-        self.optimizer.restore_window(window, counts.num_micro_steps)
+        accumulation = AccumulationState(num_backwards=counts.num_backwards, num_averaged=counts.num_averaged)
+        accumulation.num_items = counts.num_items
+        self.optimizer.restore_window(accumulation, counts.num_micro_steps)
 
     def _replace(
         self,
         gradients: Iterable[tuple[str, torch.Tensor]],
-        reduced: ReducedGradients,
+        reduced: ReducedShards,
         rescaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Set the gradients, converted by `rescaled` to the current loss scale; there must be none before."""
         parameters = self.parameters()
-        for name, raw in _with_sums(gradients, reduced, parameters):
+        for name, scaled in _add_sums(gradients, reduced, parameters):
             parameter = parameters[name]
-            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(rescaled(raw))
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(rescaled(scaled))
 
     def clear(self) -> None:
         """Clear gradients and the state of the accumulation, as after a step."""
-        self.optimizer.restore_window(GradientWindow(), 0)
+        self.optimizer.restore_window(AccumulationState(), 0)
         self.optimizer.zero_grad()
 
     def _loss_scale(self) -> float:
@@ -263,15 +263,15 @@ class PendingGradients:
         return 1.0 if scaler is None else scaler.scale
 
 
-def _with_sums(
-    gradients: Iterable[tuple[str, torch.Tensor]], reduced: ReducedGradients, parameters: Mapping[str, nn.Parameter]
+def _add_sums(
+    gradients: Iterable[tuple[str, torch.Tensor]], reduced: ReducedShards, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a rank's local gradients with its shards of the sums added."""
 
     def part_of(name: str) -> torch.Tensor:
         parameter = parameters[name]
         total = torch.zeros(parameter.shape, dtype=torch.float64)
-        for part in layout_of(parameter).slices(name, total):
+        for part in shard_spec_of(parameter).slices(name, total):
             part.tensor.copy_(reduced.read(part).view(part.tensor.shape))
         return total
 

@@ -21,9 +21,9 @@ __all__ = [
     "boosted_backward",
     "clip_by_norm",
     "clip_by_value",
+    "hook_clipping",
     "refuse_plain_gradient",
     "refuse_plain_training",
-    "watch_clipping",
 ]
 
 # Note [Plain torch]
@@ -50,19 +50,19 @@ _refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]
 _num_boosted_backwards = 0
 
 
-def watch_clipping(optimizer: _Optimizer) -> None:
+def hook_clipping(optimizer: _Optimizer) -> None:
     """Let torch's clipping functions unscale the gradients of a boosted optimizer first."""
-    _intercept_clipping()
+    _wrap_clipping()
     _optimizers.add(optimizer)
 
 
 @functools.cache
-def _intercept_clipping() -> None:
+def _wrap_clipping() -> None:
     for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_):
-        _intercept(function)
+        _wrap(function)
 
 
-def _intercept(function: Callable[..., Any]) -> None:
+def _wrap(function: Callable[..., Any]) -> None:
     own = inspect.unwrap(function)
 
     @functools.wraps(own)
@@ -70,7 +70,7 @@ def _intercept(function: Callable[..., Any]) -> None:
         if torch.compiler.is_compiling():
             return own(parameters, *args, **kwargs)
         members = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        _show_gradients(members)
+        _unscale_gradients(members)
         # An empty generator is passed on: torch warns about it.
         return own(members or parameters, *args, **kwargs)
 
@@ -84,7 +84,7 @@ def _intercept(function: Callable[..., Any]) -> None:
                 setattr(module, name, checked)
 
 
-def _show_gradients(parameters: Iterable[torch.Tensor]) -> None:
+def _unscale_gradients(parameters: Iterable[torch.Tensor]) -> None:
     given = frozenset(id(one) for one in parameters)
     for optimizer in list(_optimizers):
         if optimizer._holds_any(given):
@@ -112,7 +112,7 @@ def refuse_plain_training(
         untrained: Its parameters, if it was boosted without an optimizer.
         originals: Parameters from before boost() that were replaced.
     """
-    _watch_steps()
+    _hook_steps()
     _refused[model] = [weakref.ref(one) for one in originals]
     for one in untrained:
         if one.requires_grad:
@@ -120,7 +120,7 @@ def refuse_plain_training(
 
 
 @functools.cache
-def _watch_steps() -> None:
+def _hook_steps() -> None:
     register_optimizer_step_pre_hook(_refuse_plain_step)
 
 

@@ -18,7 +18,7 @@ from booster.errors import ConfigError
 from booster.interface.batch_call import call_with_batch
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
-from booster.interface.rank_memory import MemoryQuestion, RankMemory
+from booster.interface.rank_memory import MemoryRequest, RankMemory
 
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
@@ -38,7 +38,7 @@ Boosted: TypeAlias = tuple[
 class Plugin(ABC):
     """Parallel strategy.
 
-    `Booster.boost` calls, on every rank and in this order: `check` and `agreement_facts`, compared over ranks; `place`
+    `Booster.boost` calls, on every rank and in this order: `check` and `config_fingerprint`, compared over ranks; `place`
     on the user's objects, `MixedPrecision.prepare` unless the plugin controls precision, `configure`,
     `MixedPrecision.configure`.
     """
@@ -95,7 +95,7 @@ class Plugin(ABC):
         """Return the dtype in which gradients of such parameters are summed over ranks."""
         return parameter_dtype
 
-    def agreement_facts(self) -> list[str]:
+    def config_fingerprint(self) -> list[str]:
         """Return lines of text that must be equal on all ranks, such as "stage=1"; compared by every boost().
 
         The class is always compared. Values that may differ, such as a device or a directory, are left out, and so are
@@ -156,10 +156,10 @@ class Plugin(ABC):
             optimizer.backward(loss, num_items=num_items)
         return {"loss": loss.detach() if return_loss else None, "outputs": outputs if return_outputs else None}
 
-    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+    def estimate_memory(self, question: MemoryRequest) -> RankMemory:
         """Return the memory of training a model on the rank that needs the most. See `booster.estimate_memory`.
 
-        Called on one rank with a fake process group: see Note [Imagined ranks].
+        Called on one rank with a fake process group: see Note [Fake process group].
 
         Raises:
             ConfigError: The plugin has no estimate, or cannot train the model.

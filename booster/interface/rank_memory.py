@@ -11,7 +11,7 @@ from torch import nn
 
 from booster.interface.mixed_precision import MixedPrecision
 
-__all__ = ["ActivationProfile", "MemoryParts", "MemoryQuestion", "RankMemory", "Stretch"]
+__all__ = ["ActivationProfile", "MemoryInterval", "MemoryParts", "MemoryRequest", "RankMemory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +52,18 @@ class RankMemory:
 
     backward: MemoryParts
     step: MemoryParts
-    kept: MemoryParts
+    steady_state: MemoryParts
     sent: int
-    elsewhere: int = 0
+    offloaded: int = 0
 
     @property
     def peak(self) -> MemoryParts:
         """Peak of all."""
-        return max((self.backward, self.step, self.kept), key=lambda parts: parts.total)
+        return max((self.backward, self.step, self.steady_state), key=lambda parts: parts.total)
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class MemoryInterval:
     """Interval of a forward and backward, from one event to the next.
 
     Attributes:
@@ -95,18 +95,18 @@ class ActivationProfile:
         course: All intervals, in order of time.
     """
 
-    moments: tuple[tuple[int, int], ...]
+    peaks: tuple[tuple[int, int], ...]
     kept: int
     gradients: int
     sent: int = 0
-    course: tuple[Stretch, ...] = ()
+    intervals: tuple[MemoryInterval, ...] = ()
 
-    def worst_moment(self, share_of_gradients: float = 1.0) -> tuple[int, int]:
+    def worst_peak(self, share_of_gradients: float = 1.0) -> tuple[int, int]:
         """Return the pair with the largest sum of activations and this share of the gradients."""
-        return max(self.moments, key=lambda moment: moment[0] + share_of_gradients * moment[1])
+        return max(self.peaks, key=lambda moment: moment[0] + share_of_gradients * moment[1])
 
 
-class MemoryQuestion(ABC):
+class MemoryRequest(ABC):
     """Request for a plugin's memory estimate, with measurements that the plugin may call.
 
     Attributes:
@@ -163,18 +163,18 @@ class MemoryQuestion(ABC):
         self,
         dtype: torch.dtype | None = None,
         *,
-        divide: Callable[[nn.Module], None] | None = None,
-        divided_as: Hashable = None,
-        num_micro_batches: int = 1,
+        shard: Callable[[nn.Module], None] | None = None,
+        sharding_key: Hashable = None,
+        num_microbatches: int = 1,
         outputs_fp32: bool = True,
     ) -> ActivationProfile:
         """Return the memory of a forward and backward of this rank's batch.
 
         Args:
             dtype: Dtype that the plugin casts the model and its inputs to, optional.
-            divide: Function that shards a copy of the full model in place, optional.
-            divided_as: Key of this sharding, so that it is measured once; optional, by default it is measured each
+            shard: Function that shards a copy of the full model in place, optional.
+            sharding_key: Key of this sharding, so that it is measured once; optional, by default it is measured each
                 time.
-            num_micro_batches: Number of microbatches; the largest one is measured.
+            num_microbatches: Number of microbatches; the largest one is measured.
             outputs_fp32: Whether a plugin that casts the model passes fp32 outputs to the criterion.
         """

@@ -18,14 +18,14 @@ from torch import nn
 
 from booster.comm import all_reduce_sum, collective_device, group_size
 from booster.errors import ConfigError
-from booster.interface.parameter_layout import Box, ParameterLayout, _overlaps, is_cut, layout_of
+from booster.interface.parameter_layout import Box, ShardSpec, _overlaps, is_sharded, shard_spec_of
 from booster.interface.tensor_slice import TensorSlice
 
-__all__ = ["Block", "SeesWholeSteps", "Shard", "ShardAware", "Shards"]
+__all__ = ["NeedsFullStep", "Shard", "ShardAware", "ShardBlock", "Shards"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
+class ShardBlock:
     """Elements of a shard that form a block of the user's parameter.
 
     Attributes:
@@ -36,7 +36,7 @@ class Block:
 
     view: torch.Tensor
     box: Box
-    is_counted: bool
+    is_owned: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,8 +46,8 @@ class Shard:
     Attributes:
         name: The user's name of the parameter.
         global_shape: Shape of the user's parameter.
-        span: First element and one past the last, in the row-major flattening of `working`; that is the full parameter,
-            unless the model itself is sharded, see `layout`.
+        span: First element and one past the last, in the row-major flattening of `model_param`; that is the full parameter,
+            unless the model itself is sharded, see `shard_spec`.
         parameter: 1-D entry of the optimizer's `param_groups`, with `span[1] - span[0]` elements.
         working: The model's parameter, in the model's dtype. It changes after the step.
         group_index: Index of its param group.
@@ -59,37 +59,37 @@ class Shard:
     global_shape: tuple[int, ...]
     span: tuple[int, int]
     parameter: nn.Parameter = field(repr=False)
-    working: nn.Parameter = field(repr=False)
+    model_param: nn.Parameter = field(repr=False)
     group_index: int
     has_master: bool
     is_primary: bool
 
     def __post_init__(self) -> None:
         # An optimizer may read attributes that the user sets on parameters, before boost() or later.
-        self.parameter.__dict__ = self.working.__dict__
+        self.parameter.__dict__ = self.model_param.__dict__
 
     @property
-    def layout(self) -> ParameterLayout:
-        """Layout of `working` in the user's parameter."""
-        return layout_of(self.working, self.global_shape)
+    def shard_spec(self) -> ShardSpec:
+        """Layout of `model_param` in the user's parameter."""
+        return shard_spec_of(self.model_param, self.global_shape)
 
-    def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def owned(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the elements of a tensor of the shard's shape that count in a sum over the full parameter.
 
         That is all elements but padding and those that another rank of a tensor-parallel group counts.
         """
-        return self.layout.counted(tensor, self.span) if is_cut(self.working) else [tensor]
+        return self.shard_spec.owned(tensor, self.span) if is_sharded(self.model_param) else [tensor]
 
-    def blocks(self, tensor: torch.Tensor) -> list[Block]:
+    def blocks(self, tensor: torch.Tensor) -> list[ShardBlock]:
         """Return views of a tensor of the shard's shape with their positions in the parameter, without padding.
 
         A flat range of a matrix is some of its first row, complete rows, and some of its last row. Unlike `positions()`
         this takes no memory.
         """
-        layout = self.layout
+        layout = self.shard_spec
         return [
-            Block(view=view, box=box, is_counted=piece.is_primary)
-            for piece in layout.pieces
+            ShardBlock(view=view, box=box, is_owned=piece.is_primary)
+            for piece in layout.regions
             for view, box in _overlaps(piece, layout.local_shape, tensor, self.span)
         ]
 
@@ -99,11 +99,11 @@ class Shard:
         Returns:
             1-D int64 tensor; -1 for padding.
         """
-        return self.layout.positions(self.span)
+        return self.shard_spec.positions(self.span)
 
     def slices(self, name: str, tensor: torch.Tensor) -> list[TensorSlice]:
         """Return a tensor with one value per element of the shard as slices of the logical tensor `name`."""
-        return self.layout.slices(name, tensor, span=self.span, primary=self.is_primary)
+        return self.shard_spec.slices(name, tensor, span=self.span, primary=self.is_primary)
 
 
 class Shards:
@@ -138,7 +138,7 @@ class Shards:
         """Sharding group, None for the world."""
         return self._group
 
-    def of(self, parameter: torch.Tensor) -> Shard | None:
+    def shard_of(self, parameter: torch.Tensor) -> Shard | None:
         """Return the shard of an entry of `param_groups`, or None for an unsharded parameter."""
         return self._by_parameter.get(id(parameter))
 
@@ -160,7 +160,7 @@ class Shards:
         """
         sizes = [lengths if isinstance(lengths, int) else lengths[name] for name in self.names]
         self._check(values, sizes)
-        device = self._home()
+        device = self._device()
         rows = [
             values[name].detach().reshape(-1).to(device, torch.float32)
             if name in values
@@ -174,7 +174,7 @@ class Shards:
             total = all_reduce_sum(total.to(collective_device(self._group)), self._group).to(device)
         return dict(zip(self.names, total.split(sizes), strict=True))
 
-    def _home(self) -> torch.device:
+    def _device(self) -> torch.device:
         return self.parts[0].parameter.device if self.parts else collective_device(self._group)
 
     def _check(self, values: Mapping[str, torch.Tensor], sizes: Sequence[int]) -> None:
@@ -201,7 +201,7 @@ class ShardAware(Protocol):
     from all of its shards:
 
     - LAMB (You et al., 2020, Algorithm 2) computes its update per element as Adam does, then sums the squares of the
-      weights and of the update over each of its shards (over `shard.counted(...)` of them: a tensor-parallel rank may
+      weights and of the update over each of its shards (over `shard.owned(...)` of them: a tensor-parallel rank may
       hold padding and copies), adds those of one name, calls
       `shards.sum_over_ranks(squares, lengths=2)` once, and scales every shard by the ratio of the two roots.
     - LARS (You et al., 2017, section 5) does the same with weights and gradients before it applies momentum.
@@ -218,8 +218,8 @@ class ShardAware(Protocol):
       other state must be equal on all ranks that hold shards of the parameter. It has at least two dims (or none, or is
       not a tensor): a 1-D one might have the length of a shard.
     - A plugin may call it several times per step, each time with the gradients of some parameters; all shards of a
-      parameter are in the same call. An optimizer that needs all gradients at once also is a `SeesWholeSteps`.
-    - State belongs to the shard in `param_groups`; `Shard.working` must not be changed.
+      parameter are in the same call. An optimizer that needs all gradients at once also is a `NeedsFullStep`.
+    - State belongs to the shard in `param_groups`; `Shard.model_param` must not be changed.
 
     An elementwise optimizer that draws random numbers, or cannot be probed on small tensors, declares itself by a
     `use_shards` that does nothing.
@@ -235,10 +235,10 @@ class ShardAware(Protocol):
 
 
 @runtime_checkable
-class SeesWholeSteps(Protocol):
+class NeedsFullStep(Protocol):
     """`ShardAware` optimizer that needs all gradients at once, as for a norm over all of them."""
 
-    def whole_step(self) -> AbstractContextManager[None]:
+    def full_step(self) -> AbstractContextManager[None]:
         """Return a context in which all calls of `step()` belong to one step.
 
         It is entered when all gradients are set. In each call some parameters have theirs, and the others have none.

@@ -7,11 +7,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["AllocatesStates"]
+__all__ = ["StateAllocator"]
 
 
 @runtime_checkable
-class AllocatesStates(Protocol):
+class StateAllocator(Protocol):
     """Optimizer that allocates its own states; called by a checkpoint before it reads or replaces them."""
 
     def prepare_states(self) -> None:
@@ -34,7 +34,7 @@ class AllocatesStates(Protocol):
         ...
 
     @property
-    def can_fail_alone(self) -> bool:
+    def may_fail_locally(self) -> bool:
         """Whether a step may fail on one rank alone, as a disk access does."""
         ...
 

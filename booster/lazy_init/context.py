@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from booster.argument_checks import is_whole_number
+from booster.argument_checks import is_int
 from booster.errors import ConfigError
 from booster.lazy_init.arguments import tensors_in
 from booster.lazy_init.guard import guard_all
@@ -67,7 +67,7 @@ class LazyInitContext:
         *,
         eager_below_bytes: int = _EAGER_BELOW_BYTES,
     ) -> None:
-        if not is_whole_number(eager_below_bytes) or eager_below_bytes < 0:
+        if not is_int(eager_below_bytes) or eager_below_bytes < 0:
             raise ConfigError(
                 f"eager_below_bytes={eager_below_bytes!r} is negative or no number of bytes: give a whole number, such"
                 " as 65536, or 0 to make every tensor lazy"

@@ -13,20 +13,20 @@ from torch.optim import Optimizer
 from booster.errors import ConfigError
 
 __all__ = [
-    "require_floor",
-    "require_fraction",
-    "require_last_epoch",
-    "require_learning_rate",
-    "require_milestones",
-    "require_number",
-    "require_optimizer",
-    "require_steps",
-    "require_total_steps",
-    "require_warmup_steps",
+    "check_floor",
+    "check_fraction",
+    "check_last_epoch",
+    "check_learning_rate",
+    "check_milestones",
+    "check_number",
+    "check_optimizer",
+    "check_steps",
+    "check_total_steps",
+    "check_warmup_steps",
 ]
 
 
-def require_optimizer(optimizer: Any, scheduler: str) -> None:
+def check_optimizer(optimizer: Any, scheduler: str) -> None:
     """Check that this is an optimizer, boosted or not.
 
     Raises:
@@ -39,21 +39,21 @@ def require_optimizer(optimizer: Any, scheduler: str) -> None:
         )
 
 
-def require_steps(name: str, steps: Any, least: int = 0) -> int:
+def check_steps(name: str, steps: Any, minimum: int = 0) -> int:
     """Return a number of steps as an int.
 
     Raises:
-        ConfigError: It is not an integer of at least `least`.
+        ConfigError: It is not an integer of at least `min_nodes`.
     """
     if isinstance(steps, bool) or not isinstance(steps, Integral):
         hint = f"int({steps!r} * total_steps)" if isinstance(steps, float) and 0 < steps < 1 else "an int"
         raise ConfigError(f"{name}={steps!r} is not an integer number of steps: give {hint}")
-    if steps < least:
-        raise ConfigError(f"{name}={steps} is less than {least}: give {least} or more")
+    if steps < minimum:
+        raise ConfigError(f"{name}={steps} is less than {minimum}: give {minimum} or more")
     return int(steps)
 
 
-def require_total_steps(total_steps: Any) -> int:
+def check_total_steps(total_steps: Any) -> int:
     """Return the total number of steps as an int.
 
     Raises:
@@ -64,16 +64,16 @@ def require_total_steps(total_steps: Any) -> int:
             f"total_steps={total_steps!r} is not an integer: give the total number of training steps right after the"
             " optimizer, before the arguments of torch's scheduler of this name"
         )
-    return require_steps("total_steps", total_steps, 1)
+    return check_steps("total_steps", total_steps, 1)
 
 
-def require_warmup_steps(warmup_steps: Any, total_steps: int) -> int:
+def check_warmup_steps(warmup_steps: Any, total_steps: int) -> int:
     """Return the number of warmup steps as an int.
 
     Raises:
         ConfigError: It is not a non-negative integer, or leaves no step after warmup.
     """
-    steps = require_steps("warmup_steps", warmup_steps)
+    steps = check_steps("warmup_steps", warmup_steps)
     if steps >= total_steps:
         raise ConfigError(
             f"warmup_steps={steps} leaves none of total_steps={total_steps} after warmup: give from 0 to"
@@ -82,20 +82,20 @@ def require_warmup_steps(warmup_steps: Any, total_steps: int) -> int:
     return steps
 
 
-def require_number(name: str, value: Any, *, least: float = 0.0, is_least_allowed: bool = True) -> float:
+def check_number(name: str, value: Any, *, minimum: float = 0.0, is_minimum_allowed: bool = True) -> float:
     """Return a number as a float.
 
     Raises:
-        ConfigError: It is not a finite number, or less than `least`.
+        ConfigError: It is not a finite number, or less than `min_nodes`.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < least or (value == least and not is_least_allowed):
-        bound = f"{least} or more" if is_least_allowed else f"more than {least}"
+    if not is_number or value < minimum or (value == minimum and not is_minimum_allowed):
+        bound = f"{minimum} or more" if is_minimum_allowed else f"more than {minimum}"
         raise ConfigError(f"{name}={value!r} is out of range: give a finite number of {bound}")
     return float(value)
 
 
-def require_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
+def check_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
     """Return a fraction of the steps as a float.
 
     Raises:
@@ -108,7 +108,7 @@ def require_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
     return float(value)
 
 
-def require_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0) -> list[int]:
+def check_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0) -> list[int]:
     """Return the milestones as ints.
 
     Raises:
@@ -120,15 +120,19 @@ def require_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0)
             f"milestones={milestones!r} has no step, so the learning rate would never decay: give steps, such as"
             f" milestones=[{total_steps // 2 or 1}, {3 * total_steps // 4 or 1}]"
         )
-    steps = [require_steps(f"milestones[{index}]", step) for index, step in enumerate(given)]
+    steps = [check_steps(f"milestones[{index}]", step) for index, step in enumerate(given)]
     if steps != sorted(steps):
         raise ConfigError(f"milestones={steps} are not in ascending order: give milestones={sorted(steps)}")
-    least = max(1, warmup_steps)
-    late, early = [step for step in steps if step >= total_steps], [step for step in steps if step < least]
+    first_step = max(1, warmup_steps)
+    late, early = [step for step in steps if step >= total_steps], [step for step in steps if step < first_step]
     if late or early:
         why = f"{late[0]} is after the last step" if late else f"{early[0]} is within warmup"
         why = "0 is before the first step" if early and not warmup_steps else why
-        bounds = f"give steps from {least} to {total_steps - 1}" if least < total_steps else "give more total_steps"
+        bounds = (
+            f"give steps from {first_step} to {total_steps - 1}"
+            if first_step < total_steps
+            else "give more total_steps"
+        )
         raise ConfigError(
             f"milestones={steps} with total_steps={total_steps}"
             + (f" and warmup_steps={warmup_steps}" if warmup_steps else "")
@@ -137,7 +141,7 @@ def require_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0)
     return steps
 
 
-def require_learning_rate(lr: Any, index: int) -> None:
+def check_learning_rate(lr: Any, index: int) -> None:
     """Check that a group's learning rate is a number.
 
     Raises:
@@ -150,7 +154,7 @@ def require_learning_rate(lr: Any, index: int) -> None:
         )
 
 
-def require_floor(name: str, floor: float, base_lr: float | Tensor, index: int) -> None:
+def check_floor(name: str, floor: float, base_lr: float | Tensor, index: int) -> None:
     """Check that a group's learning rate is not below the schedule's final one.
 
     Raises:
@@ -163,14 +167,14 @@ def require_floor(name: str, floor: float, base_lr: float | Tensor, index: int) 
         )
 
 
-def require_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> int:
+def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> int:
     """Return the index of the last step, -1 before the first.
 
     Raises:
         ConfigError: It is out of range, or the groups lack keys that are required for resuming.
     """
-    is_whole = isinstance(last_epoch, Integral) and not isinstance(last_epoch, bool)
-    if not is_whole or not -1 <= int(last_epoch) < total_steps:
+    is_int = isinstance(last_epoch, Integral) and not isinstance(last_epoch, bool)
+    if not is_int or not -1 <= int(last_epoch) < total_steps:
         raise ConfigError(
             f"last_epoch={last_epoch!r} is not a step of total_steps={total_steps}: give -1 to start, or the number of"
             f" steps taken minus one, up to {total_steps - 1}"

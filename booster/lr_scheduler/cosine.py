@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.optim import Optimizer, lr_scheduler
 
-from booster.lr_scheduler.checks import require_floor, require_number, require_total_steps, require_warmup_steps
-from booster.lr_scheduler.curves import LearningRate, cosine, warm_up
+from booster.lr_scheduler.checks import check_floor, check_number, check_total_steps, check_warmup_steps
+from booster.lr_scheduler.curves import LearningRate, cosine_annealing, linear_warmup
 from booster.lr_scheduler.schedule import CurveSchedule, Schedule
 
 __all__ = ["CosineAnnealingLR", "CosineAnnealingWarmupLR"]
@@ -29,16 +29,16 @@ class CosineAnnealingLR(Schedule, lr_scheduler.CosineAnnealingLR):
     SETTINGS = ("total_steps", "eta_min")
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.eta_min = require_number("eta_min", eta_min)
+        self.total_steps = check_total_steps(total_steps)
+        self.eta_min = check_number("eta_min", eta_min)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.total_steps, self.eta_min, last_epoch)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        require_floor("eta_min", self.eta_min, base_lr, index)
+        check_floor("eta_min", self.eta_min, base_lr, index)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return cosine(base_lr, step, self.total_steps, self.eta_min)
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return cosine_annealing(base_lr, step, self.total_steps, self.eta_min)
 
 
 class CosineAnnealingWarmupLR(CurveSchedule):
@@ -67,16 +67,16 @@ class CosineAnnealingWarmupLR(CurveSchedule):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
-        self.eta_min = require_number("eta_min", eta_min)
+        self.total_steps = check_total_steps(total_steps)
+        self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
+        self.eta_min = check_number("eta_min", eta_min)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        require_floor("eta_min", self.eta_min, base_lr, index)
+        check_floor("eta_min", self.eta_min, base_lr, index)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
-            return warm_up(base_lr, step, self.warmup_steps)
-        return cosine(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, self.eta_min)
+            return linear_warmup(base_lr, step, self.warmup_steps)
+        return cosine_annealing(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, self.eta_min)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer, lr_scheduler
 
-from booster.lr_scheduler.checks import require_number, require_steps, require_total_steps
+from booster.lr_scheduler.checks import check_number, check_steps, check_total_steps
 from booster.lr_scheduler.curves import LearningRate
 from booster.lr_scheduler.schedule import Schedule
 
@@ -30,13 +30,13 @@ class StepLR(Schedule, lr_scheduler.StepLR):
     def __init__(
         self, optimizer: Optimizer, total_steps: int, step_size: int = 1, gamma: float = 0.1, last_epoch: int = -1
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.step_size = require_steps("step_size", step_size, 1)
-        self.gamma = require_number("gamma", gamma, is_least_allowed=False)
+        self.total_steps = check_total_steps(total_steps)
+        self.step_size = check_steps("step_size", step_size, 1)
+        self.gamma = check_number("gamma", gamma, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.step_size, self.gamma, last_epoch)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         return base_lr * self.gamma ** (step // self.step_size)
 
 
@@ -56,10 +56,10 @@ class ExponentialLR(Schedule, lr_scheduler.ExponentialLR):
     SETTINGS = ("total_steps", "gamma")
 
     def __init__(self, optimizer: Optimizer, total_steps: int, gamma: float = 1.0, last_epoch: int = -1) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.gamma = require_number("gamma", gamma, is_least_allowed=False)
+        self.total_steps = check_total_steps(total_steps)
+        self.gamma = check_number("gamma", gamma, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.gamma, last_epoch)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         return base_lr * self.gamma**step

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from booster.lr_scheduler.checks import (
-    require_floor,
-    require_fraction,
-    require_number,
-    require_total_steps,
-    require_warmup_steps,
+    check_floor,
+    check_fraction,
+    check_number,
+    check_total_steps,
+    check_warmup_steps,
 )
-from booster.lr_scheduler.curves import LearningRate, cosine, warm_up
+from booster.lr_scheduler.curves import LearningRate, cosine_annealing, linear_warmup
 from booster.lr_scheduler.schedule import CurveSchedule
 
 __all__ = ["FlatAnnealingLR", "FlatAnnealingWarmupLR"]
@@ -45,21 +45,21 @@ class FlatAnnealingWarmupLR(CurveSchedule):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
-        self.pct_start = require_fraction("pct_start", pct_start, is_one_allowed=False)
-        self.eta_min = require_number("eta_min", eta_min)
+        self.total_steps = check_total_steps(total_steps)
+        self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
+        self.pct_start = check_fraction("pct_start", pct_start, is_one_allowed=False)
+        self.eta_min = check_number("eta_min", eta_min)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        require_floor("eta_min", self.eta_min, base_lr, index)
+        check_floor("eta_min", self.eta_min, base_lr, index)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
-            return warm_up(base_lr, step, self.warmup_steps)
+            return linear_warmup(base_lr, step, self.warmup_steps)
         flat_end = self.warmup_steps + int((self.total_steps - self.warmup_steps) * self.pct_start)
-        return cosine(base_lr, max(0, step - flat_end), self.total_steps - flat_end, self.eta_min)
+        return cosine_annealing(base_lr, max(0, step - flat_end), self.total_steps - flat_end, self.eta_min)
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):

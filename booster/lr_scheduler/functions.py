@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 
 from booster.errors import ConfigError
-from booster.lr_scheduler.checks import require_optimizer, require_total_steps
+from booster.lr_scheduler.checks import check_optimizer, check_total_steps
 from booster.lr_scheduler.curves import LearningRate
 from booster.lr_scheduler.schedule import Schedule
 
@@ -28,7 +28,7 @@ class FunctionSchedule(Schedule):
 
     lr_lambdas: list[Function]
 
-    def _admit(self, group: dict[str, Any], index: int) -> None:
+    def _add_group(self, group: dict[str, Any], index: int) -> None:
         if len(self.lr_lambdas) <= index:
             if any(function is not self.lr_lambdas[0] for function in self.lr_lambdas):
                 raise ConfigError(
@@ -37,7 +37,7 @@ class FunctionSchedule(Schedule):
                     " function for all"
                 )
             self.lr_lambdas.append(self.lr_lambdas[0])
-        super()._admit(group, index)
+        super()._add_group(group, index)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Check that `load_state_dict` accepts a state.
@@ -76,11 +76,11 @@ class LambdaLR(FunctionSchedule, lr_scheduler.LambdaLR):
     def __init__(
         self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
+        self.total_steps = check_total_steps(total_steps)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, _functions(lr_lambda, optimizer, "LambdaLR"), last_epoch)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         return base_lr * self.lr_lambdas[index](step)
 
 
@@ -100,11 +100,11 @@ class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
     def __init__(
         self, optimizer: Optimizer, total_steps: int, lr_lambda: Functions | None = None, last_epoch: int = -1
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
+        self.total_steps = check_total_steps(total_steps)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, _functions(lr_lambda, optimizer, "MultiplicativeLR"), last_epoch)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         for taken in range(1, step + 1):
             base_lr = base_lr * self.lr_lambdas[index](taken)
         return base_lr
@@ -116,7 +116,7 @@ def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Fun
     Raises:
         ConfigError: They are not callable, as many as the groups, or of a class whose state can't be saved.
     """
-    require_optimizer(optimizer, scheduler)
+    check_optimizer(optimizer, scheduler)
     num_groups = len(optimizer.param_groups)
     functions = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * num_groups
     if len(functions) != num_groups:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from booster.lr_scheduler.checks import require_total_steps, require_warmup_steps
-from booster.lr_scheduler.curves import LearningRate, polynomial, warm_up
+from booster.lr_scheduler.checks import check_total_steps, check_warmup_steps
+from booster.lr_scheduler.curves import LearningRate, linear_warmup, polynomial_decay
 from booster.lr_scheduler.schedule import CurveSchedule
 
 __all__ = ["LinearWarmupLR"]
@@ -30,12 +30,12 @@ class LinearWarmupLR(CurveSchedule):
     SETTINGS = ("total_steps", "warmup_steps")
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
+        self.total_steps = check_total_steps(total_steps)
+        self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
-            return warm_up(base_lr, step, self.warmup_steps)
-        return polynomial(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, 0.0, 1.0)
+            return linear_warmup(base_lr, step, self.warmup_steps)
+        return polynomial_decay(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps, 0.0, 1.0)

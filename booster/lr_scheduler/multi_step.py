@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from torch.optim import Optimizer, lr_scheduler
 
 from booster.lr_scheduler.checks import (
-    require_milestones,
-    require_number,
-    require_total_steps,
-    require_warmup_steps,
+    check_milestones,
+    check_number,
+    check_total_steps,
+    check_warmup_steps,
 )
-from booster.lr_scheduler.curves import LearningRate, multi_step, warm_up
+from booster.lr_scheduler.curves import LearningRate, linear_warmup, multi_step_decay
 from booster.lr_scheduler.schedule import CurveSchedule, Schedule
 
 __all__ = ["MultiStepLR", "MultiStepWarmupLR"]
@@ -42,14 +42,14 @@ class MultiStepLR(Schedule, lr_scheduler.MultiStepLR):
         gamma: float = 0.1,
         last_epoch: int = -1,
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        steps = require_milestones(milestones, self.total_steps)
-        self.gamma = require_number("gamma", gamma, is_least_allowed=False)
+        self.total_steps = check_total_steps(total_steps)
+        steps = check_milestones(milestones, self.total_steps)
+        self.gamma = check_number("gamma", gamma, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, steps, self.gamma, last_epoch)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return multi_step(base_lr, step, sorted(self.milestones.elements()), self.gamma)
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return multi_step_decay(base_lr, step, sorted(self.milestones.elements()), self.gamma)
 
 
 class MultiStepWarmupLR(CurveSchedule):
@@ -81,14 +81,14 @@ class MultiStepWarmupLR(CurveSchedule):
         gamma: float = 0.1,
         last_epoch: int = -1,
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
-        self.milestones = require_milestones(milestones, self.total_steps, self.warmup_steps)
-        self.gamma = require_number("gamma", gamma, is_least_allowed=False)
+        self.total_steps = check_total_steps(total_steps)
+        self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
+        self.milestones = check_milestones(milestones, self.total_steps, self.warmup_steps)
+        self.gamma = check_number("gamma", gamma, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
-            return warm_up(base_lr, step, self.warmup_steps)
-        return multi_step(base_lr, step, self.milestones, self.gamma)
+            return linear_warmup(base_lr, step, self.warmup_steps)
+        return multi_step_decay(base_lr, step, self.milestones, self.gamma)

@@ -8,14 +8,14 @@ from torch.optim import Optimizer, lr_scheduler
 
 from booster.errors import ConfigError
 from booster.lr_scheduler.checks import (
-    require_fraction,
-    require_learning_rate,
-    require_number,
-    require_optimizer,
-    require_total_steps,
+    check_fraction,
+    check_learning_rate,
+    check_number,
+    check_optimizer,
+    check_total_steps,
 )
 from booster.lr_scheduler.curves import LearningRate
-from booster.lr_scheduler.schedule import Schedule, copied
+from booster.lr_scheduler.schedule import Schedule, copy_hyperparameter
 
 __all__ = ["OneCycleLR"]
 
@@ -66,19 +66,19 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
         final_div_factor: float = 1e4,
         last_epoch: int = -1,
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.pct_start = require_fraction("pct_start", pct_start, is_one_allowed=True)
+        self.total_steps = check_total_steps(total_steps)
+        self.pct_start = check_fraction("pct_start", pct_start, is_one_allowed=True)
         self.anneal_strategy = anneal_strategy
         self.cycle_momentum = bool(cycle_momentum)
-        self.base_momentum = require_number("base_momentum", base_momentum)
-        self.max_momentum = require_number("max_momentum", max_momentum)
-        self.div_factor = require_number("div_factor", div_factor, is_least_allowed=False)
-        self.final_div_factor = require_number("final_div_factor", final_div_factor, is_least_allowed=False)
+        self.base_momentum = check_number("base_momentum", base_momentum)
+        self.max_momentum = check_number("max_momentum", max_momentum)
+        self.div_factor = check_number("div_factor", div_factor, is_minimum_allowed=False)
+        self.final_div_factor = check_number("final_div_factor", final_div_factor, is_minimum_allowed=False)
         self._check_cycle(optimizer)
         self._check(optimizer, last_epoch)
         super().__init__(
             optimizer,
-            [self._largest_lr(group) for group in optimizer.param_groups],
+            [self._max_lr(group) for group in optimizer.param_groups],
             total_steps=self.total_steps,
             pct_start=self.pct_start,
             anneal_strategy=anneal_strategy,
@@ -91,7 +91,7 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
         )
 
     def _check_cycle(self, optimizer: Optimizer) -> None:
-        require_optimizer(optimizer, "OneCycleLR")
+        check_optimizer(optimizer, "OneCycleLR")
         if self.anneal_strategy not in ("cos", "linear"):
             raise ConfigError(f"anneal_strategy={self.anneal_strategy!r} is unknown: give 'cos' or 'linear'")
         if self.pct_start * self.total_steps == 1:
@@ -110,9 +110,9 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
             )
 
     def _check_learning_rate(self, group: dict[str, Any], index: int) -> None:
-        require_learning_rate(self._largest_lr(group), index)
+        check_learning_rate(self._max_lr(group), index)
 
-    def _largest_lr(self, group: dict[str, Any]) -> Any:
+    def _max_lr(self, group: dict[str, Any]) -> Any:
         """Return the peak learning rate: that of an earlier cycle, the base of another schedule, or `lr`."""
         return group.get("max_lr", group.get("initial_lr", group["lr"]))
 
@@ -134,11 +134,11 @@ class OneCycleLR(Schedule, lr_scheduler.OneCycleLR):
     def _get_closed_form_lr(self) -> list[LearningRate]:
         return self.get_lr()
 
-    def _admit(self, group: dict[str, Any], index: int) -> None:
+    def _add_group(self, group: dict[str, Any], index: int) -> None:
         self._check_learning_rate(group, index)
-        group["max_lr"] = copied(self._largest_lr(group))
+        group["max_lr"] = copy_hyperparameter(self._max_lr(group))
         group["initial_lr"] = group["max_lr"] / self.div_factor
         group["min_lr"] = group["initial_lr"] / self.final_div_factor
         if self.cycle_momentum:
             group["max_momentum"], group["base_momentum"] = self.max_momentum, self.base_momentum
-        self.base_lrs.append(copied(group["initial_lr"]))
+        self.base_lrs.append(copy_hyperparameter(group["initial_lr"]))

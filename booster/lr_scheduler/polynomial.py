@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.optim import Optimizer, lr_scheduler
 
-from booster.lr_scheduler.checks import require_floor, require_number, require_total_steps, require_warmup_steps
-from booster.lr_scheduler.curves import LearningRate, polynomial, warm_up
+from booster.lr_scheduler.checks import check_floor, check_number, check_total_steps, check_warmup_steps
+from booster.lr_scheduler.curves import LearningRate, linear_warmup, polynomial_decay
 from booster.lr_scheduler.schedule import CurveSchedule, Schedule
 
 __all__ = ["PolynomialLR", "PolynomialWarmupLR"]
@@ -30,14 +30,14 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
     def __init__(
         self, optimizer: Optimizer, total_steps: int, end_lr: float = 1e-4, power: float = 1.0, last_epoch: int = -1
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.end_lr = require_number("end_lr", end_lr)
-        self.power = require_number("power", power, is_least_allowed=False)
+        self.total_steps = check_total_steps(total_steps)
+        self.end_lr = check_number("end_lr", end_lr)
+        self.power = check_number("power", power, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.total_steps, self.power, last_epoch)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        require_floor("end_lr", self.end_lr, base_lr, index)
+        check_floor("end_lr", self.end_lr, base_lr, index)
 
     def get_lr(self) -> list[LearningRate]:
         """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""
@@ -48,8 +48,8 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
         factor = (left / left_before) ** self.power
         return [(group["lr"] - self.end_lr) * factor + self.end_lr for group in self.optimizer.param_groups]
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return polynomial(base_lr, step, self.total_steps, self.end_lr, self.power)
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+        return polynomial_decay(base_lr, step, self.total_steps, self.end_lr, self.power)
 
 
 class PolynomialWarmupLR(CurveSchedule):
@@ -80,18 +80,18 @@ class PolynomialWarmupLR(CurveSchedule):
         power: float = 1.0,
         last_epoch: int = -1,
     ) -> None:
-        self.total_steps = require_total_steps(total_steps)
-        self.warmup_steps = require_warmup_steps(warmup_steps, self.total_steps)
-        self.end_lr = require_number("end_lr", end_lr)
-        self.power = require_number("power", power, is_least_allowed=False)
+        self.total_steps = check_total_steps(total_steps)
+        self.warmup_steps = check_warmup_steps(warmup_steps, self.total_steps)
+        self.end_lr = check_number("end_lr", end_lr)
+        self.power = check_number("power", power, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, last_epoch)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
-        require_floor("end_lr", self.end_lr, base_lr, index)
+        check_floor("end_lr", self.end_lr, base_lr, index)
 
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         if step < self.warmup_steps:
-            return warm_up(base_lr, step, self.warmup_steps)
+            return linear_warmup(base_lr, step, self.warmup_steps)
         num_steps = self.total_steps - self.warmup_steps
-        return polynomial(base_lr, step - self.warmup_steps, num_steps, self.end_lr, self.power)
+        return polynomial_decay(base_lr, step - self.warmup_steps, num_steps, self.end_lr, self.power)

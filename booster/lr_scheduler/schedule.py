@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.errors import ConfigError
-from booster.lr_scheduler.checks import require_last_epoch, require_learning_rate, require_optimizer
+from booster.lr_scheduler.checks import check_last_epoch, check_learning_rate, check_optimizer
 from booster.lr_scheduler.curves import LearningRate
 
-__all__ = ["CurveSchedule", "Schedule", "copied", "set_hyperparameter"]
+__all__ = ["CurveSchedule", "Schedule", "copy_hyperparameter", "set_hyperparameter"]
 
 
 class Schedule(LRScheduler):
     """Base class of schedulers with a fixed total number of steps.
 
-    Every schedule has a closed form, `_curve`, over the steps taken, from 0 to `total_steps`, scaled by a group's base
+    Every schedule has a closed form, `_closed_form`, over the steps taken, from 0 to `total_steps`, scaled by a group's base
     learning rate. Most of torch's schedulers are recursive instead: they compute a learning rate from the previous one,
     so that external changes persist and schedulers can be chained. Where torch has the schedule, its recursion is used;
     the closed form, equal up to rounding, serves where there is no previous learning rate: `last_epoch`, `step(epoch)`
@@ -43,14 +43,14 @@ class Schedule(LRScheduler):
 
     def _check(self, optimizer: Optimizer, last_epoch: int) -> None:
         """Raise ConfigError for invalid arguments, before the optimizer is modified."""
-        require_optimizer(optimizer, type(self).__name__)
-        require_last_epoch(last_epoch, self.total_steps, optimizer.param_groups, self._group_keys(optimizer))
+        check_optimizer(optimizer, type(self).__name__)
+        check_last_epoch(last_epoch, self.total_steps, optimizer.param_groups, self._group_keys(optimizer))
         for index, group in enumerate(optimizer.param_groups):
             self._check_learning_rate(group, index)
 
     def _check_learning_rate(self, group: dict[str, Any], index: int) -> None:
         base_lr = group.get("initial_lr", group["lr"])
-        require_learning_rate(base_lr, index)
+        check_learning_rate(base_lr, index)
         self._check_base_lr(base_lr, index)
 
     def _check_base_lr(self, base_lr: LearningRate, index: int) -> None:
@@ -61,7 +61,7 @@ class Schedule(LRScheduler):
         return ("lr", "initial_lr")
 
     @abstractmethod
-    def _curve(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
+    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
         """Return the learning rate of a group after `step` steps, from 0 to `total_steps`."""
 
     # Steps.
@@ -75,7 +75,7 @@ class Schedule(LRScheduler):
         Raises:
             ConfigError: A param group was removed, or an added one is not valid for the schedule.
         """
-        self._admit_new_groups()
+        self._add_new_groups()
         super().step(epoch)
 
     def get_lr(self) -> list[LearningRate]:
@@ -83,14 +83,14 @@ class Schedule(LRScheduler):
         if self._step_count == 1 and self.last_epoch > 0:  # in the constructor: there is no previous learning rate
             return self._get_closed_form_lr()
         if self.last_epoch > self.total_steps:
-            return [copied(group["lr"]) for group in self.optimizer.param_groups]
+            return [copy_hyperparameter(group["lr"]) for group in self.optimizer.param_groups]
         return super().get_lr()
 
     def _get_closed_form_lr(self) -> list[LearningRate]:
         step = min(self.last_epoch, self.total_steps)
-        return [self._curve(base_lr, step, index) for index, base_lr in enumerate(self.base_lrs)]
+        return [self._closed_form(base_lr, step, index) for index, base_lr in enumerate(self.base_lrs)]
 
-    def _admit_new_groups(self) -> None:
+    def _add_new_groups(self) -> None:
         groups = self.optimizer.param_groups
         if len(groups) < len(self.base_lrs):
             raise ConfigError(
@@ -98,14 +98,14 @@ class Schedule(LRScheduler):
                 f" {len(self.base_lrs)}: groups may be added, not removed; build another scheduler"
             )
         for index in range(len(self.base_lrs), len(groups)):
-            self._admit(groups[index], index)
+            self._add_group(groups[index], index)
 
-    def _admit(self, group: dict[str, Any], index: int) -> None:
+    def _add_group(self, group: dict[str, Any], index: int) -> None:
         self._check_learning_rate(group, index)
         base_lr = group.get("initial_lr", group["lr"])
-        group["initial_lr"] = copied(base_lr)
-        self.base_lrs.append(copied(base_lr))
-        set_hyperparameter(group, "lr", self._curve(base_lr, min(self.last_epoch, self.total_steps), index))
+        group["initial_lr"] = copy_hyperparameter(base_lr)
+        self.base_lrs.append(copy_hyperparameter(base_lr))
+        set_hyperparameter(group, "lr", self._closed_form(base_lr, min(self.last_epoch, self.total_steps), index))
 
     # State.
 
@@ -113,9 +113,9 @@ class Schedule(LRScheduler):
         """Return torch's state of the scheduler, and the current values that it wrote into the optimizer's groups."""
         state: dict[str, Any] = super().state_dict()
         for key in ("base_lrs", "_last_lr"):
-            state[key] = [copied(value) for value in state[key]]
+            state[key] = [copy_hyperparameter(value) for value in state[key]]
         state["param_groups"] = [
-            {key: copied(group[key]) for key in self._group_keys(self.optimizer) if key in group}
+            {key: copy_hyperparameter(group[key]) for key in self._group_keys(self.optimizer) if key in group}
             for group in self.optimizer.param_groups
         ]
         return state
@@ -180,8 +180,8 @@ class Schedule(LRScheduler):
     def _check_settings(self, state_dict: Mapping[str, Any]) -> None:
         changed = [key for key in self.SETTINGS if state_dict[key] != getattr(self, key)]
         if changed:
-            saved = ", ".join(f"{key}={_shown(state_dict[key])}" for key in changed)
-            given = ", ".join(f"{key}={_shown(getattr(self, key))}" for key in changed)
+            saved = ", ".join(f"{key}={_format_setting(state_dict[key])}" for key in changed)
+            given = ", ".join(f"{key}={_format_setting(getattr(self, key))}" for key in changed)
             raise ConfigError(
                 f"the state is of a {type(self).__name__} with {saved}, but this one has {given}: build it with {saved}"
                 " to resume exactly; for another schedule load the optimizer alone and build this one with"
@@ -197,7 +197,7 @@ class CurveSchedule(Schedule):
         return self._get_closed_form_lr()
 
 
-def copied(value: Any) -> Any:
+def copy_hyperparameter(value: Any) -> Any:
     """Return a copy of a hyperparameter that shares no memory with it."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -224,6 +224,6 @@ def _like(value: Any, other: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _shown(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     listed = sorted(value.elements()) if hasattr(value, "elements") else value
     return repr(listed)[:80]

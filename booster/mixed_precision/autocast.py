@@ -103,8 +103,8 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         """Returns a loss scaler for one optimizer."""
         return self._loss_scale.new_scaler()
 
-    def agreement_facts(self) -> list[str]:
-        return [*super().agreement_facts(), *self._loss_scale.facts]
+    def config_fingerprint(self) -> list[str]:
+        return [*super().config_fingerprint(), *self._loss_scale.facts]
 
 
 class BF16MixedPrecision(AutocastMixedPrecision):

@@ -96,8 +96,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def keeps_masters(self) -> bool:
         return bool(self.options.master_weights)
 
-    def agreement_facts(self) -> list[str]:
-        return [*super().agreement_facts(), repr(self.options)]
+    def config_fingerprint(self) -> list[str]:
+        return [*super().config_fingerprint(), repr(self.options)]
 
     def prepare(self, model: nn.Module) -> None:
         """Casts the model's weights in place, as the level says.

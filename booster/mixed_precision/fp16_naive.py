@@ -76,9 +76,9 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         """The format of the matrix multiplications."""
         return torch.float16
 
-    def agreement_facts(self) -> list[str]:
+    def config_fingerprint(self) -> list[str]:
         return [
-            *super().agreement_facts(),
+            *super().config_fingerprint(),
             *self._loss_scale.facts,
             f"log_num_zeros_in_grad={self._counts_zeros}",
         ]

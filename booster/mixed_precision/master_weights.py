@@ -50,17 +50,17 @@ class Fp32MasterWeights:
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns the model's parameter for one of the optimizer's (itself where there is no copy)."""
         return self._working_of.get(id(parameter), parameter)
 
-    def take_gradients(self) -> None:
+    def copy_gradients(self) -> None:
         """Gives every master the gradient of its working parameter, in fp32; None where there is none."""
         for pair in self._pairs:
             pair.master.grad = _fp32_gradient(pair)
 
     @torch.no_grad()
-    def write_working(self) -> None:
+    def copy_to_model(self) -> None:
         """Rounds the masters into the working parameters, after a step."""
         if self._pairs:
             torch._foreach_copy_([pair.working for pair in self._pairs], [pair.master for pair in self._pairs])

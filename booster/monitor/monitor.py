@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from booster.boost_checks import require_boosted_model, require_boosted_optimizer
+from booster.boost_checks import check_boosted_model, check_boosted_optimizer
 from booster.comm import ErrorBarrier, count_communication, group_rank, group_size
 from booster.device import max_memory_allocated
 from booster.errors import BoosterError, ConfigError, DesyncError
@@ -23,7 +23,7 @@ from booster.monitor.records import RESERVED, joined_record, numbers_of
 from booster.monitor.settings import MonitorSettings
 from booster.monitor.watchdog import Watchdog
 from booster.monitor.window import Window
-from booster.phases import Phase, watch_phases
+from booster.phases import Phase, observe_phases
 
 __all__ = ["Monitor"]
 
@@ -93,8 +93,8 @@ class Monitor:
         across_ranks: bool = True,
         hang_seconds: float | None = None,
     ) -> None:
-        self._model = require_boosted_model(model, "Monitor")
-        self._optimizer = require_boosted_optimizer(optimizer, "Monitor")
+        self._model = check_boosted_model(model, "Monitor")
+        self._optimizer = check_boosted_optimizer(optimizer, "Monitor")
         if self._optimizer.model is not self._model:
             raise ConfigError(
                 "Monitor() was given an optimizer of another model: give the two that one call of boost() returned"
@@ -158,7 +158,7 @@ class Monitor:
                 self._watchdog.start()
                 opened.callback(self._watchdog.stop)
             self._window.clear()
-            opened.enter_context(watch_phases(self._window))
+            opened.enter_context(observe_phases(self._window))
             self._open = opened.pop_all()
         return self
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.comm import group_rank, group_size, is_initialized
-from booster.comm.notice_board import NoticeBoard
+from booster.comm.notice_board import RankStore
 from booster.monitor.whereabouts import Whereabouts, from_note, report, to_note
-from booster.phases import CurrentPlace, current_place
+from booster.phases import Progress, current_progress
 from booster.threads_at_exit import join_at_exit
 
 __all__ = ["Watchdog"]
@@ -51,7 +51,7 @@ class Watchdog:
     def __init__(self, seconds: float, step: Callable[[], int]) -> None:
         self._seconds = seconds
         self._step = step
-        self._board = NoticeBoard("whereabouts")
+        self._board = RankStore("whereabouts")
         self._watched = threading.get_ident()
         self._stopping = threading.Event()
         self._last_beat = time.perf_counter()
@@ -74,7 +74,7 @@ class Watchdog:
         self._thread.join(timeout=2 * _MAX_POLL_SECONDS)  # longer only where the store does not answer
         if not self._thread.is_alive():
             with suppress(RuntimeError):  # the process that serves the store has ended before this one
-                self._board.post(to_note(self._whereabouts(has_left=True)))
+                self._board.set(to_note(self._whereabouts(has_left=True)))
 
     def _run(self) -> None:
         poll = min(self._seconds / _POLLS, _MAX_POLL_SECONDS)
@@ -114,18 +114,18 @@ class Watchdog:
 
     def _go_on(self) -> None:
         with suppress(RuntimeError):  # what ends the store will be seen by who needs it
-            self._board.withdraw()
+            self._board.delete()
 
     def _everyone(self, mine: Whereabouts) -> dict[int, Whereabouts] | None:
         """Returns what the ranks say that are not much later with it than this one; None: the store is gone."""
         deadline = time.perf_counter() + min(max(self._seconds, 1.0), _MAX_GATHER_SECONDS)
         try:
-            self._board.post(to_note(mine))
-            notes = self._board.read()
+            self._board.set(to_note(mine))
+            notes = self._board.get_all()
             while len(notes) < group_size() and time.perf_counter() < deadline:
                 if self._stopping.wait(_GATHER_POLL_SECONDS):
                     break
-                notes = self._board.read()
+                notes = self._board.get_all()
         except RuntimeError:
             return None
         return {**{rank: from_note(note) for rank, note in notes.items()}, group_rank(): mine}
@@ -135,7 +135,7 @@ class Watchdog:
         return Whereabouts(
             step=self._step(),
             idle_seconds=time.perf_counter() - self._last_beat,
-            place=CurrentPlace() if has_left else current_place(self._watched),
+            place=Progress() if has_left else current_progress(self._watched),
             line="" if has_left else _users_line(frame),
             num_collectives=_num_collectives(),
             has_left=has_left,

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from booster.comm.signs import place_as_json, place_from_json
-from booster.phases import CurrentPlace, OperationPlace
+from booster.comm.signs import progress_from_json, progress_to_json
+from booster.phases import CollectiveInfo, Progress
 
 __all__ = ["Whereabouts", "from_note", "report", "to_note"]
 
@@ -30,7 +30,7 @@ class Whereabouts:
 
     step: int
     idle_seconds: float
-    place: CurrentPlace
+    place: Progress
     line: str = ""
     num_collectives: int | None = None
     has_left: bool = False
@@ -39,18 +39,18 @@ class Whereabouts:
         if self.has_left:
             return f"has left the Monitor's block after step {self.step}"
         at = f"; at {self.line}" if self.line else ""
-        return f"has ended step {self.step}, and is {self.place.where()}{at}"
+        return f"has ended step {self.step}, and is {self.place.describe()}{at}"
 
 
 def to_note(whereabouts: Whereabouts) -> str:
     """Returns it as a text that `from_note` reads."""
-    return json.dumps({**asdict(whereabouts), "place": place_as_json(whereabouts.place)})
+    return json.dumps({**asdict(whereabouts), "place": progress_to_json(whereabouts.place)})
 
 
 def from_note(note: str) -> Whereabouts:
     """Returns what `to_note` was given."""
     fields = json.loads(note)
-    return Whereabouts(**{**fields, "place": place_from_json(fields["place"])})
+    return Whereabouts(**{**fields, "place": progress_from_json(fields["place"])})
 
 
 def report(everyone: Mapping[int, Whereabouts], num_ranks: int) -> str:
@@ -92,7 +92,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}"
 
 
-def _has_come(operation: OperationPlace, rank: int, other: Whereabouts | None) -> bool:
+def _has_come(operation: CollectiveInfo, rank: int, other: Whereabouts | None) -> bool:
     """Returns whether another rank is in the same operation, or was."""
     if other is None:
         return False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from booster.phases import PARTS_OF_SAVE, PhaseObserver
+from booster.phases import SAVE_PHASES, StepCallback
 
 __all__ = ["OTHER", "PARTS", "UNTRAINED_PARTS", "Window", "count_tokens"]
 
@@ -21,7 +21,7 @@ _TOKEN_NAMES = ("input_ids", "decoder_input_ids", "tokens")
 _TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
-class Window(PhaseObserver):
+class Window(StepCallback):
     """Collects numbers while the training goes on, in one thread.
 
     Args:
@@ -63,15 +63,15 @@ class Window(PhaseObserver):
     def split(self) -> dict[str, float]:
         """Returns the seconds of each of `PARTS`, which add up to those of all phases."""
         seconds = {name: self._seconds[name] for name in PARTS if name != OTHER}
-        seconds["save"] += sum(self._seconds[name] for name in PARTS_OF_SAVE)
+        seconds["save"] += sum(self._seconds[name] for name in SAVE_PHASES)
         return {**seconds, OTHER: sum(self._seconds.values()) - sum(seconds.values())}
 
     # As an observer.
 
-    def spent(self, name: str | None, seconds: float) -> None:
+    def on_time(self, name: str | None, seconds: float) -> None:
         self._seconds[name] += seconds
 
-    def forward_called(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def on_forward(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if model is not self._model:
             return
         count: float
@@ -79,9 +79,9 @@ class Window(PhaseObserver):
             count, self.unit = count_tokens(arguments, keywords)
         else:
             count = self._tokens(arguments, keywords)
-        self.num_tokens += count / model.num_ranks_of_batch
+        self.num_tokens += count / model.model_parallel_size
 
-    def loss_given(self, optimizer: Any, loss: torch.Tensor, num_items: float | None) -> None:
+    def on_loss(self, optimizer: Any, loss: torch.Tensor, num_items: float | None) -> None:
         if optimizer is not self._optimizer:
             return
         detached = loss.detach()
@@ -89,7 +89,7 @@ class Window(PhaseObserver):
         self.loss_sum = self.loss_sum + (float(detached) if detached.device.type == "cpu" else detached.float())
         self.loss_weight += 1.0 if num_items is None else float(num_items)
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         if optimizer is self._optimizer:
             self.num_steps += 1
             self.num_skipped += optimizer.step_was_skipped

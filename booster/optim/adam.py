@@ -227,7 +227,7 @@ class AdamBase(Optimizer):
         return ParameterUpdate(parameter, gradient, working_copy, state, step, state["exp_avg"], state["exp_avg_sq"])
 
     def prepare_states(self) -> None:
-        """Makes room for the states of all parameters; see `AllocatesStates`.
+        """Makes room for the states of all parameters; see `StateAllocator`.
 
         Raises:
             ConfigError: There is no room on the disk.
@@ -235,7 +235,7 @@ class AdamBase(Optimizer):
         self._disk.prepare(self._parameters())
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory for a state that is about to be filled; see `AllocatesStates`.
+        """Returns the memory for a state that is about to be filled; see `StateAllocator`.
 
         Raises:
             ConfigError: There is no room on the disk.
@@ -250,7 +250,7 @@ class AdamBase(Optimizer):
 
     @property
     def can_fail_alone(self) -> bool:
-        """True where states are on a disk; see `AllocatesStates`."""
+        """True where states are on a disk; see `StateAllocator`."""
         return self._offload.fraction > 0
 
     def check_states(self) -> None:

@@ -127,7 +127,7 @@ class OptimizerBase(Optimizer):
                 " looks at all of its elements: use an embedding with sparse=False, or torch.optim.SparseAdam for it"
             )
         dtype = _state_dtype(parameter)
-        shard = None if self._shards is None else self._shards.of(parameter)
+        shard = None if self._shards is None else self._shards.shard_of(parameter)
         # One with gaps in its memory is copied, too: see Note [Memory order].
         is_itself = parameter.dtype == dtype and is_dense(parameter)
         weights = parameter if is_itself else laid_out_like(parameter.contiguous(), parameter.contiguous(), dtype)
@@ -162,10 +162,10 @@ class OptimizerBase(Optimizer):
         return value
 
     def prepare_states(self) -> None:
-        """Does nothing: memory needs no room to be made; see `booster.interface.AllocatesStates`."""
+        """Does nothing: memory needs no room to be made; see `booster.interface.StateAllocator`."""
 
     def allocate_state(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory for a state that is about to be filled; see `booster.interface.AllocatesStates`."""
+        """Returns the memory for a state that is about to be filled; see `booster.interface.StateAllocator`."""
         if self._state_shape(parameter, key) is None:
             return None
         return torch.empty(shape, dtype=_state_dtype(parameter), device=parameter.device)

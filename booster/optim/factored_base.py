@@ -36,7 +36,7 @@ class FactoredBase(OptimizerBase):
         average, _, side = key.rpartition("_")
         if average not in self._averages or side not in ("row", "col"):
             return super()._state_shape(parameter, key)
-        shard = None if self._shards is None else self._shards.of(parameter)
+        shard = None if self._shards is None else self._shards.shard_of(parameter)
         shape = tuple(parameter.shape) if shard is None else shard.global_shape
         if not is_factored(shape):
             return None

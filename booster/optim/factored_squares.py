@@ -55,7 +55,7 @@ class RowsAndColumns:
         rows = tensor.new_zeros(self._row_shape)
         columns = tensor.new_zeros(self._column_shape)
         for block in self._step.blocks(tensor):
-            if block.is_counted:
+            if block.is_owned:
                 squares = block.view.square()
                 rows[_rows_of(block.box)] += squares.sum(dim=-1, keepdim=True)
                 columns[_columns_of(block.box)] += squares.sum(dim=-2, keepdim=True)

@@ -111,7 +111,7 @@ class FusedLAMB(OptimizerBase):
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Returns a context in which all calls of `step()` are one step; see `booster.interface.shards.SeesWholeSteps`.
+        """Returns a context in which all calls of `step()` are one step; see `booster.interface.shards.NeedsFullStep`.
 
         Not collective.
         """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from booster.interface.shards import Block, Shard, Shards
+from booster.interface.shards import Shard, ShardBlock, Shards
 
 __all__ = ["ParameterStep", "StepBatch", "whole_block"]
 
@@ -53,9 +53,9 @@ class ParameterStep:
 
     def counted(self, tensor: Tensor) -> list[Tensor]:
         """Returns the elements of a tensor of the parameter's shape that this rank counts in a sum over the whole."""
-        return [tensor] if self.shard is None else self.shard.counted(tensor)
+        return [tensor] if self.shard is None else self.shard.owned(tensor)
 
-    def blocks(self, tensor: Tensor) -> list[Block]:
+    def blocks(self, tensor: Tensor) -> list[ShardBlock]:
         """Returns where the elements of a tensor of the parameter's shape lie in the whole one."""
         return [whole_block(tensor)] if self.shard is None else self.shard.blocks(tensor)
 
@@ -140,6 +140,6 @@ class StepBatch:
         return shards.sum_over_ranks(by_name, {name: length_of(shards.shapes[name]) for name in shards.names})
 
 
-def whole_block(tensor: Tensor) -> Block:
+def whole_block(tensor: Tensor) -> ShardBlock:
     """Returns the block that a parameter is which this rank has whole."""
-    return Block(view=tensor, box=tuple((0, size) for size in tensor.shape), is_counted=True)
+    return ShardBlock(view=tensor, box=tuple((0, size) for size in tensor.shape), is_owned=True)

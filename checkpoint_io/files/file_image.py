@@ -54,7 +54,7 @@ def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileIma
         CheckpointError: A name or dtype that safetensors does not support, or a header above the size limit.
     """
     head, ranges = encode_header(file.tensors, metadata, alignment=PAGE_BYTES)
-    starts = {name: part.start for name, part in ranges.items()}
+    starts = {name: tensor_range.start for name, tensor_range in ranges.items()}
     assert starts == file.starts, f"{file.name}: the plan puts tensors elsewhere than the file's header"
     return FileImage(
         fragments=((0, head),),

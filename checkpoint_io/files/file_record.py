@@ -12,12 +12,18 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from booster.checkpoint_io.files.manifest import FileRecord, RangeRecord, check_tiling, decode_ranges, encode_ranges
+from booster.checkpoint_io.files.manifest import (
+    FileRecord,
+    RangeRecord,
+    check_ranges_cover,
+    decode_ranges,
+    encode_ranges,
+)
 from booster.checkpoint_io.files.strict_json import parse_json
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 
-__all__ = ["HEAD_KEY", "RECORD_KEY", "completed_head", "own_record", "with_placeholder"]
+__all__ = ["HEAD_KEY", "RECORD_KEY", "completed_head", "embedded_record", "with_placeholder"]
 
 RECORD_KEY = "booster_record"
 HEAD_KEY = "booster_head_crc32"
@@ -51,8 +57,8 @@ def completed_head(head: bytes, crcs: Sequence[int]) -> bytes:
     return completed[:start] + _digits(zlib.crc32(completed)) + completed[start + _NUM_DIGITS :]
 
 
-def own_record(
-    head: bytes, num_bytes: int, metadata: Mapping[str, str], specs: Mapping[str, TensorSpec], what: str
+def embedded_record(
+    head: bytes, num_bytes: int, metadata: Mapping[str, str], specs: Mapping[str, TensorSpec], source_name: str
 ) -> FileRecord | None:
     """Return the checksums embedded in a file, or None if there are none.
 
@@ -61,7 +67,7 @@ def own_record(
         num_bytes: Size of the file.
         metadata: Metadata in the head.
         specs: Tensors in the head.
-        what: File name for messages.
+        source_name: File name for messages.
 
     Raises:
         CheckpointError: The head differs from its checksum, or its ranges do not tile its tensors.
@@ -69,20 +75,20 @@ def own_record(
     if RECORD_KEY not in metadata and HEAD_KEY not in metadata:
         return None
     if RECORD_KEY not in metadata or HEAD_KEY not in metadata:
-        raise _damaged(what)
+        raise _checksum_error(source_name)
     start = head.find(_HEAD_DIGITS) + len(_HEAD_DIGITS)
     stop = start + _NUM_DIGITS
     expected = _digits(zlib.crc32(head[:start] + _ZEROS + head[stop:]))
     if start < len(_HEAD_DIGITS) or head[start:stop] != expected or metadata[HEAD_KEY] != expected.decode():
-        raise _damaged(what)
+        raise _checksum_error(source_name)
     text = metadata[RECORD_KEY].encode("utf-8", "surrogatepass")
-    ranges = decode_ranges(parse_json(text, f"the record of {what}"), f"the record of {what}")
-    check_tiling(specs, ranges)
+    ranges = decode_ranges(parse_json(text, f"the record of {source_name}"), f"the record of {source_name}")
+    check_ranges_cover(specs, ranges)
     return FileRecord(num_bytes=num_bytes, head_bytes=len(head), head_crc32=zlib.crc32(head), ranges=ranges)
 
 
 def _encode(ranges: Sequence[RangeRecord], crcs: Sequence[int]) -> str:
-    filled = [replace(part, crc32=crc) for part, crc in zip(ranges, crcs, strict=True)]
+    filled = [replace(each, crc32=crc) for each, crc in zip(ranges, crcs, strict=True)]
     return json.dumps(encode_ranges(filled), separators=(",", ":"))
 
 
@@ -100,8 +106,8 @@ def _digits(crc32: int) -> bytes:
     return b"%08x" % crc32
 
 
-def _damaged(what: str) -> CheckpointError:
+def _checksum_error(source_name: str) -> CheckpointError:
     return CheckpointError(
-        f"{what} is damaged: the checksum of its header is not the one that was saved. Take another copy of it, or, if"
+        f"{source_name} is damaged: the checksum of its header is not the one that was saved. Take another copy of it, or, if"
         f" another tool wrote it and copied our metadata, write it again without {RECORD_KEY!r} and {HEAD_KEY!r}"
     )

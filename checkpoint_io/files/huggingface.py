@@ -28,32 +28,32 @@ def config_documents(model: nn.Module) -> dict[str, bytes]:
     """
     documents: dict[str, bytes] = {}
     config: Any = getattr(model, "config", None)
-    if not _has_text(config):
+    if not _has_json_text(config):
         return documents
-    described = copy.deepcopy(config)
-    if hasattr(described, "architectures"):
-        described.architectures = [type(model).__name__]
-    if hasattr(described, "dtype"):
-        described.dtype = _dtype_name(model)
-    documents["config.json"] = _text(described, "config")
+    config_copy = copy.deepcopy(config)
+    if hasattr(config_copy, "architectures"):
+        config_copy.architectures = [type(model).__name__]
+    if hasattr(config_copy, "dtype"):
+        config_copy.dtype = _dtype_name(model)
+    documents["config.json"] = _config_json(config_copy, "config")
     generation_config: Any = getattr(model, "generation_config", None)
     can_generate = getattr(model, "can_generate", None)
-    if _has_text(generation_config) and (can_generate is None or can_generate()):
-        documents["generation_config.json"] = _text(copy.deepcopy(generation_config), "generation_config")
+    if _has_json_text(generation_config) and (can_generate is None or can_generate()):
+        documents["generation_config.json"] = _config_json(copy.deepcopy(generation_config), "generation_config")
     return documents
 
 
-def _has_text(config: Any) -> bool:
+def _has_json_text(config: Any) -> bool:
     return not isinstance(config, type) and callable(getattr(config, "to_json_string", None))
 
 
-def _text(described: Any, what: str) -> bytes:
-    if hasattr(described, "transformers_weights"):
-        del described.transformers_weights
-    if getattr(described, "compile_config", None) is not None:
-        described.compile_config = None
+def _config_json(config: Any, what: str) -> bytes:
+    if hasattr(config, "transformers_weights"):
+        del config.transformers_weights
+    if getattr(config, "compile_config", None) is not None:
+        config.compile_config = None
     try:
-        text = described.to_json_string()
+        text = config.to_json_string()
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"the model's {what} cannot be written as JSON: {error}. Remove values other than strings, numbers, lists"

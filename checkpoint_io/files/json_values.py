@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from booster.checkpoint_io.files.strict_json import parse_document
-from booster.checkpoint_io.files.tensor_bytes import bytes_of, plain
+from booster.checkpoint_io.files.tensor_bytes import bytes_of, to_contiguous_cpu
 from booster.errors import CheckpointError
 
 __all__ = ["decode", "dumps", "encode", "loads"]
 
-# Note [Tags]
+# Note [Tagged JSON]
 # A value without a JSON equivalent is written as an object with one key that begins with "$": {"$tuple": [1, 2]}. To be
 # unambiguous, a dictionary with such a key, or with keys that are not strings, is written as a list of pairs under
 # "$dict".
@@ -27,92 +27,96 @@ __all__ = ["decode", "dumps", "encode", "loads"]
 MAX_DEPTH = 64
 
 
-def dumps(value: Any, where: str) -> str:
+def dumps(value: Any, value_name: str) -> str:
     """Serialize a value to JSON text; see `encode`."""
-    return json.dumps(encode(value, where), allow_nan=False)
+    return json.dumps(encode(value, value_name), allow_nan=False)
 
 
-def loads(raw: bytes, where: str) -> Any:
+def loads(raw: bytes, value_name: str) -> Any:
     """Parse JSON text written by `dumps`.
 
     Raises:
         CheckpointError: The text is not an output of `dumps`.
     """
-    return decode(parse_document(raw, where), where)
+    return decode(parse_document(raw, value_name), value_name)
 
 
-def encode(value: Any, where: str) -> Any:
+def encode(value: Any, value_name: str) -> Any:
     """Convert None, numbers, strings, containers, tensors, dtypes and numpy scalars to JSON values.
 
     Args:
         value: Value; only the exact types are supported, not subclasses.
-        where: Name of the value for messages.
+        value_name: Name of the value for messages.
 
     Raises:
         CheckpointError: A nested value has another type; the message names its path.
     """
-    return _encode(value, where, 0)
+    return _encode(value, value_name, 0)
 
 
-def decode(form: Any, where: str) -> Any:
+def decode(encoded: Any, value_name: str) -> Any:
     """Convert a result of `encode` back; tensors are on the CPU.
 
     Raises:
-        CheckpointError: `form` is not a result of `encode`.
+        CheckpointError: `encoded` is not a result of `encode`.
     """
     try:
-        return _decode(form)
+        return _decode(encoded)
     except (ValueError, TypeError, KeyError, RuntimeError, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"{where} holds a value that this library does not write ({error}): the file is damaged or from another"
+            f"{value_name} holds a value that this library does not write ({error}): the file is damaged or from another"
             " program"
         ) from None
 
 
-def _encode(value: Any, where: str, depth: int) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
+def _encode(value: Any, value_name: str, depth: int) -> Any:
+    value_type = type(value)
+    if value is None or value_type in (bool, int, str):
         return value
-    if kind is float:
+    if value_type is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if depth > MAX_DEPTH:
-        raise CheckpointError(f"{where[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it")
-    if kind is list:
-        return _encode_items(value, where, depth)
-    if kind in _SEQUENCES:
-        return {_SEQUENCES[kind]: _encode_items(value, where, depth)}
-    if kind in _MAPPINGS:
-        return _encode_mapping(value, where, depth)
-    return _encode_leaf(value, where)
+        raise CheckpointError(
+            f"{value_name[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it"
+        )
+    if value_type is list:
+        return _encode_items(value, value_name, depth)
+    if value_type in _SEQUENCES:
+        return {_SEQUENCES[value_type]: _encode_items(value, value_name, depth)}
+    if value_type in _MAPPINGS:
+        return _encode_mapping(value, value_name, depth)
+    return _encode_leaf(value, value_name)
 
 
-def _encode_items(value: Iterable[Any], where: str, depth: int) -> list[Any]:
-    return [_encode(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+def _encode_items(value: Iterable[Any], value_name: str, depth: int) -> list[Any]:
+    return [_encode(item, f"{value_name}[{index}]", depth + 1) for index, item in enumerate(value)]
 
 
-def _encode_mapping(value: dict[Any, Any], where: str, depth: int) -> Any:
+def _encode_mapping(value: dict[Any, Any], value_name: str, depth: int) -> Any:
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+        return {key: _encode(item, f"{value_name}[{key!r}]", depth + 1) for key, item in value.items()}
     pairs = [
-        [_encode(key, f"a key of {where}", depth + 1), _encode(item, f"{where}[{key!r}]", depth + 1)]
+        [_encode(key, f"a key of {value_name}", depth + 1), _encode(item, f"{value_name}[{key!r}]", depth + 1)]
         for key, item in value.items()
     ]
     return {_MAPPINGS[type(value)]: pairs}
 
 
-def _encode_leaf(value: Any, where: str) -> Any:
+def _encode_leaf(value: Any, value_name: str) -> Any:
     if type(value) is torch.Tensor and value.layout is torch.strided and value.device.type != "meta":
-        return {"$tensor": [_dtype_name(value.dtype), list(value.shape), _encode_bytes(bytes_of(plain(value)))]}
+        return {
+            "$tensor": [_dtype_name(value.dtype), list(value.shape), _encode_bytes(bytes_of(to_contiguous_cpu(value)))]
+        }
     if isinstance(value, torch.dtype):
         return {"$dtype": _dtype_name(value)}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$numpy": [value.dtype.str, _encode_bytes(value.tobytes())]}
     if isinstance(value, complex):
-        return {"$complex": [_encode(value.real, where, 0), _encode(value.imag, where, 0)]}
+        return {"$complex": [_encode(value.real, value_name, 0), _encode(value.imag, value_name, 0)]}
     if isinstance(value, bytes):
         return {"$bytes": _encode_bytes(value)}
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint without pickle holds only"
+        f"{value_name} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint without pickle holds only"
         " tensors and plain values: use a number, a string or a container of such instead"
     )
 
@@ -125,17 +129,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _decode(form: Any) -> Any:
-    if isinstance(form, list):
-        return [_decode(item) for item in form]
-    if not isinstance(form, dict):
-        return form
-    tag = next((key for key in form if key.startswith("$")), None)
+def _decode(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return [_decode(item) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    tag = next((key for key in encoded if key.startswith("$")), None)
     if tag is None:
-        return {key: _decode(item) for key, item in form.items()}
-    if len(form) != 1 or tag not in _DECODERS:
+        return {key: _decode(item) for key, item in encoded.items()}
+    if len(encoded) != 1 or tag not in _DECODERS:
         raise ValueError(f"unknown tag {tag[:40]!r}")
-    return _DECODERS[tag](form[tag])
+    return _DECODERS[tag](encoded[tag])
 
 
 def _decode_float(text: str) -> float:
@@ -158,8 +162,8 @@ def _decode_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _decode_tensor(parts: list[Any]) -> torch.Tensor:
-    name, shape, text = parts
+def _decode_tensor(fields: list[Any]) -> torch.Tensor:
+    name, shape, text = fields
     dtype, raw = _decode_dtype(name), _decode_bytes(text)
     if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(raw):
         raise ValueError(f"{len(raw)} bytes are not a tensor of shape {str(shape)[:80]}")
@@ -168,16 +172,16 @@ def _decode_tensor(parts: list[Any]) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
-def _decode_numpy(parts: list[str]) -> Any:
-    dtype = np.dtype(parts[0])
+def _decode_numpy(fields: list[str]) -> Any:
+    dtype = np.dtype(fields[0])
     if dtype.kind not in "biufc":
         raise ValueError("a numpy scalar is a number")
-    (scalar,) = np.frombuffer(_decode_bytes(parts[1]), dtype=dtype)
+    (scalar,) = np.frombuffer(_decode_bytes(fields[1]), dtype=dtype)
     return scalar
 
 
-def _decode_complex(parts: list[Any]) -> complex:
-    real, imag = (_decode(part) for part in parts)
+def _decode_complex(fields: list[Any]) -> complex:
+    real, imag = (_decode(field) for field in fields)
     return complex(real, imag)
 
 

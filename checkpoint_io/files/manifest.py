@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from booster.checkpoint_io.files.range_records import (
     RangeRecord,
-    check_tiling,
+    check_ranges_cover,
     decode_ranges,
     encode_ranges,
 )
@@ -25,7 +25,7 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "RangeRecord",
-    "check_tiling",
+    "check_ranges_cover",
     "decode_ranges",
     "encode_ranges",
 ]
@@ -37,8 +37,8 @@ MANIFEST_KEY = "booster_manifest"  # in a tensor file's metadata: name of the ma
 FORMAT_VERSION = 1
 _MAX_NAME = 255  # limit of file systems per path component
 # The last member is the checksum of all bytes before the comma that separates it.
-_SEAL = re.compile(rb',"crc32":"([0-9a-f]{8})"\}')
-_SEAL_BYTES = len(b',"crc32":"00000000"}')
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"\}')
+_CHECKSUM_BYTES = len(b',"crc32":"00000000"}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Manifest:
     kind: str
     files: dict[str, FileRecord]
     documents: dict[str, DocumentRecord] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -93,10 +93,10 @@ class Manifest:
         """Serialize the manifest as JSON, with its own checksum last.
 
         Raises:
-            CheckpointError: It could not be parsed again: a name is not valid Unicode, `facts` are not JSON values, or
+            CheckpointError: It could not be parsed again: a name is not valid Unicode, `metadata` are not JSON values, or
                 it exceeds 64 MiB.
         """
-        self._check_facts()
+        self._check_metadata()
         document = {
             "format": _FORMAT,
             "version": FORMAT_VERSION,
@@ -106,7 +106,7 @@ class Manifest:
                 name: {"num_bytes": record.num_bytes, "crc32": f"{record.crc32:08x}"}
                 for name, record in self.documents.items()
             },
-            "facts": self.facts,
+            "facts": self.metadata,
         }
         try:
             body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")[:-1]
@@ -121,38 +121,38 @@ class Manifest:
         return raw
 
     @classmethod
-    def parse(cls, raw: bytes, what: str) -> Manifest:
+    def parse(cls, raw: bytes, source_name: str) -> Manifest:
         """Parse the output of `encode`.
 
         Args:
             raw: Content of the file, untrusted.
-            what: File name for messages.
+            source_name: File name for messages.
 
         Raises:
             CheckpointError: Not a manifest, modified, or with names outside of the checkpoint's directory.
         """
-        document = _parse_sealed(raw, what)
+        document = _parse_checksummed(raw, source_name)
         if document.get("format") != _FORMAT or type(document.get("version")) is not int:
-            raise _broken(what, "it is not a manifest of this library")
+            raise _format_error(source_name, "it is not a manifest of this library")
         if document["version"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"{what} is of version {document['version']}, but this release reads {FORMAT_VERSION}: update"
+                f"{source_name} is of version {document['version']}, but this release reads {FORMAT_VERSION}: update"
                 " torch-booster"
             )
         if set(document) != {"format", "version", "kind", "files", "documents", "facts", "crc32"}:
-            raise _broken(what, "members are missing or unknown")
+            raise _format_error(source_name, "members are missing or unknown")
         if not isinstance(document["kind"], str) or not isinstance(document["facts"], dict):
-            raise _broken(what, "kind or facts are of the wrong type")
+            raise _format_error(source_name, "kind or facts are of the wrong type")
         return cls(
             kind=document["kind"],
-            files=_parse_table(document["files"], what, _parse_file, max_depth=1),
-            documents=_parse_table(document["documents"], what, _parse_document),
-            facts=document["facts"],
+            files=_parse_table(document["files"], source_name, _parse_file, max_depth=1),
+            documents=_parse_table(document["documents"], source_name, _parse_document),
+            metadata=document["facts"],
         )
 
-    def _check_facts(self) -> None:
+    def _check_metadata(self) -> None:
         try:
-            raw = json.dumps({"facts": self.facts}, allow_nan=False).encode("ascii")
+            raw = json.dumps({"facts": self.metadata}, allow_nan=False).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the facts of a manifest are not JSON values: {error}") from None
         parse_json(raw, "what goes into the manifest as facts")
@@ -167,74 +167,76 @@ def _encode_file(record: FileRecord) -> dict[str, Any]:
     }
 
 
-def _parse_sealed(raw: bytes, what: str) -> dict[str, Any]:
+def _parse_checksummed(raw: bytes, source_name: str) -> dict[str, Any]:
     """Parse the document after verifying its checksum."""
     if len(raw) > MAX_JSON_BYTES:
-        raise _broken(what, f"it has {len(raw)} bytes, but a manifest has at most {MAX_JSON_BYTES}")
-    body, seal = raw[:-_SEAL_BYTES], _SEAL.fullmatch(raw[-_SEAL_BYTES:])
-    if seal is None:
-        raise _broken(what, "it does not end with its own checksum")
-    if zlib.crc32(body) != int(seal[1], 16):
-        raise _broken(what, "its content and its own checksum do not match")
-    document = parse_json(raw, what)
+        raise _format_error(source_name, f"it has {len(raw)} bytes, but a manifest has at most {MAX_JSON_BYTES}")
+    body, checksum = raw[:-_CHECKSUM_BYTES], _CHECKSUM.fullmatch(raw[-_CHECKSUM_BYTES:])
+    if checksum is None:
+        raise _format_error(source_name, "it does not end with its own checksum")
+    if zlib.crc32(body) != int(checksum[1], 16):
+        raise _format_error(source_name, "its content and its own checksum do not match")
+    document = parse_json(raw, source_name)
     if not isinstance(document, dict):
-        raise _broken(what, "it is not a JSON object")
+        raise _format_error(source_name, "it is not a JSON object")
     return document
 
 
-def _parse_table(value: Any, what: str, parse: Callable[[Any, str], R], max_depth: int | None = None) -> dict[str, R]:
+def _parse_table(
+    value: Any, source_name: str, parse: Callable[[Any, str], R], max_depth: int | None = None
+) -> dict[str, R]:
     if not isinstance(value, dict):
-        raise _broken(what, "files or documents are not a JSON object")
+        raise _format_error(source_name, "files or documents are not a JSON object")
     for name in value:
         parts = name.split("/")
-        if not all(map(_is_plain, parts)) or len(parts) > (max_depth or len(parts)):
+        if not all(map(_is_safe_name, parts)) or len(parts) > (max_depth or len(parts)):
             raise CheckpointError(
-                f"{what} names the file {name[:200]!r}: it may name only files in its own directory. Do not trust this"
+                f"{source_name} names the file {name[:200]!r}: it may name only files in its own directory. Do not trust this"
                 " checkpoint"
             )
-    return {name: parse(record, f"{what}, in the record of {name},") for name, record in value.items()}
+    return {name: parse(record, f"{source_name}, in the record of {name},") for name, record in value.items()}
 
 
-def _is_plain(part: str) -> bool:
+def _is_safe_name(component: str) -> bool:
     """Return whether the path component is printable and has no special meaning on any system."""
     return (
-        0 < len(part.encode("utf-8")) <= _MAX_NAME
-        and not part.startswith(".")
-        and all(character not in '\\:*?"<>|' and character.isprintable() for character in part)
+        0 < len(component.encode("utf-8")) <= _MAX_NAME
+        and not component.startswith(".")
+        and all(character not in '\\:*?"<>|' and character.isprintable() for character in component)
     )
 
 
-def _parse_file(record: Any, what: str) -> FileRecord:
+def _parse_file(record: Any, source_name: str) -> FileRecord:
     if not isinstance(record, dict) or set(record) != {"num_bytes", "head_bytes", "head_crc32", "ranges"}:
-        raise _broken(what, "members are missing or unknown")
-    num_bytes, head_bytes = _size(record["num_bytes"], what), _size(record["head_bytes"], what)
+        raise _format_error(source_name, "members are missing or unknown")
+    num_bytes, head_bytes = _size(record["num_bytes"], source_name), _size(record["head_bytes"], source_name)
     if head_bytes > num_bytes:
-        raise _broken(what, f"{head_bytes} bytes of head do not fit into {num_bytes} bytes")
+        raise _format_error(source_name, f"{head_bytes} bytes of head do not fit into {num_bytes} bytes")
     return FileRecord(
         num_bytes=num_bytes,
         head_bytes=head_bytes,
-        head_crc32=_crc32(record["head_crc32"], what),
-        ranges=decode_ranges(record["ranges"], what),
+        head_crc32=_crc32(record["head_crc32"], source_name),
+        ranges=decode_ranges(record["ranges"], source_name),
     )
 
 
-def _parse_document(record: Any, what: str) -> DocumentRecord:
+def _parse_document(record: Any, source_name: str) -> DocumentRecord:
     if not isinstance(record, dict) or set(record) != {"num_bytes", "crc32"}:
-        raise _broken(what, "members are missing or unknown")
-    return DocumentRecord(num_bytes=_size(record["num_bytes"], what), crc32=_crc32(record["crc32"], what))
+        raise _format_error(source_name, "members are missing or unknown")
+    return DocumentRecord(num_bytes=_size(record["num_bytes"], source_name), crc32=_crc32(record["crc32"], source_name))
 
 
-def _size(value: Any, what: str) -> int:
+def _size(value: Any, source_name: str) -> int:
     if type(value) is not int or value < 0:
-        raise _broken(what, f"{str(value)[:40]!r} is not a size")
+        raise _format_error(source_name, f"{str(value)[:40]!r} is not a size")
     return value
 
 
-def _crc32(value: Any, what: str) -> int:
+def _crc32(value: Any, source_name: str) -> int:
     if not isinstance(value, str) or re.fullmatch("[0-9a-f]{8}", value) is None:
-        raise _broken(what, f"{str(value)[:40]!r} is not a checksum")
+        raise _format_error(source_name, f"{str(value)[:40]!r} is not a checksum")
     return int(value, 16)
 
 
-def _broken(what: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{what} is damaged or not a manifest: {reason}. Take another copy of the checkpoint")
+def _format_error(source_name: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{source_name} is damaged or not a manifest: {reason}. Take another copy of the checkpoint")

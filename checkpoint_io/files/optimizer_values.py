@@ -14,32 +14,32 @@ __all__ = ["MASTER_SUFFIX", "parse_values"]
 MASTER_SUFFIX = ".master"
 
 
-def parse_values(raw: bytes, specs: Mapping[str, TensorSpec], where: str) -> dict[str, Any]:
+def parse_values(raw: bytes, specs: Mapping[str, TensorSpec], source_name: str) -> dict[str, Any]:
     """Parse and validate the output of `OptimizerState.values()` in a checkpoint.
 
     Args:
         raw: JSON text.
         specs: Stored tensors.
-        where: Name of the checkpoint for messages.
+        source_name: Name of the checkpoint for messages.
 
     Raises:
         CheckpointError: The text is malformed or inconsistent.
     """
-    values = json_values.loads(raw, where)
+    values = json_values.loads(raw, source_name)
     for problem in _problems(values, specs):
         raise CheckpointError(
-            f"the param groups of {where} are damaged: {problem}. Take another copy of the checkpoint"
+            f"the param groups of {source_name} are damaged: {problem}. Take another copy of the checkpoint"
         )
     return dict(values)
 
 
 def _problems(values: Any, specs: Mapping[str, TensorSpec]) -> Iterable[str]:
-    forms: dict[str, Any] = {"param_groups": list, "shapes": dict, "numbers": dict, "loss_scaler": (dict, type(None))}
+    types: dict[str, Any] = {"param_groups": list, "shapes": dict, "numbers": dict, "loss_scaler": (dict, type(None))}
     if not isinstance(values, dict):
         yield "they are not a JSON object"
         return
-    for key, form in forms.items():
-        if not isinstance(values.get(key, 0), form):
+    for key, expected_type in types.items():
+        if not isinstance(values.get(key, 0), expected_type):
             yield f"{key!r} is missing or of the wrong type"
             return
     if type(values.get("num_skipped_steps")) is not int:

@@ -74,7 +74,7 @@ def encode_header(
         start, stop = stop, stop + math.prod(spec.shape) * spec.dtype.itemsize
         ranges[name] = TensorRange(spec=spec, start=start, stop=stop)
     document: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    document |= {name: _encode_entry(name, part) for name, part in ranges.items()}
+    document |= {name: _encode_entry(name, tensor_range) for name, tensor_range in ranges.items()}
     try:
         raw = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -88,57 +88,59 @@ def encode_header(
     return len(raw).to_bytes(HEADER_LENGTH_BYTES, "little") + raw, ranges
 
 
-def parse_header(raw: bytes, data_bytes: int, what: str) -> tuple[dict[str, TensorRange], dict[str, str]]:
+def parse_header(raw: bytes, data_bytes: int, source_name: str) -> tuple[dict[str, TensorRange], dict[str, str]]:
     """Return each tensor's byte range, and the metadata.
 
     Args:
         raw: Header without its length field.
         data_bytes: Number of bytes that follow it in the file.
-        what: File name for messages.
+        source_name: File name for messages.
 
     Raises:
         CheckpointError: The header violates the format, or the file is truncated or longer than its tensors.
     """
-    document = parse_json(raw, f"the header of {what}")
+    document = parse_json(raw, f"the header of {source_name}")
     if not isinstance(document, dict) or len(document) > MAX_TENSORS:
-        raise _broken(what, "its header is not an object of tensors, or has more than a million")
+        raise _format_error(source_name, "its header is not an object of tensors, or has more than a million")
     metadata = document.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise _broken(what, "its metadata is not an object of strings")
-    ranges = {name: _parse_entry(name, entry, what) for name, entry in document.items()}
-    _check_tiling(ranges, data_bytes, what)
+        raise _format_error(source_name, "its metadata is not an object of strings")
+    ranges = {name: _parse_entry(name, entry, source_name) for name, entry in document.items()}
+    _check_contiguous(ranges, data_bytes, source_name)
     return ranges, metadata
 
 
-def _encode_entry(name: str, part: TensorRange) -> dict[str, object]:
+def _encode_entry(name: str, tensor_range: TensorRange) -> dict[str, object]:
     if name == _METADATA:
         raise CheckpointError(f"a tensor is called {name!r}, which safetensors reserves: rename it")
-    if part.spec.dtype not in _NAMES:
+    if tensor_range.spec.dtype not in _NAMES:
         raise CheckpointError(
-            f"{name!r} is {part.spec.dtype}, which safetensors cannot hold: convert it, or save with"
+            f"{name!r} is {tensor_range.spec.dtype}, which safetensors cannot hold: convert it, or save with"
             " use_safetensors=False"
         )
     return {
-        "dtype": _NAMES[part.spec.dtype],
-        "shape": list(part.spec.shape),
-        "data_offsets": [part.start, part.stop],
+        "dtype": _NAMES[tensor_range.spec.dtype],
+        "shape": list(tensor_range.spec.shape),
+        "data_offsets": [tensor_range.start, tensor_range.stop],
     }
 
 
-def _parse_entry(name: str, entry: object, what: str) -> TensorRange:
+def _parse_entry(name: str, entry: object, source_name: str) -> TensorRange:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _broken(what, f"the entry of {name[:200]!r} is incomplete")
+        raise _format_error(source_name, f"the entry of {name[:200]!r} is incomplete")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _broken(what, f"shape or offsets of {name[:200]!r} are invalid")
+        raise _format_error(source_name, f"shape or offsets of {name[:200]!r} are invalid")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise _broken(what, f"{name[:200]!r} has the dtype {str(entry['dtype'])[:40]!r}, which torch lacks")
+        raise _format_error(
+            source_name, f"{name[:200]!r} has the dtype {str(entry['dtype'])[:40]!r}, which torch lacks"
+        )
     if math.prod(max(size, 1) for size in shape) >= _MAX_ELEMENTS:  # torch multiplies the other sizes even with a zero
-        raise _broken(what, f"{name[:200]!r} has the shape {shape}, which no tensor can have")
+        raise _format_error(source_name, f"{name[:200]!r} has the shape {shape}, which no tensor can have")
     start, stop = offsets
     if math.prod(shape) * dtype.itemsize != stop - start:
-        raise _broken(what, f"{name[:200]!r} does not fill its {stop - start} bytes")
+        raise _format_error(source_name, f"{name[:200]!r} does not fill its {stop - start} bytes")
     return TensorRange(spec=TensorSpec(shape=tuple(shape), dtype=dtype), start=start, stop=stop)
 
 
@@ -148,15 +150,15 @@ def _are_sizes(values: object) -> bool:
     return all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-def _check_tiling(ranges: Mapping[str, TensorRange], data_bytes: int, what: str) -> None:
-    reached = 0
-    for part in sorted(ranges.values(), key=lambda part: (part.start, part.stop)):
-        if part.start != reached:
-            raise _broken(what, f"its tensors overlap or leave a gap at byte {reached}")
-        reached = part.stop
-    if reached != data_bytes:
-        raise _broken(what, f"its tensors need {reached} bytes, but it has {data_bytes}")
+def _check_contiguous(ranges: Mapping[str, TensorRange], data_bytes: int, source_name: str) -> None:
+    offset = 0
+    for tensor_range in sorted(ranges.values(), key=lambda part: (part.start, part.stop)):
+        if tensor_range.start != offset:
+            raise _format_error(source_name, f"its tensors overlap or leave a gap at byte {offset}")
+        offset = tensor_range.stop
+    if offset != data_bytes:
+        raise _format_error(source_name, f"its tensors need {offset} bytes, but it has {data_bytes}")
 
 
-def _broken(what: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{what} is damaged or not a safetensors file: {reason}. Take another copy of it")
+def _format_error(source_name: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{source_name} is damaged or not a safetensors file: {reason}. Take another copy of it")

@@ -26,55 +26,55 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'{}[]",')
 _SCAN_BYTES = 2**20
 # Change of the depth, by byte.
-_STEPS = np.zeros(256, dtype=np.int8)
-_STEPS[list(b"{[")] = 1
-_STEPS[list(b"}]")] = -1
+_DEPTH_CHANGES = np.zeros(256, dtype=np.int8)
+_DEPTH_CHANGES[list(b"{[")] = 1
+_DEPTH_CHANGES[list(b"}]")] = -1
 
 
-def parse_json(raw: bytes, what: str) -> Any:
+def parse_json(raw: bytes, source_name: str) -> Any:
     """Parse an index, a manifest or a header.
 
     Args:
         raw: UTF-8 text.
-        what: Name of the file for messages.
+        source_name: Name of the file for messages.
 
     Raises:
         CheckpointError: Invalid JSON, or JSON that parsers interpret differently: duplicate keys, NaN and infinities,
             numbers beyond fp64 or 64 bits, lone surrogates, nesting deeper than 8 levels, or too many values.
     """
-    value = _parse(raw, what, MAX_DEPTH, _int64)
+    value = _parse(raw, source_name, MAX_DEPTH, _parse_int64)
     if _SURROGATE.search(raw) is not None:
-        _check_unicode(value, what)
+        _check_unicode(value, source_name)
     return value
 
 
-def parse_document(raw: bytes, what: str) -> Any:
+def parse_document(raw: bytes, source_name: str) -> Any:
     """Parse JSON with user values: deeper nesting, integers of any size and any strings.
 
     Raises:
         CheckpointError: Invalid JSON, duplicate keys, NaN and infinities, floats beyond fp64, excessive size or depth.
     """
-    return _parse(raw, what, MAX_DOCUMENT_DEPTH, _bounded)
+    return _parse(raw, source_name, MAX_DOCUMENT_DEPTH, _parse_bounded_int)
 
 
-def _parse(raw: bytes, what: str, max_depth: int, parse_int: Callable[[str], int]) -> Any:
+def _parse(raw: bytes, source_name: str, max_depth: int, parse_int: Callable[[str], int]) -> Any:
     try:
         _check_structure(raw, max_depth)
         return json.loads(
             raw.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
+            object_pairs_hook=_reject_duplicate_keys,
+            parse_constant=_reject_constant,
+            parse_float=_parse_finite,
             parse_int=parse_int,
         )
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise _unreadable(what, reason) from None
+        raise _parse_error(source_name, reason) from None
 
 
-def _unreadable(what: str, reason: str) -> CheckpointError:
+def _parse_error(source_name: str, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{what} cannot be read as JSON: {reason}. The file is damaged or was not written by a checkpoint writer:"
+        f"{source_name} cannot be read as JSON: {reason}. The file is damaged or was not written by a checkpoint writer:"
         " take another copy"
     )
 
@@ -89,10 +89,10 @@ def _check_structure(raw: bytes, max_depth: int) -> None:
         # A byte is inside a string if the number of quotes before it is odd.
         outside = (np.cumsum(quotes, dtype=np.int64) + in_string) % 2 == 0
         outside &= ~quotes
-        depths = depth + np.cumsum(np.where(outside, _STEPS[codes], 0), dtype=np.int64)
+        depths = depth + np.cumsum(np.where(outside, _DEPTH_CHANGES[codes], 0), dtype=np.int64)
         if depths.max() > max_depth:
             raise ValueError(f"it is nested deeper than {max_depth} levels")
-        num_values += int(np.count_nonzero(outside & (_STEPS[codes] >= 0)))
+        num_values += int(np.count_nonzero(outside & (_DEPTH_CHANGES[codes] >= 0)))
         if num_values > MAX_VALUES:
             raise ValueError(f"it holds more than {MAX_VALUES} values")
         in_string ^= bool(np.count_nonzero(quotes) % 2)
@@ -104,52 +104,52 @@ def _structure(raw: bytes) -> Iterator[bytes]:
     start = 0
     while start < len(raw):
         stop = min(start + _SCAN_BYTES, len(raw))
-        piece = raw[start:stop]
-        num_escapes = len(piece) - len(piece.rstrip(b"\\"))
+        chunk = raw[start:stop]
+        num_escapes = len(chunk) - len(chunk.rstrip(b"\\"))
         if num_escapes % 2 == 1 and stop < len(raw):  # do not end a chunk within an escape sequence
-            piece, stop = piece[:-1], stop - 1
-        if b"\\" in piece:
-            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        structure = piece.translate(None, _NOT_STRUCTURE)
+            chunk, stop = chunk[:-1], stop - 1
+        if b"\\" in chunk:
+            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+        structure = chunk.translate(None, _NOT_STRUCTURE)
         if structure:
             yield structure
         start = stop
 
 
-def _check_unicode(value: Any, what: str) -> None:
+def _check_unicode(value: Any, source_name: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _unreadable(what, f"it holds half of a surrogate pair ({error.reason})") from None
+        raise _parse_error(source_name, f"it holds half of a surrogate pair ({error.reason})") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twice[:200]!r} is given twice")
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {duplicate[:200]!r} is given twice")
     return found
 
 
-def _refuse_constant(text: str) -> float:
+def _reject_constant(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is beyond the range of a number")
     return number
 
 
-def _bounded(text: str) -> int:
+def _parse_bounded_int(text: str) -> int:
     if len(text) > _MAX_INT_DIGITS:  # int() is quadratic in the number of digits
         raise ValueError(f"an integer of {len(text)} digits is beyond the range of a number")
     return int(text)
 
 
-def _int64(text: str) -> int:
+def _parse_int64(text: str) -> int:
     if len(text) > 20 or int(text) not in _INT64:
         raise ValueError(f"the integer {text[:40]} does not fit into 64 bits")
     return int(text)

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-__all__ = ["bytes_of", "num_bytes", "plain"]
+__all__ = ["bytes_of", "num_bytes", "to_contiguous_cpu"]
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -14,7 +14,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def to_contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous CPU tensor without gradient; shares memory if the tensor already is one."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 

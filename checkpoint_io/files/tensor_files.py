@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from booster.checkpoint_io.files.file_record import own_record
+from booster.checkpoint_io.files.file_record import embedded_record
 from booster.checkpoint_io.files.manifest import FileRecord
 from booster.checkpoint_io.files.safetensors_header import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from booster.checkpoint_io.files.tensor_bytes import bytes_of
@@ -42,7 +42,7 @@ class TensorFile(Protocol):
     num_bytes: int
     specs: dict[str, TensorSpec]
     metadata: dict[str, str]
-    own_record: FileRecord | None
+    embedded_record: FileRecord | None
 
     def locate(self, name: str) -> tuple[OpenFile, int] | None:
         """Return file and offset of a tensor stored in row-major order, or None if only `read` can access it."""
@@ -97,8 +97,8 @@ class _SafetensorsFile:
         self._ranges, self.metadata = parse_header(
             head[HEADER_LENGTH_BYTES:], self.num_bytes - len(head), str(self.path)
         )
-        self.specs = {name: part.spec for name, part in self._ranges.items()}
-        self.own_record = own_record(head, self.num_bytes, self.metadata, self.specs, str(self.path))
+        self.specs = {name: tensor_range.spec for name, tensor_range in self._ranges.items()}
+        self.embedded_record = embedded_record(head, self.num_bytes, self.metadata, self.specs, str(self.path))
 
     def _read_head(self) -> bytes:
         if self.num_bytes < HEADER_LENGTH_BYTES:
@@ -116,9 +116,9 @@ class _SafetensorsFile:
         return self._file, self._data_start + self._ranges[name].start
 
     def read(self, name: str) -> torch.Tensor:
-        part = self._ranges[name]
-        tensor = torch.empty(part.spec.shape, dtype=part.spec.dtype)
-        self._storage.read_at(self._file, bytes_of(tensor), self._data_start + part.start)
+        tensor_range = self._ranges[name]
+        tensor = torch.empty(tensor_range.spec.shape, dtype=tensor_range.spec.dtype)
+        self._storage.read_at(self._file, bytes_of(tensor), self._data_start + tensor_range.start)
         return tensor
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class _TorchFile:
         self.specs = {
             name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
         }
-        self.own_record: FileRecord | None = None
+        self.embedded_record: FileRecord | None = None
 
     def locate(self, name: str) -> tuple[OpenFile, int] | None:
         return None
@@ -195,24 +195,24 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
 
 def _reason(error: Exception) -> str:
     # Only part of torch's message: the rest recommends loading without weights_only, which would run the code.
-    told = re.search(r"(Trying to load unsupported|Unsupported)(?:(?!\. Please use)[^\n])*", str(error))
-    text = told[0] if told is not None else next(iter(str(error).splitlines()), "")
+    match = re.search(r"(Trying to load unsupported|Unsupported)(?:(?!\. Please use)[^\n])*", str(error))
+    text = match[0] if match is not None else next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {text[:300].rstrip(' .')}"
 
 
-def _checked_tensors(content: Any, what: str) -> dict[str, torch.Tensor]:
+def _checked_tensors(content: Any, source_name: str) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{what} holds a {type(content).__name__}: save a state_dict, tensors by name")
+        raise CheckpointError(f"{source_name} holds a {type(content).__name__}: save a state_dict, tensors by name")
     for name, tensor in content.items():
-        if not isinstance(name, str) or not _is_plain(tensor):
+        if not isinstance(name, str) or not _is_dense_cpu_tensor(tensor):
             raise CheckpointError(
-                f"{what} holds a {type(tensor).__name__} under {str(name)[:200]!r}: save a plain state_dict, tensors by"
+                f"{source_name} holds a {type(tensor).__name__} under {str(name)[:200]!r}: save a plain state_dict, tensors by"
                 " name, for example torch.save(model.state_dict(), path)"
             )
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_dense_cpu_tensor(value: Any) -> bool:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False
     return value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized

@@ -59,7 +59,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.fragments: list[tuple[int, bytearray]] = []
-        self.steps: list[tuple[int, int]] = []
+        self.seeks: list[tuple[int, int]] = []
         self.position = 0
 
     def write(self, content: Any) -> int:
@@ -71,7 +71,7 @@ class _Recorder:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         assert whence == os.SEEK_CUR, "torch.save steps forward only"
-        self.steps.append((self.position, offset))
+        self.seeks.append((self.position, offset))
         self.position += offset
         return self.position
 
@@ -80,10 +80,10 @@ class _Recorder:
 
 
 def _offsets(specs: Mapping[str, TensorSpec], recorder: _Recorder) -> dict[str, int]:
-    steps = iter(recorder.steps)
+    seeks = iter(recorder.seeks)
     offsets: dict[str, int] = {}
     for name, spec in specs.items():
-        offset, num_bytes = next(steps) if spec.num_bytes else (0, 0)  # empty storages cause no seek
+        offset, num_bytes = next(seeks) if spec.num_bytes else (0, 0)  # empty storages cause no seek
         assert num_bytes == spec.num_bytes, f"torch.save left {num_bytes} bytes for {name}, not {spec.num_bytes}"
         offsets[name] = offset
     return offsets

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from booster.checkpoint_io.loading.range_reader import read_slices
-from booster.checkpoint_io.loading.reader import Checkpoint
+from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.interface import TensorSlice, TensorSpec
 
 __all__ = ["Comparison", "ElementDifference", "compare_elements", "compare_tensors", "compare_values"]
 
 BATCH_BYTES = 2**24  # per side and batch
-PIECE_ELEMENTS = 2**20  # converted to fp64 at a time
+CHUNK_ELEMENTS = 2**20  # converted to fp64 at a time
 _WIDE_INTEGERS = (torch.int64, torch.uint64)  # fp64 cannot represent all of their values
 _MAX_SHOWN = 80
 
@@ -64,7 +64,7 @@ class Comparison:
         return not (self.only_left or self.only_right or self.shapes or self.dtypes or self.elements)
 
 
-def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0.0) -> Comparison:
+def compare_tensors(left: StoredCheckpoint, right: StoredCheckpoint, *, tolerance: float = 0.0) -> Comparison:
     """Compare the tensors of two checkpoints, in 32 MiB of memory.
 
     Args:
@@ -91,9 +91,9 @@ def compare_tensors(left: Checkpoint, right: Checkpoint, *, tolerance: float = 0
         comparable[name] = ours[name]
     totals: dict[str, ElementDifference] = {}
     for batch in _batches(comparable):
-        pieces = zip(batch, _read(left, ours, batch), _read(right, theirs, batch), strict=True)
-        for (name, _, _), first, second in pieces:
-            totals[name] = _added(totals.get(name), compare_elements(first, second, tolerance=tolerance))
+        chunks = zip(batch, _read(left, ours, batch), _read(right, theirs, batch), strict=True)
+        for (name, _, _), first, second in chunks:
+            totals[name] = _add(totals.get(name), compare_elements(first, second, tolerance=tolerance))
     found.elements = {name: total for name, total in totals.items() if total.num_differing > 0}
     found.max_difference = max((total.max_difference for total in totals.values()), default=0.0)
     return found
@@ -103,11 +103,11 @@ def compare_elements(left: torch.Tensor, right: torch.Tensor, *, tolerance: floa
     """Compare two tensors of one shape by value; dtypes may differ, and NaN equals NaN."""
     flat_left, flat_right = left.reshape(-1), right.reshape(-1)
     total = ElementDifference(num_elements=left.numel(), num_differing=0, max_difference=0.0)
-    if _are_alike(flat_left, flat_right):
+    if _are_bitwise_equal(flat_left, flat_right):
         return total
-    for start in range(0, left.numel(), PIECE_ELEMENTS):
-        first, second = (flat[start : start + PIECE_ELEMENTS] for flat in (flat_left, flat_right))
-        if not _are_alike(first, second):
+    for start in range(0, left.numel(), CHUNK_ELEMENTS):
+        first, second = (flat[start : start + CHUNK_ELEMENTS] for flat in (flat_left, flat_right))
+        if not _are_bitwise_equal(first, second):
             difference = _differences(first, second)
             total = ElementDifference(
                 num_elements=total.num_elements,
@@ -117,56 +117,56 @@ def compare_elements(left: torch.Tensor, right: torch.Tensor, *, tolerance: floa
     return total
 
 
-def compare_values(left: Any, right: Any, where: str) -> Iterator[str]:
+def compare_values(left: Any, right: Any, value_name: str) -> Iterator[str]:
     """Yield one line for every difference between two plain values.
 
     Args:
         left: First value; containers are compared item by item.
         right: Second value.
-        where: Name of the values, which begins every line.
+        value_name: Name of the values, which begins every line.
     """
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in [*left, *(key for key in right if key not in left)]:
-            place = f"{where}.{key}" if where else str(key)
+            path = f"{value_name}.{key}" if value_name else str(key)
             if key not in left or key not in right:
-                yield f"{place}: only in the {'second' if key in right else 'first'}"
+                yield f"{path}: only in the {'second' if key in right else 'first'}"
             else:
-                yield from compare_values(left[key], right[key], place)
+                yield from compare_values(left[key], right[key], path)
         return
     if isinstance(left, (list, tuple)) and type(left) is type(right) and len(left) == len(right):
         for index, (first, second) in enumerate(zip(left, right, strict=True)):
-            yield from compare_values(first, second, f"{where}[{index}]")
+            yield from compare_values(first, second, f"{value_name}[{index}]")
         return
-    if not _are_same(left, right):
-        yield f"{where}: {_shown(left)} != {_shown(right)}"
+    if not _are_equal_values(left, right):
+        yield f"{value_name}: {_format_value(left)} != {_format_value(right)}"
 
 
 def _batches(specs: Mapping[str, TensorSpec]) -> Iterator[list[tuple[str, int, int]]]:
     batch: list[tuple[str, int, int]] = []
-    room = BATCH_BYTES
+    free_bytes = BATCH_BYTES
     for name, spec in specs.items():
         numel, start = math.prod(spec.shape), 0
         while start < numel:
-            stop = min(numel, start + max(1, room // spec.dtype.itemsize))
+            stop = min(numel, start + max(1, free_bytes // spec.dtype.itemsize))
             batch.append((name, start, stop))
-            room -= (stop - start) * spec.dtype.itemsize
+            free_bytes -= (stop - start) * spec.dtype.itemsize
             start = stop
-            if room < 16:  # less than one element of the widest dtype
+            if free_bytes < 16:  # less than one element of the widest dtype
                 yield batch
-                batch, room = [], BATCH_BYTES
+                batch, free_bytes = [], BATCH_BYTES
     if batch:
         yield batch
 
 
 def _read(
-    stored: Checkpoint, specs: Mapping[str, TensorSpec], batch: Iterable[tuple[str, int, int]]
+    stored: StoredCheckpoint, specs: Mapping[str, TensorSpec], batch: Iterable[tuple[str, int, int]]
 ) -> list[torch.Tensor]:
-    wanted = [(name, _piece(name, specs[name], start, stop)) for name, start, stop in batch]
-    read_slices(stored, wanted)
-    return [piece.tensor for _, piece in wanted]
+    chunks = [(name, _empty_slice(name, specs[name], start, stop)) for name, start, stop in batch]
+    read_slices(stored, chunks)
+    return [chunk.tensor for _, chunk in chunks]
 
 
-def _piece(name: str, spec: TensorSpec, start: int, stop: int) -> TensorSlice:
+def _empty_slice(name: str, spec: TensorSpec, start: int, stop: int) -> TensorSlice:
     return TensorSlice(
         name=name,
         dtype=spec.dtype,
@@ -178,17 +178,17 @@ def _piece(name: str, spec: TensorSpec, start: int, stop: int) -> TensorSlice:
     )
 
 
-def _added(total: ElementDifference | None, part: ElementDifference) -> ElementDifference:
+def _add(total: ElementDifference | None, other: ElementDifference) -> ElementDifference:
     if total is None:
-        return part
+        return other
     return ElementDifference(
-        num_elements=total.num_elements + part.num_elements,
-        num_differing=total.num_differing + part.num_differing,
-        max_difference=max(total.max_difference, part.max_difference),
+        num_elements=total.num_elements + other.num_elements,
+        num_differing=total.num_differing + other.num_differing,
+        max_difference=max(total.max_difference, other.max_difference),
     )
 
 
-def _are_alike(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _are_bitwise_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
@@ -204,7 +204,7 @@ def _differences(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return difference
 
 
-def _are_same(left: Any, right: Any) -> bool:
+def _are_equal_values(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor) or type(left) is not type(right):
@@ -212,6 +212,6 @@ def _are_same(left: Any, right: Any) -> bool:
     return bool(left == right) or (left != left and right != right)  # NaN equals NaN
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -13,17 +13,23 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.commit import listing, resolve
-from booster.checkpoint_io.destination import Destination
+from booster.checkpoint_io.commit import list_directory, resolve
+from booster.checkpoint_io.destination import SaveTarget
 from booster.checkpoint_io.files.optimizer_values import MASTER_SUFFIX
 from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.inspecting.config_dtype import with_dtype
-from booster.checkpoint_io.inspecting.inspection import KINDS, Contents, Part, dtype_name, read_training_state
-from booster.checkpoint_io.inspecting.mapped_tensors import mapped_tensors
+from booster.checkpoint_io.inspecting.inspection import (
+    KINDS,
+    CheckpointContents,
+    StoredPart,
+    dtype_name,
+    read_training_state,
+)
+from booster.checkpoint_io.inspecting.mapped_tensors import mmap_tensors
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SAFETENSORS_SUFFIXES, SINGLE_FILE_SUFFIXES
-from booster.checkpoint_io.loading.reader import Checkpoint
-from booster.checkpoint_io.ranks import Ranks
-from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.loading.reader import StoredCheckpoint
+from booster.checkpoint_io.ranks import CheckpointGroup
+from booster.checkpoint_io.saving.component import CheckpointPart
 from booster.checkpoint_io.saving.save_request import SaveRequest
 from booster.checkpoint_io.saving.saver import Saver
 from booster.checkpoint_io.storage import Storage
@@ -58,7 +64,7 @@ class Conversion:
     overwrites: bool = False
 
 
-def convert(storage: Storage, source: Contents, target: Path, conversion: Conversion) -> list[str]:
+def convert(storage: Storage, source: CheckpointContents, target: Path, conversion: Conversion) -> list[str]:
     """Write a converted checkpoint into another directory atomically, and return lines that describe the changes.
 
     Single process. Tensors are copied through memory mappings in small ranges.
@@ -83,23 +89,25 @@ def convert(storage: Storage, source: Contents, target: Path, conversion: Conver
         raise ConfigError(f"{source.path} holds nothing but an optimizer: leave --no-optimizer out")
     notes = [f"left out: {part.label}" for part in source.parts if part not in parts]
     with ExitStack() as stack:
-        opened = [(part, stack.enter_context(part.open(storage, verifies=True))) for part in parts]
+        open_parts = [(part, stack.enter_context(part.open(storage, verifies=True))) for part in parts]
         documents = _training_documents(storage, source) if conversion.keeps_optimizer else {}
         request = SaveRequest(
             target=target,
             is_directory=True,
-            components=list(_components(storage, source, opened, target, conversion, notes)),
+            parts=list(_parts(storage, source, open_parts, target, conversion, notes)),
             documents=documents,
             manifest_name=TRAINING_STATE_MANIFEST if documents else None,
-            facts=_facts(source, opened[0][1]),
-            is_stale=_left_over(storage, target, {part.folder for part in parts}),
-            doing="converting",
+            metadata=_metadata(source, open_parts[0][1]),
+            is_stale=_is_stale(storage, target, {part.folder for part in parts}),
+            action="converting",
         )
-        Saver(Ranks(), storage).save(request)
+        Saver(CheckpointGroup(), storage).save(request)
     return notes
 
 
-def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *, overwrites: bool = False) -> None:
+def consolidate(
+    storage: Storage, source: CheckpointContents, part: StoredPart, target: Path, *, overwrites: bool = False
+) -> None:
     """Write one part of a checkpoint into one file, atomically.
 
     Args:
@@ -113,44 +121,44 @@ def consolidate(storage: Storage, source: Contents, part: Part, target: Path, *,
         ConfigError: The target is inside the source's directory, is a directory, has another suffix, or exists.
         CheckpointError: The source is damaged, or writing failed.
     """
-    to = Destination(target, part.kind, False, None, 1, target.suffix in SAFETENSORS_SUFFIXES)
+    save_target = SaveTarget(target, part.kind, False, None, 1, target.suffix in SAFETENSORS_SUFFIXES)
     check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
-        component = Component(
+        checkpoint_part = CheckpointPart(
             kind=part.kind,
-            names=to.names,
-            slices=[TensorSlice.whole(*named, primary=True) for named in mapped_tensors(stored).items()],
-            max_shard_bytes=to.max_shard_bytes,
+            names=save_target.names,
+            slices=[TensorSlice.whole(*named, primary=True) for named in mmap_tensors(stored).items()],
+            max_shard_bytes=save_target.max_shard_bytes,
             is_sharded=False,
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
-    request = SaveRequest(target=target, is_directory=False, components=[component], doing="consolidating")
-    Saver(Ranks(), storage).save(request)
+    request = SaveRequest(target=target, is_directory=False, parts=[checkpoint_part], action="consolidating")
+    Saver(CheckpointGroup(), storage).save(request)
 
 
-def _components(
+def _parts(
     storage: Storage,
-    source: Contents,
-    opened: Sequence[tuple[Part, Checkpoint]],
+    source: CheckpointContents,
+    open_parts: Sequence[tuple[StoredPart, StoredCheckpoint]],
     target: Path,
     conversion: Conversion,
     notes: list[str],
-) -> Iterator[Component]:
+) -> Iterator[CheckpointPart]:
     folders: set[str] = set()
-    for part, stored in opened:
-        to = _destination(part, target, conversion)
+    for part, stored in open_parts:
+        save_target = _save_target(part, target, conversion)
         # The documents of a directory go with its first part, which is the model if there is one.
         documents = {} if part.folder in folders else dict(_documents(storage, source, part.folder, notes))
         folders.add(part.folder)
         if part.kind == MODEL and conversion.dtype is not None and _CONFIG in documents:
             documents[_CONFIG] = with_dtype(documents[_CONFIG], dtype_name(conversion.dtype), _CONFIG)
         if part.kind == OPTIMIZER and stored.groups is not None:
-            documents[to.names.groups] = stored.groups
-        yield Component(
+            documents[save_target.names.groups] = stored.groups
+        yield CheckpointPart(
             kind=part.kind,
-            names=to.names,
-            slices=_converted(part, mapped_tensors(stored), conversion.dtype, notes),
-            max_shard_bytes=to.max_shard_bytes,
+            names=save_target.names,
+            slices=_convert_dtypes(part, mmap_tensors(stored), conversion.dtype, notes),
+            max_shard_bytes=save_target.max_shard_bytes,
             is_sharded=True,
             always_index=part.kind == OPTIMIZER,
             folder=part.folder,
@@ -158,56 +166,56 @@ def _components(
         )
 
 
-def _facts(source: Contents, stored: Checkpoint) -> Mapping[str, Any]:
+def _metadata(source: CheckpointContents, stored: StoredCheckpoint) -> Mapping[str, Any]:
     if source.manifest is not None:
-        return source.manifest.facts
-    return {} if stored.manifest is None else stored.manifest.facts
+        return source.manifest.metadata
+    return {} if stored.manifest is None else stored.manifest.metadata
 
 
-def _destination(part: Part, target: Path, conversion: Conversion) -> Destination:
+def _save_target(part: StoredPart, target: Path, conversion: Conversion) -> SaveTarget:
     was_safetensors = part.names.suffix == "safetensors" if part.names else part.path.suffix in SAFETENSORS_SUFFIXES
     is_safetensors = was_safetensors if conversion.is_safetensors is None else conversion.is_safetensors
     prefix = None if part.names is None else part.names.prefix
     if part.kind not in (MODEL, OPTIMIZER):
         is_safetensors = True  # the only format of these parts
-    return Destination(target, part.kind, True, prefix, conversion.size_per_shard, is_safetensors)
+    return SaveTarget(target, part.kind, True, prefix, conversion.size_per_shard, is_safetensors)
 
 
 # Tensors.
 
 
-def _converted(
-    part: Part, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, notes: list[str]
+def _convert_dtypes(
+    part: StoredPart, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, notes: list[str]
 ) -> list[TensorSlice]:
     slices: list[TensorSlice] = []
     changed: Counter[torch.dtype] = Counter()
     for name, tensor in tensors.items():
-        whole = TensorSlice.whole(name, tensor, primary=True)
+        full = TensorSlice.whole(name, tensor, primary=True)
         if dtype is not None and tensor.dtype != dtype and _is_convertible(part, name, tensor):
             _check_range(part, name, tensor, dtype)
             changed[tensor.dtype] += 1
-            whole = dataclasses.replace(whole, dtype=dtype)
-        slices.append(whole)
+            full = dataclasses.replace(full, dtype=dtype)
+        slices.append(full)
     num_packed = sum(tensor.is_floating_point() and tensor.dtype not in CONVERTIBLE for tensor in tensors.values())
     if dtype is not None and num_packed and part.kind == MODEL:
         notes.append(f"{part.label}: {num_packed} tensors in narrower dtypes stay, as they go with scales")
     for before, count in changed.items():
-        loss = ", with fewer bits: values are rounded" if dtype is not None and _loses_bits(before, dtype) else ""
+        loss = ", with fewer bits: values are rounded" if dtype is not None and _loses_precision(before, dtype) else ""
         notes.append(f"{part.label}: {count} tensors from {dtype_name(before)} to {dtype_name(dtype or before)}{loss}")
     return slices
 
 
-def _is_convertible(part: Part, name: str, tensor: torch.Tensor) -> bool:
+def _is_convertible(part: StoredPart, name: str, tensor: torch.Tensor) -> bool:
     if tensor.dtype not in CONVERTIBLE or part.kind not in (MODEL, OPTIMIZER):
         return False
     return part.kind == MODEL or not (name.endswith(MASTER_SUFFIX) or tensor.dim() == 0)
 
 
-def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
-    return torch.finfo(after).eps > torch.finfo(before).eps or torch.finfo(after).max < torch.finfo(before).max
+def _loses_precision(source: torch.dtype, target: torch.dtype) -> bool:
+    return torch.finfo(target).eps > torch.finfo(source).eps or torch.finfo(target).max < torch.finfo(source).max
 
 
-def _check_range(part: Part, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_range(part: StoredPart, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
         return
     if part.kind == OPTIMIZER and dtype == torch.float16:
@@ -217,11 +225,11 @@ def _check_range(part: Part, name: str, tensor: torch.Tensor, dtype: torch.dtype
         )
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), _CHECKED_ELEMENTS):
-        piece = flat[start : start + _CHECKED_ELEMENTS]
-        low, high = (float(end) for end in torch.aminmax(piece))
+        chunk = flat[start : start + _CHECKED_ELEMENTS]
+        low, high = (float(end) for end in torch.aminmax(chunk))
         if -torch.finfo(dtype).max <= low and high <= torch.finfo(dtype).max:
             continue  # False for NaN and inf, which are converted unchanged
-        if bool((piece.isfinite() & piece.to(dtype).isinf()).any()):
+        if bool((chunk.isfinite() & chunk.to(dtype).isinf()).any()):
             raise CheckpointError(
                 f"{name!r} of the {part.label} holds values beyond {torch.finfo(dtype).max:g}, the largest of"
                 f" {dtype_name(dtype)}: give a dtype with a wider range, such as bf16 or fp32"
@@ -231,23 +239,25 @@ def _check_range(part: Part, name: str, tensor: torch.Tensor, dtype: torch.dtype
 # Documents.
 
 
-def _documents(storage: Storage, source: Contents, folder: str, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+def _documents(
+    storage: Storage, source: CheckpointContents, folder: str, notes: list[str]
+) -> Iterator[tuple[str, bytes]]:
     if not source.is_directory:
         return
     directory = source.path / folder
-    is_of_checkpoint = _owners(storage, directory)
-    for name in listing(storage, directory):
+    is_of_checkpoint = _belongs_to_checkpoint(storage, directory)
+    for name in list_directory(storage, directory):
         if name.startswith(".") or is_of_checkpoint(name) or name.startswith(TRAINING_STATE.removesuffix("json")):
             continue
         path = resolve(storage, directory, name)
-        reason = _why_left_out(storage, path)
+        reason = _skip_reason(storage, path)
         if reason is None:
             yield name, storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=directory)
         elif name not in {other.folder for other in source.parts}:
             notes.append(f"left out: {f'{folder}/{name}'.lstrip('/')} ({reason})")
 
 
-def _why_left_out(storage: Storage, path: Path) -> str | None:
+def _skip_reason(storage: Storage, path: Path) -> str | None:
     kind = storage.kind(Path(os.path.realpath(path)))
     if kind != "file":
         return "not a regular file" if kind != "directory" else "a directory"
@@ -257,30 +267,32 @@ def _why_left_out(storage: Storage, path: Path) -> str | None:
         return None if storage.size(file) <= MAX_JSON_BYTES else "larger than 64 MiB"
 
 
-def _training_documents(storage: Storage, source: Contents) -> dict[str, bytes]:
+def _training_documents(storage: Storage, source: CheckpointContents) -> dict[str, bytes]:
     raw = read_training_state(storage, source)
     return {} if raw is None else {TRAINING_STATE: raw}
 
 
-def _owners(storage: Storage, directory: Path) -> Callable[[str], bool]:
+def _belongs_to_checkpoint(storage: Storage, directory: Path) -> Callable[[str], bool]:
     """Return a predicate for names that belong to a checkpoint in the directory, such as its shards."""
-    names = listing(storage, directory) if storage.kind(directory) == "directory" else []
-    owners = [owner for kind in KINDS for name in names if (owner := kind.names_of(name)) is not None]
-    return lambda name: any(owner.owns(name) or name == owner.groups for owner in owners)
+    names = list_directory(storage, directory) if storage.kind(directory) == "directory" else []
+    all_names = [file_names for kind in KINDS for name in names if (file_names := kind.names_of(name)) is not None]
+    return lambda name: any(owner.may_have_written(name) or name == owner.groups for owner in all_names)
 
 
-def _left_over(storage: Storage, target: Path, folders: Iterable[str]) -> Callable[[str], bool]:
+def _is_stale(storage: Storage, target: Path, folders: Iterable[str]) -> Callable[[str], bool]:
     """Return a predicate for files of the target, by relative name, that belong to the replaced checkpoint."""
-    owners = {folder: _owners(storage, target / folder) for folder in ("", *folders)}
+    belongs_to_checkpoint = {folder: _belongs_to_checkpoint(storage, target / folder) for folder in ("", *folders)}
 
     def is_stale(name: str) -> bool:
         folder, _, base = name.rpartition("/")
-        return name in (TRAINING_STATE, TRAINING_STATE_MANIFEST) or (folder in owners and owners[folder](base))
+        return name in (TRAINING_STATE, TRAINING_STATE_MANIFEST) or (
+            folder in belongs_to_checkpoint and belongs_to_checkpoint[folder](base)
+        )
 
     return is_stale
 
 
-def check_target(storage: Storage, source: Contents, target: Path, *, overwrites: bool) -> None:
+def check_target(storage: Storage, source: CheckpointContents, target: Path, *, overwrites: bool) -> None:
     """Check that the target may be written.
 
     Args:
@@ -292,12 +304,16 @@ def check_target(storage: Storage, source: Contents, target: Path, *, overwrites
     Raises:
         ConfigError: Source and target are nested, or the target exists.
     """
-    place, origin = Path(os.path.realpath(target)), Path(os.path.realpath(source.path))
-    if place == origin or (source.is_directory and place.is_relative_to(origin)) or origin.is_relative_to(place):
+    real_target, real_source = Path(os.path.realpath(target)), Path(os.path.realpath(source.path))
+    if (
+        real_target == real_source
+        or (source.is_directory and real_target.is_relative_to(real_source))
+        or real_source.is_relative_to(real_target)
+    ):
         raise ConfigError(
             f"{target} and {source.path} are nested or the same, but the source is never changed: give another path"
         )
-    kind = storage.kind(place)
-    is_empty = kind is None or (kind == "directory" and not listing(storage, place))
+    kind = storage.kind(real_target)
+    is_empty = kind is None or (kind == "directory" and not list_directory(storage, real_target))
     if not is_empty and not overwrites:
         raise ConfigError(f"{target} exists already: give a new path, or --overwrite to replace the checkpoint there")

@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.commit import listing, resolve
+from booster.checkpoint_io.commit import list_directory, resolve
 from booster.checkpoint_io.files import json_values
 from booster.checkpoint_io.files.manifest import Manifest
 from booster.checkpoint_io.files.optimizer_values import parse_values
 from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.files.tensor_files import GROUPS_KEY, open_tensor_file
-from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileNames, Kind
-from booster.checkpoint_io.loading.reader import Checkpoint, open_checkpoint
+from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind, FileNames
+from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_checkpoint
 from booster.checkpoint_io.loading.verification import verify_ranges
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.training.rotation import TRAINING_STATE, StepFolders, read_training_manifest
+from booster.checkpoint_io.training.rotation import TRAINING_STATE, StepDirectories, read_training_manifest
 from booster.checkpoint_io.training.training_document import TrainingDocument
 from booster.errors import CheckpointError, ConfigError
 
 __all__ = [
     "KINDS",
-    "Contents",
-    "Part",
+    "CheckpointContents",
+    "StoredPart",
     "describe",
     "describe_training",
     "dtype_name",
@@ -44,7 +44,7 @@ KINDS = (MODEL, OPTIMIZER, RANDOM_STATE, GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StoredPart:
     """One set of tensors: a model, an optimizer, random states.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part:
         names: File names, or None for a single file, which may have any name.
     """
 
-    kind: Kind
+    kind: FileKind
     path: Path
     folder: str = ""
     names: FileNames | None = None
@@ -65,7 +65,7 @@ class Part:
         variant = f" ({self.names.prefix})" if self.names is not None and self.names.prefix else ""
         return f"{self.folder}/{self.kind.name}{variant}" if self.folder else f"{self.kind.name}{variant}"
 
-    def open(self, storage: Storage, *, verifies: bool = False) -> Checkpoint:
+    def open(self, storage: Storage, *, verifies: bool = False) -> StoredCheckpoint:
         """Open the part; sizes and structure are checked.
 
         Args:
@@ -85,7 +85,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class CheckpointContents:
     """Parts of a checkpoint.
 
     Attributes:
@@ -97,10 +97,10 @@ class Contents:
 
     path: Path
     is_directory: bool
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     manifest: Manifest | None = None
 
-    def only(self, kind: Kind) -> Part:
+    def only_part(self, kind: FileKind) -> StoredPart:
         """Return the only part of a kind; of several variants the one without a prefix, as in a load.
 
         Raises:
@@ -111,13 +111,13 @@ class Contents:
         if len(found) == 1 or without_variant:
             return (without_variant or found)[0]
         if not found:
-            held = ", ".join(part.label for part in self.parts)
-            raise CheckpointError(f"{self.path} holds no {kind.name}, only {held}: give another path")
+            labels = ", ".join(part.label for part in self.parts)
+            raise CheckpointError(f"{self.path} holds no {kind.name}, only {labels}: give another path")
         listed = ", ".join(str(part.path) for part in found)
         raise CheckpointError(f"{self.path} holds several of the kind {kind.name}: give one of {listed}")
 
 
-def find_contents(storage: Storage, path: str | os.PathLike[str]) -> Contents:
+def find_contents(storage: Storage, path: str | os.PathLike[str]) -> CheckpointContents:
     """Find the parts of a checkpoint: a tensor file, an index, a checkpoint directory, or a directory of steps.
 
     Args:
@@ -134,12 +134,12 @@ def find_contents(storage: Storage, path: str | os.PathLike[str]) -> Contents:
     if kind is None:
         raise ConfigError(f"{given} does not exist: give a checkpoint's directory or file")
     if kind != "directory":
-        return Contents(path=given, is_directory=False, parts=(_part_of_file(storage, given),))
-    latest = StepFolders(storage, real).latest()
+        return CheckpointContents(path=given, is_directory=False, parts=(_part_of_file(storage, given),))
+    latest = StepDirectories(storage, real).latest()
     return _contents_of_directory(storage, real if latest is None else latest.path)
 
 
-def training_document(storage: Storage, contents: Contents) -> TrainingDocument | None:
+def training_document(storage: Storage, contents: CheckpointContents) -> TrainingDocument | None:
     """Return the document of a training checkpoint, or None if there is none.
 
     Raises:
@@ -149,7 +149,7 @@ def training_document(storage: Storage, contents: Contents) -> TrainingDocument 
     return None if raw is None else TrainingDocument.parse(raw, str(contents.path / TRAINING_STATE))
 
 
-def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
+def read_training_state(storage: Storage, contents: CheckpointContents) -> bytes | None:
     """Return the content of a training checkpoint's document, or None if there is none.
 
     Raises:
@@ -164,7 +164,7 @@ def read_training_state(storage: Storage, contents: Contents) -> bytes | None:
     return raw
 
 
-def has_checksums(stored: Checkpoint) -> bool:
+def has_checksums(stored: StoredCheckpoint) -> bool:
     """Return whether every tensor file has recorded checksums."""
     return all(stored.record_of(file) is not None for file in stored.files)
 
@@ -183,7 +183,7 @@ def describe_training(document: TrainingDocument) -> dict[str, Any]:
     }
 
 
-def describe(part: Part, stored: Checkpoint) -> dict[str, Any]:
+def describe(part: StoredPart, stored: StoredCheckpoint) -> dict[str, Any]:
     """Summarize an open part as JSON values.
 
     Args:
@@ -205,7 +205,7 @@ def describe(part: Part, stored: Checkpoint) -> dict[str, Any]:
             {"name": file.path.name, "num_tensors": len(file.specs), "num_bytes": file.num_bytes}
             for file in stored.files
         ],
-        "facts": {} if stored.manifest is None else stored.manifest.facts,
+        "facts": {} if stored.manifest is None else stored.manifest.metadata,
         "optimizer": _describe_optimizer(part, stored),
         "tensors": [
             {
@@ -225,7 +225,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe_optimizer(part: Part, stored: Checkpoint) -> dict[str, Any] | None:
+def _describe_optimizer(part: StoredPart, stored: StoredCheckpoint) -> dict[str, Any] | None:
     if part.kind != OPTIMIZER or stored.groups is None:
         return None
     values = parse_values(stored.groups, stored.specs, str(stored.path))
@@ -238,20 +238,20 @@ def _describe_optimizer(part: Part, stored: Checkpoint) -> dict[str, Any] | None
     }
 
 
-def _part_of_file(storage: Storage, path: Path) -> Part:
+def _part_of_file(storage: Storage, path: Path) -> StoredPart:
     if path.suffix != ".json":
         file = open_tensor_file(storage, path)
         is_optimizer = GROUPS_KEY in file.metadata
         file.close()
-        return Part(kind=OPTIMIZER if is_optimizer else MODEL, path=path)
+        return StoredPart(kind=OPTIMIZER if is_optimizer else MODEL, path=path)
     for kind in KINDS:
         names = kind.names_of(path.name)
         if names is not None:
-            return Part(kind=kind, path=path, names=names)
+            return StoredPart(kind=kind, path=path, names=names)
     raise CheckpointError(f"{path} is not an index of a checkpoint: give the directory that contains it")
 
 
-def _contents_of_directory(storage: Storage, directory: Path) -> Contents:
+def _contents_of_directory(storage: Storage, directory: Path) -> CheckpointContents:
     manifest = read_training_manifest(storage, directory)
     parts = list(_parts_in(storage, directory, ""))
     for folder in _folders(storage, directory, parts, manifest):
@@ -261,28 +261,30 @@ def _contents_of_directory(storage: Storage, directory: Path) -> Contents:
             f"{directory} holds no checkpoint: neither a model nor an optimizer, nor directories of them, nor a"
             " complete step-... directory. Give the directory that holds the files"
         )
-    return Contents(path=directory, is_directory=True, parts=tuple(parts), manifest=manifest)
+    return CheckpointContents(path=directory, is_directory=True, parts=tuple(parts), manifest=manifest)
 
 
-def _parts_in(storage: Storage, directory: Path, folder: str) -> Iterator[Part]:
-    names = listing(storage, directory)
+def _parts_in(storage: Storage, directory: Path, folder: str) -> Iterator[StoredPart]:
+    names = list_directory(storage, directory)
     for kind in KINDS:
-        owners = dict.fromkeys(owner for name in names if (owner := kind.names_of(name)) is not None)
-        plain = [owner for owner in owners if owner.prefix is None]
-        for owner in owners:
+        all_names = dict.fromkeys(file_names for name in names if (file_names := kind.names_of(name)) is not None)
+        plain = [file_names for file_names in all_names if file_names.prefix is None]
+        for file_names in all_names:
             # A directory opens as its only checkpoint, or the only one without a prefix, as in a load.
-            stands_for_it = len(owners) == 1 or plain == [owner]
-            own_names = (owner.manifest, owner.index, owner.single)
-            file_name = next(name for name in own_names if name in names)
-            yield Part(
-                kind=kind, path=directory if stands_for_it else directory / file_name, folder=folder, names=owner
+            is_default = len(all_names) == 1 or plain == [file_names]
+            candidates = (file_names.manifest, file_names.index, file_names.single)
+            file_name = next(name for name in candidates if name in names)
+            yield StoredPart(
+                kind=kind, path=directory if is_default else directory / file_name, folder=folder, names=file_names
             )
 
 
-def _folders(storage: Storage, directory: Path, parts: Sequence[Part], manifest: Manifest | None) -> Sequence[str]:
+def _folders(
+    storage: Storage, directory: Path, parts: Sequence[StoredPart], manifest: Manifest | None
+) -> Sequence[str]:
     if manifest is not None:
         return sorted({name.rpartition("/")[0] for name in manifest.documents} - {""})
     if parts:
         return []  # other directories beside a model are not part of the checkpoint
-    names = [name for name in listing(storage, directory) if not name.startswith(".")]
+    names = [name for name in list_directory(storage, directory) if not name.startswith(".")]
     return [name for name in names if storage.kind(directory / name) == "directory"]

@@ -6,14 +6,14 @@ import mmap
 
 import torch
 
-from booster.checkpoint_io.loading.reader import Checkpoint
+from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.interface import TensorSpec
 
-__all__ = ["mapped_tensors"]
+__all__ = ["mmap_tensors"]
 
 
-def mapped_tensors(stored: Checkpoint) -> dict[str, torch.Tensor]:
+def mmap_tensors(stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
     """Map every tensor of a checkpoint, by name; pages are read on access and can be evicted.
 
     The tensors stay valid after the checkpoint is closed. Writes change the process's memory, never the file.
@@ -24,18 +24,18 @@ def mapped_tensors(stored: Checkpoint) -> dict[str, torch.Tensor]:
     mappings: dict[int, mmap.mmap] = {}
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in stored.specs.items():
-        place = stored.locate(name)
-        if place is None:
+        location = stored.locate(name)
+        if location is None:
             tensors[name] = stored.read(name)  # .bin files are mapped by torch
             continue
-        file, offset = place
+        file, offset = location
         if spec.num_bytes > 0 and file.descriptor not in mappings:
-            mappings[file.descriptor] = _mapping(stored.storage, file)
+            mappings[file.descriptor] = _mmap_file(stored.storage, file)
         tensors[name] = _tensor(mappings.get(file.descriptor), spec, offset)
     return tensors
 
 
-def _mapping(storage: Storage, file: OpenFile) -> mmap.mmap:
+def _mmap_file(storage: Storage, file: OpenFile) -> mmap.mmap:
     # One mapping per file, because the number of mappings is limited. Private: copy on write.
     return mmap.mmap(file.descriptor, storage.size(file), access=mmap.ACCESS_COPY)
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from booster.checkpoint_io.commit import listing, resolve
+from booster.checkpoint_io.commit import list_directory, resolve
 from booster.checkpoint_io.files.optimizer_values import parse_values
 from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
-from booster.checkpoint_io.inspecting.inspection import Contents, Part, has_checksums
+from booster.checkpoint_io.inspecting.inspection import CheckpointContents, StoredPart, has_checksums
 from booster.checkpoint_io.layout import OPTIMIZER, FileNames
 from booster.checkpoint_io.loading.verification import verify_ranges
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 
-__all__ = ["VerifiedPart", "lost_shards", "verify_documents", "verify_part"]
+__all__ = ["VerifiedPart", "orphaned_shards", "verify_documents", "verify_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class VerifiedPart:
     has_checksums: bool
 
 
-def verify_part(storage: Storage, part: Part) -> VerifiedPart:
+def verify_part(storage: Storage, part: StoredPart) -> VerifiedPart:
     """Read and verify a part.
 
     Args:
@@ -60,7 +60,7 @@ def verify_part(storage: Storage, part: Part) -> VerifiedPart:
         )
 
 
-def verify_documents(storage: Storage, contents: Contents) -> int:
+def verify_documents(storage: Storage, contents: CheckpointContents) -> int:
     """Verify the documents of a training checkpoint and return their number.
 
     Raises:
@@ -79,17 +79,17 @@ def verify_documents(storage: Storage, contents: Contents) -> int:
     return len(contents.manifest.documents)
 
 
-def lost_shards(storage: Storage, contents: Contents) -> list[str]:
+def orphaned_shards(storage: Storage, contents: CheckpointContents) -> list[str]:
     """Return shards that belong to no part, because their index and manifest are missing."""
     if not contents.is_directory:
         return []
-    return list(_lost_shards(storage, contents))
+    return list(_orphaned_shards(storage, contents))
 
 
-def _lost_shards(storage: Storage, contents: Contents) -> Iterator[str]:
+def _orphaned_shards(storage: Storage, contents: CheckpointContents) -> Iterator[str]:
     for folder in dict.fromkeys(("", *(part.folder for part in contents.parts))):
-        owners = [part.names for part in contents.parts if part.folder == folder and part.names is not None]
-        for name in listing(storage, contents.path / folder):
+        all_names = [part.names for part in contents.parts if part.folder == folder and part.names is not None]
+        for name in list_directory(storage, contents.path / folder):
             is_shard = FileNames.is_shard_like(name) and Path(name).suffix in (".safetensors", ".bin")
-            if is_shard and not any(owner.owns(name) for owner in owners):
+            if is_shard and not any(file_names.may_have_written(name) for file_names in all_names):
                 yield f"{folder}/{name}".lstrip("/")

@@ -10,11 +10,11 @@ from typing import IO, Any, cast
 import torch
 
 from booster.checkpoint_io.commit import Transaction
-from booster.checkpoint_io.destination import Destination
+from booster.checkpoint_io.destination import SaveTarget
 from booster.checkpoint_io.files.optimizer_values import MASTER_SUFFIX, parse_values
 from booster.checkpoint_io.inspecting.conversion import check_target
-from booster.checkpoint_io.inspecting.inspection import Contents
-from booster.checkpoint_io.inspecting.mapped_tensors import mapped_tensors
+from booster.checkpoint_io.inspecting.inspection import CheckpointContents
+from booster.checkpoint_io.inspecting.mapped_tensors import mmap_tensors
 from booster.checkpoint_io.layout import OPTIMIZER
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.errors import CheckpointError
@@ -31,7 +31,12 @@ MASTER_WEIGHTS = "master_weights"
 
 
 def export_optimizer(
-    storage: Storage, source: Contents, target: Path, *, with_master_weights: bool = False, overwrites: bool = False
+    storage: Storage,
+    source: CheckpointContents,
+    target: Path,
+    *,
+    with_master_weights: bool = False,
+    overwrites: bool = False,
 ) -> list[str]:
     """Write the optimizer of a checkpoint as a torch state_dict, and return the parameters' names by number.
 
@@ -48,19 +53,19 @@ def export_optimizer(
         ConfigError: The target is inside the source's directory, is a directory, has another suffix, or exists.
         CheckpointError: The source is damaged, values cannot be loaded by torch, or writing failed.
     """
-    part = source.only(OPTIMIZER)
-    Destination(target, OPTIMIZER, False, None, 1, use_safetensors=False)  # checks the target's name
+    part = source.only_part(OPTIMIZER)
+    SaveTarget(target, OPTIMIZER, False, None, 1, use_safetensors=False)  # checks the target's name
     check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         if stored.groups is None:
             raise CheckpointError(f"{stored.path} holds no param groups: it is not an optimizer of save_optimizer")
         values = parse_values(stored.groups, stored.specs, str(stored.path))
-        exported = torch_state_dict(values, mapped_tensors(stored), with_master_weights=with_master_weights)
+        exported = torch_state_dict(values, mmap_tensors(stored), with_master_weights=with_master_weights)
         _check_plain(exported)
         transaction = Transaction(storage, target, is_directory=False)
         try:
             with storage.create(transaction.begin() / target.name) as file:
-                _save(exported, _Sequential(storage, file))
+                _save(exported, _SequentialFile(storage, file))
                 storage.sync(file)
             transaction.commit(is_stale=lambda name: False)
         finally:
@@ -86,7 +91,7 @@ def torch_state_dict(
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
-        number, key = _placed(full_name, number_of)
+        number, key = _split_state_name(full_name, number_of)
         if f".{key}" == MASTER_SUFFIX:
             masters[number] = tensor
         else:
@@ -109,7 +114,7 @@ def torch_state_dict(
     return {**exported, MASTER_WEIGHTS: dict(sorted(masters.items()))}
 
 
-def _save(exported: Mapping[str, Any], file: _Sequential) -> None:
+def _save(exported: Mapping[str, Any], file: _SequentialFile) -> None:
     try:
         torch.save(exported, cast("IO[bytes]", file))
     except RuntimeError as error:
@@ -117,7 +122,7 @@ def _save(exported: Mapping[str, Any], file: _Sequential) -> None:
         raise file.failure or error from error
 
 
-class _Sequential:
+class _SequentialFile:
     """Sequential file object for `torch.save` over a storage."""
 
     def __init__(self, storage: Storage, file: OpenFile) -> None:
@@ -154,7 +159,7 @@ def _check_plain(exported: Mapping[str, Any]) -> None:
                 ) from error
 
 
-def _placed(full_name: str, number_of: Mapping[str, int]) -> tuple[int, str]:
+def _split_state_name(full_name: str, number_of: Mapping[str, int]) -> tuple[int, str]:
     name, _, key = full_name.rpartition(".")
     if name not in number_of:
         raise CheckpointError(

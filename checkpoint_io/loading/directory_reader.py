@@ -18,7 +18,7 @@ __all__ = ["DirectoryReader", "cannot_open", "is_transient", "open_directory"]
 
 T = TypeVar("T")
 
-_NUM_LOOKS = 3  # a file may be moved between listing and opening, and again by the next commit
+_NUM_ATTEMPTS = 3  # a file may be moved between listing and opening, and again by the next commit
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
 
 
@@ -41,33 +41,33 @@ class DirectoryReader:
 
     def open(self, name: str, expected: FileRecord | None = None) -> TensorFile:
         """Open a tensor file; see `open_tensor_file`."""
-        return self._found(
+        return self._retry(
             name, lambda path, inside: open_tensor_file(self._storage, path, inside=inside, expected=expected)
         )
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file of at most 64 MiB."""
-        return self._found(
+        return self._retry(
             name, lambda path, inside: self._storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=inside)
         )
 
-    def _found(self, name: str, action: Callable[[Path, Path], T]) -> T:
-        for _ in range(_NUM_LOOKS - 1):
+    def _retry(self, name: str, action: Callable[[Path, Path], T]) -> T:
+        for _ in range(_NUM_ATTEMPTS - 1):
             try:
-                return action(*self._place(name))
+                return action(*self._locate(name))
             except CheckpointError as error:
                 if not is_transient(error):
                     raise
-            self._look_again()
-        return action(*self._place(name))
+            self._refresh()
+        return action(*self._locate(name))
 
-    def _place(self, name: str) -> tuple[Path, Path]:
+    def _locate(self, name: str) -> tuple[Path, Path]:
         """Return the path of a file, and the directory that its links must not leave."""
         path = self._view.path(name)
         # A directory committed together with its parent is a subdirectory of the parent's commit directory.
         return path, self.path if path.is_relative_to(self.path) else path.parent.parent
 
-    def _look_again(self) -> None:
+    def _refresh(self) -> None:
         try:
             self._view = DirectoryView(self._storage, self.path)
         except OSError as error:

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import torch
 
 from booster.checkpoint_io.files.optimizer_values import MASTER_SUFFIX, parse_values
-from booster.checkpoint_io.layout import MODEL, OPTIMIZER, Kind
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, FileKind
 from booster.checkpoint_io.loading.matching import Match, match_names
 from booster.checkpoint_io.loading.range_reader import read_slices
-from booster.checkpoint_io.loading.reader import Checkpoint, open_checkpoint
+from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_checkpoint
 from booster.checkpoint_io.loading.verification import verify_ranges
-from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.ranks import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
-from booster.comm import agree
+from booster.comm import check_same_across_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
@@ -29,7 +29,7 @@ __all__ = ["VERIFY", "Load", "Loader", "ModelLoad", "OptimizerLoad", "check_veri
 VERIFY = ("checksums", "structure")
 
 # How long other ranks retry to open what rank 0 has found: network file systems show new files late.
-_PATIENCE_SECONDS = 30.0
+_VISIBILITY_TIMEOUT_SECONDS = 30.0
 _COMPARED_ELEMENTS = 2**20
 
 
@@ -63,7 +63,7 @@ class Loader:
         ConfigError: Unknown value of `verify`.
     """
 
-    def __init__(self, ranks: Ranks, storage: Storage, verify: str = "checksums") -> None:
+    def __init__(self, ranks: CheckpointGroup, storage: Storage, verify: str = "checksums") -> None:
         check_verify(verify)
         self.ranks = ranks
         self.storage = storage
@@ -78,23 +78,23 @@ class Loader:
     ) -> None:
         self._open.close()
 
-    def open(self, path: Path, kind: Kind) -> Checkpoint:
+    def open(self, path: Path, kind: FileKind) -> StoredCheckpoint:
         """Open a checkpoint and check its structure; it stays open until the loader is closed. Collective."""
 
-        agree("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
+        check_same_across_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
-        def opened() -> Checkpoint:
-            patience = 0.0 if self.ranks.rank == 0 else _PATIENCE_SECONDS
+        def open_stored() -> StoredCheckpoint:
+            timeout = 0.0 if self.ranks.rank == 0 else _VISIBILITY_TIMEOUT_SECONDS
             is_required = self._verify == "checksums"
-            stored = open_checkpoint(self.storage, path, kind, patience_seconds=patience, requires_manifest=is_required)
+            stored = open_checkpoint(self.storage, path, kind, timeout_seconds=timeout, requires_manifest=is_required)
             return self._open.enter_context(stored)
 
-        stored = self.ranks.agree_rank_zero_first(opened, f"loading the {kind.name} from {path}")
+        stored = self.ranks.rank_zero_first(open_stored, f"loading the {kind.name} from {path}")
         # A concurrent save could show some ranks the old checkpoint and others the new one, each consistent.
-        agree(f"the {kind.name} that they found at {path}", [stored.identity], self.ranks.group)
+        check_same_across_ranks(f"the {kind.name} that they found at {path}", [stored.fingerprint], self.ranks.group)
         return stored
 
-    def verify(self, stored: Checkpoint) -> None:
+    def verify(self, stored: StoredCheckpoint) -> None:
         """Verify all checksums, sharded over the ranks. Collective.
 
         Raises:
@@ -102,11 +102,11 @@ class Loader:
         """
         if self._verify == "checksums":
             ranks = self.ranks
-            ranks.agree(lambda: verify_ranges(stored, ranks.rank, ranks.size), f"verifying {stored.path}")
+            ranks.run_on_all_ranks(lambda: verify_ranges(stored, ranks.rank, ranks.size), f"verifying {stored.path}")
 
     def names_of_all_ranks(self, names: Collection[str]) -> frozenset[str]:
         """Return the union of the ranks' names. Collective."""
-        payloads, _ = self.ranks.gather(json.dumps(sorted(names)).encode())
+        payloads, _ = self.ranks.all_gather_distinct(json.dumps(sorted(names)).encode())
         return frozenset(name for raw in payloads for name in json.loads(raw))
 
 
@@ -137,37 +137,43 @@ class ModelLoad:
         """
         loader, ranks = self._loader, self._loader.ranks
         self._stored = stored = loader.open(self._path, MODEL)
-        slices, tied = ranks.agree(self._wanted, self._doing)
-        names = loader.names_of_all_ranks({name for part in slices for name in (part.name, *tied.get(part.name, ()))})
+        slices, tied = ranks.run_on_all_ranks(self._target_slices, self._action)
+        names = loader.names_of_all_ranks(
+            {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
+        )
 
         def match() -> Match:
             found = match_names(stored.specs, slices, tied, names)
             found.check(str(self._path), strict=self._strict)
             return found
 
-        matched = ranks.agree(match, self._doing)
+        matched = ranks.run_on_all_ranks(match, self._action)
         if self._strict:
-            ranks.agree(lambda: _check_duplicates(stored, matched), self._doing)
-        elif ranks.rank == 0 and matched.listing():
-            get_dist_logger().warning(f"{self._doing} with strict=False leaves out:{matched.listing()}")
+            ranks.run_on_all_ranks(lambda: _check_duplicates(stored, matched), self._action)
+        elif ranks.rank == 0 and matched.format_mismatches():
+            get_dist_logger().warning(f"{self._action} with strict=False leaves out:{matched.format_mismatches()}")
         loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
-        parts = [*slices, *ranks.agree(self._model.exact_slices, self._doing)]
-        self._pairs = [(matched.sources[part.name], part) for part in parts if part.name in matched.sources]
+        all_slices = [*slices, *ranks.run_on_all_ranks(self._model.exact_slices, self._action)]
+        self._source_and_slice = [
+            (matched.sources[tensor_slice.name], tensor_slice)
+            for tensor_slice in all_slices
+            if tensor_slice.name in matched.sources
+        ]
 
     def fill(self) -> None:
         """Read this rank's slices into the model's memory. Collective."""
-        self._loader.ranks.agree(self._read, self._doing)
+        self._loader.ranks.run_on_all_ranks(self._read, self._action)
 
-    def _wanted(self) -> tuple[Sequence[TensorSlice], Mapping[str, Sequence[str]]]:
+    def _target_slices(self) -> tuple[Sequence[TensorSlice], Mapping[str, Sequence[str]]]:
         return self._model.tensor_slices(), self._model.tied_names()
 
     def _read(self) -> None:
-        read_slices(self._stored, self._pairs)
+        read_slices(self._stored, self._source_and_slice)
         self._model.notify_loaded()
 
     @property
-    def _doing(self) -> str:
+    def _action(self) -> str:
         return f"loading the model from {self._path}"
 
 
@@ -205,67 +211,71 @@ class OptimizerLoad:
             values = parse_values(stored.groups, stored.specs, str(self._path))
             state = self._optimizer.checkpoint_state()
             state.check(stored.specs, values)
-            return state, values, {part.name for part in state.slices() if part.name.endswith(MASTER_SUFFIX)}
+            return (
+                state,
+                values,
+                {tensor_slice.name for tensor_slice in state.slices() if tensor_slice.name.endswith(MASTER_SUFFIX)},
+            )
 
-        self._state, self._values, masters = self._loader.ranks.agree(compare, self._doing)
+        self._state, self._values, masters = self._loader.ranks.run_on_all_ranks(compare, self._action)
         # A rank without a shard of a master must not conclude that no rank has memory for it.
         self._masters = self._loader.names_of_all_ranks(masters)
         self._loader.verify(stored)
 
     def fill(self) -> None:
         """Replace the optimizer's state with the stored one. Collective."""
-        self._loader.ranks.agree(self._read, self._doing)
+        self._loader.ranks.run_on_all_ranks(self._read, self._action)
 
     def _read(self) -> None:
         stored = self._stored
-        parts = self._state.allocate(stored.specs, self._values)
-        read_slices(stored, [(part.name, part) for part in parts])
-        in_parameters = list(self._masters_without_place())
+        slices = self._state.allocate(stored.specs, self._values)
+        read_slices(stored, [(tensor_slice.name, tensor_slice) for tensor_slice in slices])
+        in_parameters = list(self._unused_masters())
         if in_parameters:
             read_slices(stored, in_parameters)
             self._optimizer.model.notify_loaded()
 
-    def _masters_without_place(self) -> Iterator[tuple[str, TensorSlice]]:
+    def _unused_masters(self) -> Iterator[tuple[str, TensorSlice]]:
         masters = [name for name in self._stored.specs if name.endswith(MASTER_SUFFIX) and name not in self._masters]
         if not masters:
             return
         of_model: dict[str, list[TensorSlice]] = {}
-        for part in self._optimizer.model.tensor_slices():
-            of_model.setdefault(part.name, []).append(part)
+        for tensor_slice in self._optimizer.model.tensor_slices():
+            of_model.setdefault(tensor_slice.name, []).append(tensor_slice)
         for name in masters:
-            yield from ((name, part) for part in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
+            yield from ((name, tensor_slice) for tensor_slice in of_model.get(name.removesuffix(MASTER_SUFFIX), []))
 
     @property
-    def _doing(self) -> str:
+    def _action(self) -> str:
         return f"loading the optimizer from {self._path}"
 
 
-def _check_duplicates(stored: Checkpoint, match: Match) -> None:
-    for taken, others in match.duplicates.items():
-        differing = [name for name in others if not _are_equal(stored, taken, name)]
+def _check_duplicates(stored: StoredCheckpoint, match: Match) -> None:
+    for used, duplicates in match.duplicates.items():
+        differing = [name for name in duplicates if not _are_equal(stored, used, name)]
         if differing:
             raise CheckpointError(
-                f"{taken!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
+                f"{used!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
                 " nothing was loaded: untie them in the model, or pass strict=False to load the first"
             )
 
 
-def _are_equal(stored: Checkpoint, left: str, right: str) -> bool:
+def _are_equal(stored: StoredCheckpoint, left: str, right: str) -> bool:
     specs = stored.specs
     if specs[left] != specs[right]:
         return False
     numel = specs[left].numel
-    pieces = ((start, min(start + _COMPARED_ELEMENTS, numel)) for start in range(0, numel, _COMPARED_ELEMENTS))
-    return all(torch.equal(*(_piece(stored, name, specs[name], span) for name in (left, right))) for span in pieces)
+    spans = ((start, min(start + _COMPARED_ELEMENTS, numel)) for start in range(0, numel, _COMPARED_ELEMENTS))
+    return all(torch.equal(*(_read_bits(stored, name, specs[name], span) for name in (left, right))) for span in spans)
 
 
-def _piece(stored: Checkpoint, name: str, spec: TensorSpec, span: tuple[int, int]) -> torch.Tensor:
+def _read_bits(stored: StoredCheckpoint, name: str, spec: TensorSpec, span: tuple[int, int]) -> torch.Tensor:
     tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
     box = tuple((0, size) for size in spec.shape)
-    part = TensorSlice(
+    tensor_slice = TensorSlice(
         name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
     )
-    read_slices(stored, [(name, part)])
+    read_slices(stored, [(name, tensor_slice)])
     return tensor.view(torch.uint8)  # compare bits, so that NaN equals itself
 
 

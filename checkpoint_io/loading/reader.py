@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from booster.checkpoint_io.files.index_file import check_file_name, check_held, listed, parse_index
-from booster.checkpoint_io.files.manifest import MANIFEST_KEY, FileRecord, Manifest, check_tiling
+from booster.checkpoint_io.files.index_file import check_file_name, check_index_entries, format_names, parse_index
+from booster.checkpoint_io.files.manifest import MANIFEST_KEY, FileRecord, Manifest, check_ranges_cover
 from booster.checkpoint_io.files.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
-from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileNames, Kind
+from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileKind, FileNames
 from booster.checkpoint_io.loading.directory_reader import DirectoryReader, cannot_open, is_transient, open_directory
-from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint, read_recorded
+from booster.checkpoint_io.loading.stored_checkpoint import StoredCheckpoint, read_recorded
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["StoredCheckpoint", "open_checkpoint"]
 
 # Another process may commit a new checkpoint into a directory while this process opens it. No file of a commit is moved
 # to its place before its manifest is visible (see Note [Commit]). So if the manifest is the same before the first file
@@ -34,11 +34,11 @@ _LONGEST_PAUSE_SECONDS = 0.5
 def open_checkpoint(
     storage: Storage,
     path: str | os.PathLike[str],
-    kind: Kind,
+    kind: FileKind,
     *,
-    patience_seconds: float = 0.0,
+    timeout_seconds: float = 0.0,
     requires_manifest: bool = True,
-) -> Checkpoint:
+) -> StoredCheckpoint:
     """Open a tensor file, an index, or a directory.
 
     In a directory, the manifest determines the files of the checkpoint; without one the index does; otherwise the
@@ -49,14 +49,14 @@ def open_checkpoint(
         storage: Storage of the files.
         path: File or directory.
         kind: Kind of checkpoint to open in a directory.
-        patience_seconds: Timeout to wait for a missing file: network file systems show new files late on other hosts.
+        timeout_seconds: Timeout to wait for a missing file: network file systems show new files late on other hosts.
         requires_manifest: If False, also open files whose manifest is missing.
 
     Raises:
         CheckpointError: No checkpoint, several candidates, names or links that leave the directory, or damaged files.
     """
-    opening = _Opening(storage, kind, requires_manifest)
-    deadline = time.monotonic() + patience_seconds
+    opening = _CheckpointOpener(storage, kind, requires_manifest)
+    deadline = time.monotonic() + timeout_seconds
     num_attempts = 0
     while True:
         try:
@@ -70,34 +70,34 @@ def open_checkpoint(
             time.sleep(min(_FIRST_PAUSE_SECONDS * 2**num_attempts, _LONGEST_PAUSE_SECONDS))
 
 
-class _Opening:
+class _CheckpointOpener:
     """State of one `open_checkpoint` call."""
 
-    def __init__(self, storage: Storage, kind: Kind, requires_manifest: bool) -> None:
+    def __init__(self, storage: Storage, kind: FileKind, requires_manifest: bool) -> None:
         self._storage = storage
         self._kind = kind
         self._requires_manifest = requires_manifest
 
-    def open(self, path: Path) -> Checkpoint:
-        directory = self._directory(path)
+    def open(self, path: Path) -> StoredCheckpoint:
+        directory = self._directory_reader(path)
         if directory is not None:
-            return self._open_directory(directory, _find_owner(directory, self._kind))
+            return self._open_directory(directory, _find_file_names(directory, self._kind))
         if path.suffix == ".json":
-            return self._open_directory(open_directory(self._storage, path.parent), self._owner_of_record(path))
-        for name in self._names_beside(path):
-            owner = self._kind.names_of(name)
-            if owner is not None and name == owner.manifest and owner.owns(path.name):
-                return self._open_recorded(open_directory(self._storage, path.parent), owner, only=path.name)
+            return self._open_directory(open_directory(self._storage, path.parent), self._names_of_index(path))
+        for name in self._sibling_names(path):
+            file_names = self._kind.names_of(name)
+            if file_names is not None and name == file_names.manifest and file_names.may_have_written(path.name):
+                return self._open_with_manifest(open_directory(self._storage, path.parent), file_names, only=path.name)
         return self._open_single(path, lambda: open_tensor_file(self._storage, path))
 
-    def _directory(self, path: Path) -> DirectoryReader | None:
+    def _directory_reader(self, path: Path) -> DirectoryReader | None:
         """Return a reader if the path is a directory, or None for other existing paths."""
         try:
             return DirectoryReader(self._storage, path)
         except NotADirectoryError:
             return None
         except FileNotFoundError as error:
-            if path.name in self._names_beside(path):  # a dangling link: opening it raises
+            if path.name in self._sibling_names(path):  # a dangling link: opening it raises
                 return None
             raise CheckpointError(
                 f"{path} does not exist: give a file or a directory that holds a {self._kind.name}"
@@ -105,59 +105,61 @@ class _Opening:
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise cannot_open(path, error) from error
 
-    def _names_beside(self, path: Path) -> Sequence[str]:
+    def _sibling_names(self, path: Path) -> Sequence[str]:
         try:
             return DirectoryReader(self._storage, path.parent).names
         except OSError:
             return ()  # the caller raises for the missing path
 
-    def _owner_of_record(self, path: Path) -> FileNames:
-        owner = self._kind.names_of(path.name)
-        if owner is None or path.name not in (owner.index, owner.manifest):
+    def _names_of_index(self, path: Path) -> FileNames:
+        file_names = self._kind.names_of(path.name)
+        if file_names is None or path.name not in (file_names.index, file_names.manifest):
             expected = self._kind.names(is_safetensors=True).index
             raise CheckpointError(
                 f"{path} is not a {self._kind.name} index: give a directory, a file of tensors, or {expected}"
             )
-        return owner
+        return file_names
 
-    def _open_directory(self, directory: DirectoryReader, owner: FileNames) -> Checkpoint:
-        if owner.manifest in directory.names:
-            return self._open_recorded(directory, owner, only=None)
-        is_sharded = owner.index in directory.names
-        found = self._open_foreign(directory, owner) if is_sharded else self._open_plain(directory, owner)
-        if owner.manifest in self._names_beside(directory.path / owner.manifest):
+    def _open_directory(self, directory: DirectoryReader, file_names: FileNames) -> StoredCheckpoint:
+        if file_names.manifest in directory.names:
+            return self._open_with_manifest(directory, file_names, only=None)
+        is_sharded = file_names.index in directory.names
+        found = self._open_indexed(directory, file_names) if is_sharded else self._open_plain(directory, file_names)
+        if file_names.manifest in self._sibling_names(directory.path / file_names.manifest):
             found.close()
-            raise _changed(directory.path)
+            raise _changed_error(directory.path)
         return found
 
     # With a manifest.
 
-    def _open_recorded(self, directory: DirectoryReader, owner: FileNames, only: str | None) -> Checkpoint:
+    def _open_with_manifest(
+        self, directory: DirectoryReader, file_names: FileNames, only: str | None
+    ) -> StoredCheckpoint:
         """Open all files of a manifest, or only one, and check that the manifest did not change meanwhile."""
-        raw = directory.read(owner.manifest)
+        raw = directory.read(file_names.manifest)
         directory = open_directory(self._storage, directory.path)  # list again, after the manifest was read
         failure: CheckpointError | None = None
         with ExitStack() as stack:
             try:
-                found = stack.enter_context(self._open_by_manifest(directory, owner, raw, only))
+                found = stack.enter_context(self._open_manifest_files(directory, file_names, raw, only))
             except CheckpointError as error:
                 failure = error
-            if open_directory(self._storage, directory.path).read(owner.manifest) != raw:
-                raise _changed(directory.path)
+            if open_directory(self._storage, directory.path).read(file_names.manifest) != raw:
+                raise _changed_error(directory.path)
             if failure is not None:
                 raise failure
             stack.pop_all()
         return found
 
-    def _open_by_manifest(
-        self, directory: DirectoryReader, owner: FileNames, raw: bytes, only: str | None
-    ) -> Checkpoint:
-        path = directory.path / owner.manifest
+    def _open_manifest_files(
+        self, directory: DirectoryReader, file_names: FileNames, raw: bytes, only: str | None
+    ) -> StoredCheckpoint:
+        path = directory.path / file_names.manifest
         manifest = Manifest.parse(raw, str(path))
         if manifest.kind != self._kind.name:
             raise CheckpointError(f"{path} is the manifest of a {manifest.kind[:200]!r}, not of a {self._kind.name}")
         for name in manifest.files:
-            check_file_name(name, str(path), owner)
+            check_file_name(name, str(path), file_names)
         if only is not None and only not in manifest.files:
             raise CheckpointError(f"{path} does not name {only}, which is a leftover of another save: remove it")
         with ExitStack() as stack:
@@ -168,96 +170,100 @@ class _Opening:
                     stack.callback(files[-1].close)
                     _check_ranges(files[-1], record)
             if only is None:
-                _check_index(directory, owner, manifest, files)
-            groups = read_recorded(directory, owner.groups, manifest) if self._kind == OPTIMIZER else None
-            checkpoint = Checkpoint(self._storage, path, files, groups, manifest, raw)
+                _check_index(directory, file_names, manifest, files)
+            groups = read_recorded(directory, file_names.groups, manifest) if self._kind == OPTIMIZER else None
+            checkpoint = StoredCheckpoint(self._storage, path, files, groups, manifest, raw)
             stack.pop_all()
         return checkpoint
 
     # Without a manifest: single files, and checkpoints of other programs.
 
-    def _open_foreign(self, directory: DirectoryReader, owner: FileNames) -> Checkpoint:
-        groups = directory.read(owner.groups) if self._kind == OPTIMIZER else None
-        path = directory.path / owner.index
+    def _open_indexed(self, directory: DirectoryReader, file_names: FileNames) -> StoredCheckpoint:
+        groups = directory.read(file_names.groups) if self._kind == OPTIMIZER else None
+        path = directory.path / file_names.index
         with ExitStack() as stack:
             files = []
-            for file_name, held in parse_index(directory.read(owner.index), str(path), owner).items():
+            for file_name, tensor_names in parse_index(directory.read(file_names.index), str(path), file_names).items():
                 files.append(directory.open(file_name))
                 stack.callback(files[-1].close)
-                self._check_mark(files[-1])
-                check_held(held, files[-1].specs, files[-1].path, owner.index)
-            checkpoint = Checkpoint(self._storage, path, files, groups)
+                self._check_manifest_present(files[-1])
+                check_index_entries(tensor_names, files[-1].specs, files[-1].path, file_names.index)
+            checkpoint = StoredCheckpoint(self._storage, path, files, groups)
             stack.pop_all()
         return checkpoint
 
-    def _open_plain(self, directory: DirectoryReader, owner: FileNames) -> Checkpoint:
-        return self._open_single(directory.path / owner.single, lambda: directory.open(owner.single))
+    def _open_plain(self, directory: DirectoryReader, file_names: FileNames) -> StoredCheckpoint:
+        return self._open_single(directory.path / file_names.single, lambda: directory.open(file_names.single))
 
-    def _open_single(self, path: Path, open_file: Callable[[], TensorFile]) -> Checkpoint:
+    def _open_single(self, path: Path, open_file: Callable[[], TensorFile]) -> StoredCheckpoint:
         with ExitStack() as stack:
             file = open_file()
             stack.callback(file.close)
-            self._check_mark(file)
+            self._check_manifest_present(file)
             text = file.metadata.get(GROUPS_KEY)
             groups = None if text is None else text.encode("utf-8", "surrogatepass")
-            checkpoint = Checkpoint(self._storage, path, [file], groups)
+            checkpoint = StoredCheckpoint(self._storage, path, [file], groups)
             stack.pop_all()
         return checkpoint
 
-    def _check_mark(self, file: TensorFile) -> None:
-        mark = file.metadata.get(MANIFEST_KEY)
-        if mark is not None and self._requires_manifest:
+    def _check_manifest_present(self, file: TensorFile) -> None:
+        manifest_name = file.metadata.get(MANIFEST_KEY)
+        if manifest_name is not None and self._requires_manifest:
             raise CheckpointError(
-                f"{file.path} was saved with the manifest {mark[:200]!r}, which records its checksums, but is missing:"
+                f"{file.path} was saved with the manifest {manifest_name[:200]!r}, which records its checksums, but is missing:"
                 ' copy it beside the file, or pass verify="structure" to load without checksums'
-            ) from _not_there(mark[:200])
+            ) from _missing_file_error(manifest_name[:200])
 
 
-def _find_owner(directory: DirectoryReader, kind: Kind) -> FileNames:
+def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
     names = directory.names
-    found = {owner: None for name in names if (owner := kind.names_of(name)) is not None}
-    candidates = [owner for owner in found if owner.prefix is None] or list(found)
+    found = {file_names: None for name in names if (file_names := kind.names_of(name)) is not None}
+    candidates = [file_names for file_names in found if file_names.prefix is None] or list(found)
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        given = sorted(owner.index if owner.index in names else owner.single for owner in candidates)
+        given = sorted(
+            file_names.index if file_names.index in names else file_names.single for file_names in candidates
+        )
         raise CheckpointError(
-            f"{directory.path} holds several {kind.name} checkpoints: {listed(given)}. Give the one to load"
+            f"{directory.path} holds several {kind.name} checkpoints: {format_names(given)}. Give the one to load"
         )
     plain = kind.names(is_safetensors=True)
-    others = [name for name in names if name.endswith((*SINGLE_FILE_SUFFIXES, ".json"))]
+    other_files = [name for name in names if name.endswith((*SINGLE_FILE_SUFFIXES, ".json"))]
     steps = [name for name in names if re.fullmatch(r"step-\d{8,}", name)]
     advice = (
         f"It has directories of steps: give one, such as {directory.path / steps[-1]}" if steps else "Check the path"
     )
     raise CheckpointError(
         f"{directory.path} holds no {kind.name} checkpoint: found neither {plain.index} nor {plain.single} nor .bin"
-        f" files, only {listed(others)}. {advice}"
-    ) from _not_there(str(directory.path))
+        f" files, only {format_names(other_files)}. {advice}"
+    ) from _missing_file_error(str(directory.path))
 
 
 def _check_ranges(file: TensorFile, record: FileRecord) -> None:
     try:
-        check_tiling(file.specs, record.ranges)
+        check_ranges_cover(file.specs, record.ranges)
     except CheckpointError as error:
         raise CheckpointError(f"{file.path} and its manifest do not match: {error}") from error
 
 
-def _check_index(directory: DirectoryReader, owner: FileNames, manifest: Manifest, files: Sequence[TensorFile]) -> None:
-    if owner.index not in manifest.documents and owner.index not in directory.names:
+def _check_index(
+    directory: DirectoryReader, file_names: FileNames, manifest: Manifest, files: Sequence[TensorFile]
+) -> None:
+    if file_names.index not in manifest.documents and file_names.index not in directory.names:
         return
-    path = directory.path / owner.index
-    named = parse_index(read_recorded(directory, owner.index, manifest), str(path), owner)
+    path = directory.path / file_names.index
+    named = parse_index(read_recorded(directory, file_names.index, manifest), str(path), file_names)
     for file in files:
-        held = named.pop(file.path.name, [])
-        check_held(held, file.specs, file.path, owner.index)
-        if len(held) != len(file.specs):
+        tensor_names = named.pop(file.path.name, [])
+        check_index_entries(tensor_names, file.specs, file.path, file_names.index)
+        if len(tensor_names) != len(file.specs):
             raise CheckpointError(f"{path} lacks tensors of {file.path}: the files are from different saves")
     if named:
-        raise CheckpointError(f"{path} names files that {owner.manifest} does not: {listed(named)}")
+        raise CheckpointError(f"{path} names files that {file_names.manifest} does not: {format_names(named)}")
 
 
-def _changed(directory: Path) -> CheckpointError:
+def _changed_error(directory: Path) -> CheckpointError:
     error = CheckpointError(
         f"{directory} changed repeatedly while it was opened: another process saves into it. Load after it has finished"
     )
@@ -265,5 +271,5 @@ def _changed(directory: Path) -> CheckpointError:
     return error
 
 
-def _not_there(name: str) -> FileNotFoundError:
+def _missing_file_error(name: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)

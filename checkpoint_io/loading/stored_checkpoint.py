@@ -16,10 +16,10 @@ from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 
-__all__ = ["Checkpoint", "read_recorded"]
+__all__ = ["StoredCheckpoint", "read_recorded"]
 
 
-class Checkpoint:
+class StoredCheckpoint:
     """Open checkpoint; a context manager that closes its files.
 
     Args:
@@ -55,17 +55,17 @@ class Checkpoint:
         self.specs: dict[str, TensorSpec] = {}
         self._file_of: dict[str, TensorFile] = {}
         for file in self.files:
-            twice = next((name for name in file.specs if name in self._file_of), None)
-            if twice is not None:
+            duplicate = next((name for name in file.specs if name in self._file_of), None)
+            if duplicate is not None:
                 raise CheckpointError(
-                    f"{path}: {twice!r} is in two files, {self._file_of[twice].path.name} and {file.path.name}, and one"
+                    f"{path}: {duplicate!r} is in two files, {self._file_of[duplicate].path.name} and {file.path.name}, and one"
                     " of them is stale: remove it"
                 )
             self.specs.update(file.specs)
             self._file_of.update(dict.fromkeys(file.specs, file))
 
     @property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """Fingerprint of the save, from manifest and heads; differs between saves as far as these record it."""
         heads = [
             (file.path.name, file.num_bytes, getattr(self.record_of(file), "head_crc32", 0)) for file in self.files
@@ -80,7 +80,7 @@ class Checkpoint:
         """Return the recorded checksums of a file, or None if there are none."""
         if self.manifest is not None:
             return self.manifest.files.get(file.path.name)
-        return file.own_record
+        return file.embedded_record
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor on the CPU. The caller must not modify it."""
@@ -108,7 +108,7 @@ class Checkpoint:
         for file in self.files:
             file.close()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> StoredCheckpoint:
         return self
 
     def __exit__(

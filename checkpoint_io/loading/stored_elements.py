@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from booster.checkpoint_io.copy_elements import copy_elements
-from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint
+from booster.checkpoint_io.loading.stored_checkpoint import StoredCheckpoint
 from booster.checkpoint_io.planning.byte_runs import Box, RunBlock, byte_runs, run_length, run_start
 from booster.checkpoint_io.storage import OpenFile
 
@@ -21,7 +21,7 @@ __all__ = ["SCRATCH_BYTES", "ElementReader", "assign_elements"]
 # the scratch alone, or are farther apart, are read directly into the output.
 SCRATCH_BYTES = 2 * 2**20
 MAX_GAP_BYTES = 16 * 2**10
-_RUNS_AT_ONCE = 16384
+_RUNS_PER_BATCH = 16384
 _LONG_RUN_BYTES = 256  # from here on, copying each run is faster than indexing each element
 _UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -33,7 +33,7 @@ class ElementReader:
         stored: Open checkpoint.
     """
 
-    def __init__(self, stored: Checkpoint) -> None:
+    def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
         self._scratch: np.ndarray | None = None
 
@@ -52,17 +52,17 @@ class ElementReader:
         start, stop = span
         if start == stop:
             return
-        spec, place = self._stored.specs[name], self._stored.locate(name)
-        if place is None:
+        spec, location = self._stored.specs[name], self._stored.locate(name)
+        if location is None:
             self._copy_from_memory(name, box, span, out)
             return
-        file, offset = place
+        file, offset = location
         itemsize = spec.dtype.itemsize
         length = run_length(spec.shape, box)
         if start // length == (stop - 1) // length:
             self._stored.storage.read_at(file, out.data, offset + run_start(spec.shape, box, start) * itemsize)
             return
-        for block in byte_runs(spec.shape, box, span, itemsize, max_runs=_RUNS_AT_ONCE):
+        for block in byte_runs(spec.shape, box, span, itemsize, max_runs=_RUNS_PER_BATCH):
             for group in _groups(block):
                 self._read_group(file, offset, group, itemsize, out)
 
@@ -74,9 +74,9 @@ class ElementReader:
             return
         if self._scratch is None:
             self._scratch = np.empty(SCRATCH_BYTES, dtype=np.uint8)
-        window = self._scratch[: last - first]
-        self._stored.storage.read_at(file, window.data, offset + first)
-        _pick(window, runs.logical - first, runs.length, itemsize, target)
+        scratch = self._scratch[: last - first]
+        self._stored.storage.read_at(file, scratch.data, offset + first)
+        _extract_runs(scratch, runs.logical - first, runs.length, itemsize, target)
 
     def _copy_from_memory(self, name: str, box: Box, span: tuple[int, int], out: np.ndarray) -> None:
         block = self._stored.read(name)[tuple(slice(offset, offset + length) for offset, length in box)]
@@ -90,11 +90,11 @@ def assign_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> N
     """
     if values.numel() == 0:
         return
-    for part, first, last in _flat_parts(tensor, start, start + values.numel()):
-        part.copy_(values[first:last].view(part.shape))
+    for view, first, last in _flat_views(tensor, start, start + values.numel()):
+        view.copy_(values[first:last].view(view.shape))
 
 
-def _flat_parts(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _flat_views(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Yield views that together are elements `start` to `stop` of the flattening, each with its offset from `start`."""
     if tensor.dim() <= 1:
         yield tensor[start:stop] if tensor.dim() == 1 else tensor, 0, stop - start
@@ -102,16 +102,16 @@ def _flat_parts(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[t
     row = math.prod(tensor.shape[1:])
     first_row, last_row = -(-start // row), stop // row
     if first_row > last_row:  # within one row
-        yield from _flat_parts(tensor[last_row], start - last_row * row, stop - last_row * row)
+        yield from _flat_views(tensor[last_row], start - last_row * row, stop - last_row * row)
         return
     if start < first_row * row:
-        yield from _flat_parts(tensor[first_row - 1], start - (first_row - 1) * row, row)
+        yield from _flat_views(tensor[first_row - 1], start - (first_row - 1) * row, row)
     if first_row < last_row:
         yield tensor[first_row:last_row], first_row * row - start, last_row * row - start
     if last_row * row < stop:
         done = last_row * row - start
-        for part, first, last in _flat_parts(tensor[last_row], 0, stop - last_row * row):
-            yield part, done + first, done + last
+        for view, first, last in _flat_views(tensor[last_row], 0, stop - last_row * row):
+            yield view, done + first, done + last
 
 
 def _groups(block: RunBlock) -> Iterator[RunBlock]:
@@ -119,26 +119,26 @@ def _groups(block: RunBlock) -> Iterator[RunBlock]:
     breaks = np.flatnonzero(block.logical[1:] - ends[:-1] > MAX_GAP_BYTES) + 1
     first = 0
     while first < len(ends):
-        fitting = int(np.searchsorted(ends, block.logical[first] + SCRATCH_BYTES, side="right"))
+        scratch_end = int(np.searchsorted(ends, block.logical[first] + SCRATCH_BYTES, side="right"))
         position = int(np.searchsorted(breaks, first, side="right"))
         limit = int(breaks[position]) if position < len(breaks) else len(ends)
-        last = max(first + 1, min(fitting, limit))
-        part = slice(first, last)
-        yield RunBlock(logical=block.logical[part], local=block.local[part], length=block.length[part])
+        last = max(first + 1, min(scratch_end, limit))
+        rows = slice(first, last)
+        yield RunBlock(logical=block.logical[rows], local=block.local[rows], length=block.length[rows])
         first = last
 
 
-def _pick(window: np.ndarray, starts: np.ndarray, lengths: np.ndarray, itemsize: int, out: np.ndarray) -> None:
+def _extract_runs(scratch: np.ndarray, starts: np.ndarray, lengths: np.ndarray, itemsize: int, out: np.ndarray) -> None:
     """Concatenate the runs of a scratch buffer."""
     is_regular = _is_regular(starts, lengths)
     if lengths.mean() >= _LONG_RUN_BYTES and not is_regular:
         position = 0
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            out[position : position + length] = window[start : start + length]
+            out[position : position + length] = scratch[start : start + length]
             position += length
         return
     unit = _UNSIGNED[itemsize]
-    source, target = window.view(unit), out.view(unit)
+    source, target = scratch.view(unit), out.view(unit)
     starts, lengths = starts // itemsize, lengths // itemsize
     if is_regular:
         shape, strides = (len(starts), int(lengths[0])), (int(starts[1] - starts[0]) * itemsize, itemsize)

@@ -10,9 +10,9 @@ import numpy as np
 
 from booster.checkpoint_io.files.manifest import RangeRecord
 from booster.checkpoint_io.files.tensor_files import TensorFile
-from booster.checkpoint_io.loading.stored_checkpoint import Checkpoint
+from booster.checkpoint_io.loading.stored_checkpoint import StoredCheckpoint
 from booster.checkpoint_io.loading.stored_elements import ElementReader
-from booster.checkpoint_io.planning.byte_runs import whole_box
+from booster.checkpoint_io.planning.byte_runs import full_box
 from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.errors import CheckpointError
 from booster.kernels.checksum import crc32
@@ -25,13 +25,13 @@ BUFFER_BYTES = 2**20  # small enough to stay in cache between read and checksum
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _ChecksummedRange:
     file: TensorFile
     record: RangeRecord
     num_bytes: int
 
 
-def verify_ranges(stored: Checkpoint, share: int, num_shares: int) -> None:
+def verify_ranges(stored: StoredCheckpoint, share: int, num_shares: int) -> None:
     """Verify one share of the checksummed data. Not collective.
 
     Data without checksums, as in files of other programs, is skipped. Heads, index and param groups were verified when
@@ -52,18 +52,18 @@ def verify_ranges(stored: Checkpoint, share: int, num_shares: int) -> None:
 class _Verifier(threading.local):
     """Verifies ranges with one buffer per thread."""
 
-    def __init__(self, stored: Checkpoint) -> None:
+    def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
         self._reader = ElementReader(stored)
         self._buffer = np.empty(BUFFER_BYTES, dtype=np.uint8)
 
-    def verify(self, batch: Sequence[_Recorded]) -> None:
+    def verify(self, batch: Sequence[_ChecksummedRange]) -> None:
         for recorded in batch:
             found = self._crc32(recorded.record)
             if found != recorded.record.crc32:
-                raise self._damaged(recorded, found)
+                raise self._checksum_error(recorded, found)
 
-    def _damaged(self, recorded: _Recorded, found: int) -> CheckpointError:
+    def _checksum_error(self, recorded: _ChecksummedRange, found: int) -> CheckpointError:
         record, manifest = recorded.record, self._stored.manifest
         where = "its own header" if manifest is None else self._stored.path.name
         first, last = record.span
@@ -75,40 +75,40 @@ class _Verifier(threading.local):
 
     def _crc32(self, record: RangeRecord) -> int:
         spec = self._stored.specs[record.name]
-        box = whole_box(spec.shape) if record.box is None else record.box
+        box = full_box(spec.shape) if record.box is None else record.box
         itemsize = spec.dtype.itemsize
         step, checksum = BUFFER_BYTES // itemsize, 0
         for start in range(*record.span, step):
             stop = min(start + step, record.span[1])
-            piece = self._buffer[: (stop - start) * itemsize]
-            self._reader.read(record.name, box, (start, stop), piece)
-            checksum = crc32(piece.data, checksum)
+            chunk = self._buffer[: (stop - start) * itemsize]
+            self._reader.read(record.name, box, (start, stop), chunk)
+            checksum = crc32(chunk.data, checksum)
         return checksum
 
 
-def _share_of(stored: Checkpoint, share: int, num_shares: int) -> Iterator[_Recorded]:
+def _share_of(stored: StoredCheckpoint, share: int, num_shares: int) -> Iterator[_ChecksummedRange]:
     """Yield the ranges whose first byte, counted over all ranges, is in the share."""
     recorded = [
-        _Recorded(file, part, (part.span[1] - part.span[0]) * file.specs[part.name].dtype.itemsize)
+        _ChecksummedRange(file, each, (each.span[1] - each.span[0]) * file.specs[each.name].dtype.itemsize)
         for file in stored.files
         if (record := stored.record_of(file)) is not None
-        for part in record.ranges
+        for each in record.ranges
     ]
-    total, begin = sum(part.num_bytes for part in recorded), 0
-    for part in recorded:
+    total, begin = sum(each.num_bytes for each in recorded), 0
+    for each in recorded:
         if begin * num_shares // max(total, 1) == share:
-            yield part
-        begin += part.num_bytes
+            yield each
+        begin += each.num_bytes
 
 
-def _batches(ranges: Iterator[_Recorded]) -> Iterator[list[_Recorded]]:
-    batch: list[_Recorded] = []
-    room = BATCH_BYTES
-    for part in ranges:
-        batch.append(part)
-        room -= part.num_bytes
-        if room <= 0:
+def _batches(ranges: Iterator[_ChecksummedRange]) -> Iterator[list[_ChecksummedRange]]:
+    batch: list[_ChecksummedRange] = []
+    free_bytes = BATCH_BYTES
+    for recorded in ranges:
+        batch.append(recorded)
+        free_bytes -= recorded.num_bytes
+        if free_bytes <= 0:
             yield batch
-            batch, room = [], BATCH_BYTES
+            batch, free_bytes = [], BATCH_BYTES
     if batch:
         yield batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Box", "RunBlock", "byte_runs", "run_length", "run_start", "whole_box"]
+__all__ = ["Box", "RunBlock", "byte_runs", "full_box", "run_length", "run_start"]
 
 Box = tuple[tuple[int, int], ...]  # per dimension the offset and the length, in elements
 
@@ -33,7 +33,7 @@ class RunBlock:
     length: np.ndarray
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """Return the box that covers the full tensor."""
     return tuple((0, size) for size in shape)
 

@@ -10,30 +10,30 @@ import numpy as np
 
 from booster.checkpoint_io.planning.byte_runs import Box
 from booster.checkpoint_io.planning.slice_table import SliceTable
-from booster.checkpoint_io.planning.tiling import Tiles, UncheckableError, changes, contains, find_fault
+from booster.checkpoint_io.planning.tiling import CoverageLimitError, Tiles, changes, check_coverage, contains
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 
-__all__ = ["HeldParts", "find_parts"]
+__all__ = ["DedupedShards", "dedup_shards"]
 
 _MAX_BYTES = 2**62
 
-# Note [Parts and holders]: a shard is one box and span of one tensor, on any number of ranks. It is written if it is
+# Note [Shards and replicas]: a shard is one box and span of one tensor, on any number of ranks. It is written if it is
 # primary on one rank. Its replicas are on that rank and, if all copies are marked shared (bitwise equal), on the other
 # ranks with the same box and span. Ranks with equal tables hold the same shards, so all work is per distinct table: a
 # thousand ranks with a hundred thousand replicated tensors cost no more than the few tables they share.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParts:
-    """Shards to write, without duplicates; see Note [Parts and holders].
+class DedupedShards:
+    """Shards to write, without duplicates; see Note [Shards and replicas].
 
     Attributes:
         specs: Dtype and shape of each tensor by name, in the order of the ranks' tables.
         boxes: Distinct boxes.
         tiles: Tensor, box and span of each shard.
         primary: Primary rank of each shard.
-        holders: Index into `holder_sets` for each shard.
+        holders: Index into `replica_sets` for each shard.
         holder_sets: Ranks that hold replicas of a shard, ascending.
         slices: Mapping of shard and rank to the rank's slice.
     """
@@ -42,23 +42,23 @@ class HeldParts:
     boxes: list[Box]
     tiles: Tiles
     primary: np.ndarray
-    holders: np.ndarray
-    holder_sets: list[np.ndarray]
-    slices: SliceNumbers
+    replicas: np.ndarray
+    replica_sets: list[np.ndarray]
+    slice_indices: SliceIndices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceNumbers:
+class SliceIndices:
     """Mapping of shard and rank to the index of the rank's slice; `keys` ascend, one per shard and table."""
 
     keys: np.ndarray
-    numbers: np.ndarray
+    indices: np.ndarray
     table_of_rank: np.ndarray
 
-    def of(self, part: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    def lookup(self, shard: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Return the slice index for each pair of a shard and a rank that holds it."""
         tables = int(self.table_of_rank.max(initial=0)) + 1
-        found: np.ndarray = self.numbers[np.searchsorted(self.keys, part * tables + self.table_of_rank[rank])]
+        found: np.ndarray = self.indices[np.searchsorted(self.keys, shard * tables + self.table_of_rank[rank])]
         return found
 
 
@@ -80,7 +80,7 @@ class _Rows:
         return _Rows(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
-def find_parts(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> HeldParts:
+def dedup_shards(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> DedupedShards:
     """Return the shards to write and their replicas, after checking that they tile every tensor.
 
     Args:
@@ -93,28 +93,28 @@ def find_parts(tables: Sequence[SliceTable], table_of_rank: Sequence[int]) -> He
     of_rank = np.array(table_of_rank, dtype=np.int64)
     ranks_of = _ranks_of_tables(of_rank, len(tables))
     names, specs, boxes, rows = _merge(tables, of_rank)
-    tensor_specs = _agreed_specs(names, specs, rows, ranks_of)
+    tensor_specs = _verify_specs(names, specs, rows, ranks_of)
     rows = rows.at(np.flatnonzero(rows.start < rows.stop))
     rows = rows.at(np.lexsort((rows.number, rows.table, rows.stop, rows.start, rows.box, rows.tensor)))
-    written, part = _written_rows(names, boxes, rows, ranks_of)
-    parts = written.at(np.flatnonzero(written.is_primary))
-    tiles = Tiles(tensor=parts.tensor, box=parts.box, start=parts.start, stop=parts.stop)
-    _check_tiles(names, tensor_specs, boxes, tiles, rows, ranks_of)
+    written, shard = _primary_rows(names, boxes, rows, ranks_of)
+    shards = written.at(np.flatnonzero(written.is_primary))
+    tiles = Tiles(tensor=shards.tensor, box=shards.box, start=shards.start, stop=shards.stop)
+    _check_coverage(names, tensor_specs, boxes, tiles, rows, ranks_of)
     # If the primary's copy is not marked shared, it has no replicas.
-    is_holder = written.is_primary | (written.is_shared & parts.is_shared[part])
-    is_holder[is_holder] = changes(part[is_holder], written.table[is_holder])
-    part, table = part[is_holder], written.table[is_holder]
-    holders, sets = _holder_sets(part, table, len(parts.tensor))
-    return HeldParts(
+    is_replica = written.is_primary | (written.is_shared & shards.is_shared[shard])
+    is_replica[is_replica] = changes(shard[is_replica], written.table[is_replica])
+    shard, table = shard[is_replica], written.table[is_replica]
+    replicas, sets = _replica_sets(shard, table, len(shards.tensor))
+    return DedupedShards(
         specs=dict(zip(names, tensor_specs, strict=True)),
         boxes=boxes,
         tiles=tiles,
-        primary=np.array([ranks[0] if len(ranks) else -1 for ranks in ranks_of], dtype=np.int64)[parts.table],
-        holders=holders,
-        holder_sets=[np.sort(np.concatenate([ranks_of[number] for number in numbers])) for numbers in sets],
-        slices=SliceNumbers(
-            keys=part * (int(of_rank.max(initial=0)) + 1) + table,
-            numbers=written.number[is_holder],
+        primary=np.array([ranks[0] if len(ranks) else -1 for ranks in ranks_of], dtype=np.int64)[shards.table],
+        replicas=replicas,
+        replica_sets=[np.sort(np.concatenate([ranks_of[number] for number in numbers])) for numbers in sets],
+        slice_indices=SliceIndices(
+            keys=shard * (int(of_rank.max(initial=0)) + 1) + table,
+            indices=written.number[is_replica],
             table_of_rank=of_rank,
         ),
     )
@@ -151,17 +151,17 @@ def _merge(
     return list(names), list(specs), list(boxes), _Rows(**merged)
 
 
-def _agreed_specs(
+def _verify_specs(
     names: list[str], specs: list[TensorSpec], rows: _Rows, ranks_of: list[np.ndarray]
 ) -> list[TensorSpec]:
     first = np.unique(rows.tensor, return_index=True)[1]
     other = np.flatnonzero(rows.spec != rows.spec[first][rows.tensor])
     if len(other):
-        here, there = int(first[rows.tensor[other[0]]]), int(other[0])
+        first_row, other_row = int(first[rows.tensor[other[0]]]), int(other[0])
         raise CheckpointError(
-            f"{names[rows.tensor[there]]!r} is {_described(specs[rows.spec[here]])} on rank"
-            f" {ranks_of[rows.table[here]][0]} and {_described(specs[rows.spec[there]])} on rank"
-            f" {ranks_of[rows.table[there]][0]}, so nothing was written: build the same model on all ranks"
+            f"{names[rows.tensor[other_row]]!r} is {_format_spec(specs[rows.spec[first_row]])} on rank"
+            f" {ranks_of[rows.table[first_row]][0]} and {_format_spec(specs[rows.spec[other_row]])} on rank"
+            f" {ranks_of[rows.table[other_row]][0]}, so nothing was written: build the same model on all ranks"
         )
     found = [specs[number] for number in rows.spec[first].tolist()]
     total_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in found)
@@ -170,28 +170,28 @@ def _agreed_specs(
     return found
 
 
-def _written_rows(
+def _primary_rows(
     names: list[str], boxes: list[Box], rows: _Rows, ranks_of: list[np.ndarray]
 ) -> tuple[_Rows, np.ndarray]:
     """Return the rows of shards that are primary on one rank, and the shard index of each row."""
     is_new = changes(rows.tensor, rows.box, rows.start, rows.stop)
-    part = np.cumsum(is_new) - 1
+    shard = np.cumsum(is_new) - 1
     num_ranks = np.array([len(ranks) for ranks in ranks_of], dtype=np.int64)
     weights = np.where(rows.is_primary, num_ranks[rows.table], 0)
-    primaries = np.bincount(part, weights=weights).astype(np.int64)
+    primaries = np.bincount(shard, weights=weights).astype(np.int64)
     if (primaries > 1).any():
-        same = rows.at(np.flatnonzero((part == np.argmax(primaries > 1)) & rows.is_primary))
+        same = rows.at(np.flatnonzero((shard == np.argmax(primaries > 1)) & rows.is_primary))
         box, span = boxes[same.box[0]], (int(same.start[0]), int(same.stop[0]))
         raise CheckpointError(
             f"elements {span[0]} to {span[1]} of box {box} of {names[same.tensor[0]]!r} are marked primary"
-            f" {primaries.max()} times, by {_listed(same, ranks_of)}, so nothing was written: mark each shard primary"
+            f" {primaries.max()} times, by {_format_ranks(same, ranks_of)}, so nothing was written: mark each shard primary"
             " on exactly one rank"
         )
-    is_written = primaries[part] == 1
+    is_written = primaries[shard] == 1
     return rows.at(np.flatnonzero(is_written)), np.cumsum(is_new[is_written]) - 1
 
 
-def _check_tiles(
+def _check_coverage(
     names: list[str],
     specs: list[TensorSpec],
     boxes: list[Box],
@@ -200,34 +200,36 @@ def _check_tiles(
     ranks_of: list[np.ndarray],
 ) -> None:
     try:
-        fault = find_fault([spec.shape for spec in specs], boxes, tiles)
-    except UncheckableError as error:
+        violation = check_coverage([spec.shape for spec in specs], boxes, tiles)
+    except CoverageLimitError as error:
         raise CheckpointError(f"{names[error.tensor]!r} {error}, so nothing was written: use fewer shards") from None
-    if fault is None:
+    if violation is None:
         return
-    of_tensor = rows.at(np.flatnonzero(rows.tensor == fault.tensor))
+    of_tensor = rows.at(np.flatnonzero(rows.tensor == violation.tensor))
     spans = zip(of_tensor.box.tolist(), of_tensor.start.tolist(), of_tensor.stop.tolist(), strict=True)
-    holds = np.array([contains(boxes[box], (start, stop), fault.index) for box, start, stop in spans], dtype=bool)
-    element = f"element {fault.index} of {names[fault.tensor]!r}, which is {_described(specs[fault.tensor])},"
-    if fault.times > 1:
-        holders = _listed(of_tensor.at(np.flatnonzero(holds & of_tensor.is_primary)), ranks_of)
+    covers = np.array([contains(boxes[box], (start, stop), violation.index) for box, start, stop in spans], dtype=bool)
+    element = (
+        f"element {violation.index} of {names[violation.tensor]!r}, which is {_format_spec(specs[violation.tensor])},"
+    )
+    if violation.num_covers > 1:
+        ranks = _format_ranks(of_tensor.at(np.flatnonzero(covers & of_tensor.is_primary)), ranks_of)
         raise CheckpointError(
-            f"{element} is in more than one primary slice, on {holders}, so nothing was written: primary slices of a"
+            f"{element} is in more than one primary slice, on {ranks}, so nothing was written: primary slices of a"
             " tensor must not overlap"
         )
-    holders = _listed(of_tensor.at(np.flatnonzero(holds)), ranks_of)
+    ranks = _format_ranks(of_tensor.at(np.flatnonzero(covers)), ranks_of)
     raise CheckpointError(
-        f"{element} is in no primary slice (other copies: {holders}), so nothing was written: mark each shard primary"
+        f"{element} is in no primary slice (other copies: {ranks}), so nothing was written: mark each shard primary"
         " on exactly one rank"
     )
 
 
-def _holder_sets(part: np.ndarray, table: np.ndarray, num_parts: int) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+def _replica_sets(shard: np.ndarray, table: np.ndarray, num_shards: int) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     """Return the index of each shard's set of tables, and the sets. Rows are sorted by shard and table."""
     sets: dict[bytes, int] = {}
-    edges = np.searchsorted(part, np.arange(num_parts + 1))
+    edges = np.searchsorted(shard, np.arange(num_shards + 1))
     counts = np.diff(edges)
-    found = np.empty(num_parts, dtype=np.int64)
+    found = np.empty(num_shards, dtype=np.int64)
     alone = np.flatnonzero(counts == 1)
     tables, number = np.unique(table[edges[alone]], return_inverse=True)
     found[alone] = np.array([sets.setdefault(one.tobytes(), len(sets)) for one in tables], dtype=np.int64)[number]
@@ -237,13 +239,13 @@ def _holder_sets(part: np.ndarray, table: np.ndarray, num_parts: int) -> tuple[n
     return found, [tuple(np.frombuffer(raw, dtype=np.int64).tolist()) for raw in sets]
 
 
-def _described(spec: TensorSpec) -> str:
+def _format_spec(spec: TensorSpec) -> str:
     return f"{str(spec.dtype).removeprefix('torch.')} of shape {spec.shape}"
 
 
-def _listed(rows: _Rows, ranks_of: list[np.ndarray]) -> str:
+def _format_ranks(rows: _Rows, ranks_of: list[np.ndarray]) -> str:
     ranks = sorted({int(rank) for table in rows.table.tolist() for rank in ranks_of[table]})
     if not ranks:
         return "no rank"
-    shown = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    text = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from booster.checkpoint_io.planning.byte_runs import run_length, run_start
-from booster.checkpoint_io.planning.held_parts import HeldParts
+from booster.checkpoint_io.planning.held_parts import DedupedShards
 
-__all__ = ["PlacedParts", "Placement", "in_file_order"]
+__all__ = ["FilePlacement", "TensorOffsets", "sort_by_file_offset"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class TensorOffsets:
     """File and offset of each tensor, as columns indexed by tensor.
 
     Attributes:
@@ -26,14 +26,14 @@ class Placement:
     """
 
     file: np.ndarray
-    start: np.ndarray
+    offset: np.ndarray
     itemsize: np.ndarray
     shapes: Sequence[tuple[int, ...]]
     num_files: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedParts:
+class FilePlacement:
     """Shards in file order, as columns.
 
     Attributes:
@@ -50,7 +50,7 @@ class PlacedParts:
         holders: Index into the sets of replicas.
     """
 
-    number: np.ndarray
+    index: np.ndarray
     tensor: np.ndarray
     box: np.ndarray
     start: np.ndarray
@@ -58,21 +58,21 @@ class PlacedParts:
     itemsize: np.ndarray
     num_bytes: np.ndarray
     is_strided: np.ndarray
-    position: np.ndarray
+    offset: np.ndarray
     primary: np.ndarray
-    holders: np.ndarray
+    replicas: np.ndarray
 
 
-def in_file_order(held: HeldParts, placement: Placement) -> PlacedParts:
+def sort_by_file_offset(deduped: DedupedShards, tensor_offsets: TensorOffsets) -> FilePlacement:
     """Return the shards in file order; a strided shard is placed by its first byte."""
-    tiles = held.tiles
-    logical, is_strided = _locate(held, placement.shapes)
-    itemsize = placement.itemsize[tiles.tensor]
-    position = placement.start[tiles.tensor] + logical * itemsize
-    file = placement.file[tiles.tensor]
-    order = np.lexsort((position, file))
-    return PlacedParts(
-        number=order,
+    tiles = deduped.tiles
+    logical, is_strided = _locate(deduped, tensor_offsets.shapes)
+    itemsize = tensor_offsets.itemsize[tiles.tensor]
+    offset = tensor_offsets.offset[tiles.tensor] + logical * itemsize
+    file = tensor_offsets.file[tiles.tensor]
+    order = np.lexsort((offset, file))
+    return FilePlacement(
+        index=order,
         tensor=tiles.tensor[order],
         box=tiles.box[order],
         start=tiles.start[order],
@@ -80,20 +80,20 @@ def in_file_order(held: HeldParts, placement: Placement) -> PlacedParts:
         itemsize=itemsize[order],
         num_bytes=((tiles.stop - tiles.start) * itemsize)[order],
         is_strided=is_strided[order],
-        position=position[order],
-        primary=held.primary[order],
-        holders=held.holders[order],
+        offset=offset[order],
+        primary=deduped.primary[order],
+        replicas=deduped.replicas[order],
     )
 
 
-def _locate(held: HeldParts, shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+def _locate(deduped: DedupedShards, shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
     """Return each shard's first element in its flattened tensor, and whether it has more than one run."""
-    tiles = held.tiles
+    tiles = deduped.tiles
     numbers: dict[tuple[int, ...], int] = {}
     shape_of = np.array([numbers.setdefault(shape, len(numbers)) for shape in shapes], dtype=np.int64)
     distinct = list(numbers)
-    keys, pair_of = np.unique(shape_of[tiles.tensor] * len(held.boxes) + tiles.box, return_inverse=True)
-    pairs = [(distinct[key // len(held.boxes)], held.boxes[key % len(held.boxes)]) for key in keys.tolist()]
+    keys, pair_of = np.unique(shape_of[tiles.tensor] * len(deduped.boxes) + tiles.box, return_inverse=True)
+    pairs = [(distinct[key // len(deduped.boxes)], deduped.boxes[key % len(deduped.boxes)]) for key in keys.tolist()]
     runs = np.array([run_length(shape, box) for shape, box in pairs], dtype=np.int64)[pair_of]
     starts = np.array([run_start(shape, box, 0) for shape, box in pairs], dtype=np.int64)[pair_of]
     logical = starts + tiles.start

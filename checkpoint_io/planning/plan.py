@@ -11,15 +11,15 @@ import numpy as np
 
 from booster.checkpoint_io.layout import FileNames, FilePlan, plan_files
 from booster.checkpoint_io.planning.byte_runs import Box
-from booster.checkpoint_io.planning.held_parts import find_parts
-from booster.checkpoint_io.planning.placed_parts import Placement
+from booster.checkpoint_io.planning.held_parts import dedup_shards
+from booster.checkpoint_io.planning.placed_parts import TensorOffsets
 from booster.checkpoint_io.planning.slice_table import SliceTable
-from booster.checkpoint_io.planning.write_shares import BLOCK_BYTES, RangeColumns, divide
+from booster.checkpoint_io.planning.write_shares import BLOCK_BYTES, RangeColumns, balance_writes
 from booster.interface import TensorSpec
 
 __all__ = ["BLOCK_BYTES", "PlannedFile", "SavePlan", "WriteRange", "plan_save"]
 
-_RANGES_AT_ONCE = 65536
+_RANGES_PER_BATCH = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class SavePlan:
 
     def all_ranges(self) -> Iterator[WriteRange]:
         """Yield every range once, in plan order: by file, then by tensor in file order."""
-        for first in range(0, len(self._ranges.owner), _RANGES_AT_ONCE):
-            yield from self._at(np.arange(first, min(first + _RANGES_AT_ONCE, len(self._ranges.owner))))
+        for first in range(0, len(self._ranges.owner), _RANGES_PER_BATCH):
+            yield from self._at(np.arange(first, min(first + _RANGES_PER_BATCH, len(self._ranges.owner))))
 
     def _at(self, rows: np.ndarray) -> Iterator[WriteRange]:
         columns = self._ranges
@@ -143,17 +143,17 @@ def plan_save(
         CheckpointError: Ranks disagree about a tensor, or the primary slices do not cover every element of every
             tensor exactly once.
     """
-    held = find_parts(tables, table_of_rank)
-    sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in held.specs.items()}
+    deduped = dedup_shards(tables, table_of_rank)
+    sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in deduped.specs.items()}
     planned = FilePlan(files={names.single: tuple(sizes)}, index=None)
     if is_sharded:
         planned = plan_files(sizes, names, max_shard_bytes=max_shard_bytes, always_index=always_index)
-    files = [_planned_file(name, tensors, held.specs, sizes) for name, tensors in planned.files.items()]
+    files = [_planned_file(name, tensors, deduped.specs, sizes) for name, tensors in planned.files.items()]
     hosts = np.zeros(len(table_of_rank), dtype=np.int64)
     if host_of_rank is not None:
         hosts = np.unique(np.array(host_of_rank, dtype=np.int64), return_inverse=True)[1]
-    ranges = divide(held, _placement(files, held.specs), hosts)
-    return SavePlan(files, planned.index, held.specs, held.boxes, ranges)
+    ranges = balance_writes(deduped, _tensor_offsets(files, deduped.specs), hosts)
+    return SavePlan(files, planned.index, deduped.specs, deduped.boxes, ranges)
 
 
 def _planned_file(
@@ -170,12 +170,14 @@ def _planned_file(
     )
 
 
-def _placement(files: Sequence[PlannedFile], specs: Mapping[str, TensorSpec]) -> Placement:
-    placed = {name: (number, start) for number, file in enumerate(files) for name, start in file.starts.items()}
-    columns = np.array([placed[name] for name in specs], dtype=np.int64).reshape(-1, 2)
-    return Placement(
+def _tensor_offsets(files: Sequence[PlannedFile], specs: Mapping[str, TensorSpec]) -> TensorOffsets:
+    file_and_offset = {
+        name: (number, start) for number, file in enumerate(files) for name, start in file.starts.items()
+    }
+    columns = np.array([file_and_offset[name] for name in specs], dtype=np.int64).reshape(-1, 2)
+    return TensorOffsets(
         file=columns[:, 0],
-        start=columns[:, 1],
+        offset=columns[:, 1],
         itemsize=np.array([spec.dtype.itemsize for spec in specs.values()], dtype=np.int64),
         shapes=[spec.shape for spec in specs.values()],
         num_files=len(files),

@@ -11,14 +11,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from booster.checkpoint_io.planning.byte_runs import Box, whole_box
+from booster.checkpoint_io.planning.byte_runs import Box, full_box
 from booster.interface import TensorSlice, TensorSpec
 
 __all__ = ["SliceTable"]
 
 K = TypeVar("K", bound=Hashable)
 
-_PRIMARY, _SHARED, _WHOLE = 1, 2, 4
+_PRIMARY, _SHARED, _FULL = 1, 2, 4
 _MAX_NUMEL = 2**63 - 1
 _DIGIT_ZERO = ord("0")
 
@@ -50,20 +50,20 @@ class SliceTable:
     is_shared: np.ndarray
 
     @classmethod
-    def of(cls, slices: Sequence[TensorSlice]) -> SliceTable:
+    def from_slices(cls, slices: Sequence[TensorSlice]) -> SliceTable:
         """Build the table of these slices."""
         specs: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
         boxes: dict[Box, int] = {}
         return cls(
-            names=[part.name for part in slices],
-            spec_of=_integers([_number(specs, (part.dtype, tuple(part.global_shape))) for part in slices]),
+            names=[each.name for each in slices],
+            spec_of=_integers([_intern(specs, (each.dtype, tuple(each.global_shape))) for each in slices]),
             specs=[TensorSpec(shape=shape, dtype=dtype) for dtype, shape in specs],
-            box_of=_integers([_number(boxes, part.box) for part in slices]),
+            box_of=_integers([_intern(boxes, each.box) for each in slices]),
             boxes=list(boxes),
-            starts=_integers([part.span[0] for part in slices]),
-            stops=_integers([part.span[1] for part in slices]),
-            is_primary=np.array([part.primary for part in slices], dtype=bool),
-            is_shared=np.array([part.shared for part in slices], dtype=bool),
+            starts=_integers([each.span[0] for each in slices]),
+            stops=_integers([each.span[1] for each in slices]),
+            is_primary=np.array([each.primary for each in slices], dtype=bool),
+            is_shared=np.array([each.shared for each in slices], dtype=bool),
         )
 
     def __len__(self) -> int:
@@ -75,9 +75,9 @@ class SliceTable:
         A slice that is a full tensor takes its name, the index of its dtype and shape, and one digit. Box and span
         follow from the shape, so the columns `box`, `start` and `stop` cover the other slices only.
         """
-        is_part = ~self._is_whole()
-        used, box_of = np.unique(self.box_of[is_part], return_inverse=True)
-        flags = _PRIMARY * self.is_primary + _SHARED * self.is_shared + _WHOLE * ~is_part
+        is_shard = ~self._is_full()
+        used, box_of = np.unique(self.box_of[is_shard], return_inverse=True)
+        flags = _PRIMARY * self.is_primary + _SHARED * self.is_shared + _FULL * ~is_shard
         columns = {
             "names": self.names,
             "specs": [[str(spec.dtype).removeprefix("torch."), spec.shape] for spec in self.specs],
@@ -85,8 +85,8 @@ class SliceTable:
             "flags": (flags + _DIGIT_ZERO).astype(np.uint8).tobytes().decode("ascii"),
             "boxes": [self.boxes[number] for number in used.tolist()],
             "box": box_of.tolist(),
-            "start": self.starts[is_part].tolist(),
-            "stop": self.stops[is_part].tolist(),
+            "start": self.starts[is_shard].tolist(),
+            "stop": self.stops[is_shard].tolist(),
         }
         return json.dumps(columns, separators=(",", ":"), check_circular=False).encode("ascii")
 
@@ -97,15 +97,15 @@ class SliceTable:
         specs = [TensorSpec(shape=tuple(shape), dtype=getattr(torch, dtype)) for dtype, shape in columns["specs"]]
         boxes: dict[Box, int] = {}
         numbers = _integers(
-            [_number(boxes, tuple((offset, length) for offset, length in pairs)) for pairs in columns["boxes"]]
+            [_intern(boxes, tuple((offset, length) for offset, length in pairs)) for pairs in columns["boxes"]]
         )
-        whole = _integers([_number(boxes, whole_box(spec.shape)) for spec in specs])
+        full = _integers([_intern(boxes, full_box(spec.shape)) for spec in specs])
         flags = np.frombuffer(columns["flags"].encode("ascii"), dtype=np.uint8) - _DIGIT_ZERO
-        is_part, spec_of = flags & _WHOLE == 0, _integers(columns["spec"])
-        box_of, starts = whole[spec_of], np.zeros(len(spec_of), dtype=np.int64)
+        is_shard, spec_of = flags & _FULL == 0, _integers(columns["spec"])
+        box_of, starts = full[spec_of], np.zeros(len(spec_of), dtype=np.int64)
         stops = _numels(specs)[spec_of]
-        box_of[is_part] = numbers[_integers(columns["box"])]
-        starts[is_part], stops[is_part] = columns["start"], columns["stop"]
+        box_of[is_shard] = numbers[_integers(columns["box"])]
+        starts[is_shard], stops[is_shard] = columns["start"], columns["stop"]
         return cls(
             names=columns["names"],
             specs=specs,
@@ -118,15 +118,15 @@ class SliceTable:
             is_shared=flags & _SHARED != 0,
         )
 
-    def _is_whole(self) -> np.ndarray:
+    def _is_full(self) -> np.ndarray:
         numbers = {box: number for number, box in enumerate(self.boxes)}
-        whole = _integers([numbers.get(whole_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
+        full = _integers([numbers.get(full_box(spec.shape), -1) for spec in self.specs])[self.spec_of]
         numel = _numels(self.specs)[self.spec_of]
-        is_whole: np.ndarray = (self.box_of == whole) & (self.starts == 0) & (self.stops == numel)
-        return is_whole
+        is_full: np.ndarray = (self.box_of == full) & (self.starts == 0) & (self.stops == numel)
+        return is_full
 
 
-def _number(numbers: dict[K, int], value: K) -> int:
+def _intern(numbers: dict[K, int], value: K) -> int:
     return numbers.setdefault(value, len(numbers))
 
 

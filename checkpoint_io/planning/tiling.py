@@ -11,10 +11,10 @@ import numpy as np
 
 from booster.checkpoint_io.planning.byte_runs import Box
 
-__all__ = ["Fault", "Tiles", "UncheckableError", "changes", "contains", "find_fault"]
+__all__ = ["CoverageLimitError", "CoverageViolation", "Tiles", "changes", "check_coverage", "contains"]
 
 _MAX_CORNERS = 2**18  # per batch, and per tensor: 65,536 boxes along two dimensions
-_MAX_CUT_DIMS = 8
+_MAX_SHARDED_DIMS = 8
 
 # Note [Corners of boxes]: the sum of the boxes' indicator functions equals the tensor's indicator function if and only
 # if their mixed differences are equal. The mixed difference of a box is +1 or -1 at each corner and 0 elsewhere.
@@ -39,13 +39,13 @@ class Tiles:
     start: np.ndarray
     stop: np.ndarray
 
-    def at(self, rows: np.ndarray) -> Tiles:
+    def select(self, rows: np.ndarray) -> Tiles:
         """Select rows."""
         return Tiles(tensor=self.tensor[rows], box=self.box[rows], start=self.start[rows], stop=self.stop[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class CoverageViolation:
     """Element that is not covered exactly once.
 
     Attributes:
@@ -56,10 +56,10 @@ class Fault:
 
     tensor: int
     index: tuple[int, ...]
-    times: int
+    num_covers: int
 
 
-class UncheckableError(ValueError):
+class CoverageLimitError(ValueError):
     """A tensor has more boxes than can be checked.
 
     Args:
@@ -72,7 +72,7 @@ class UncheckableError(ValueError):
         self.tensor = tensor
 
 
-def find_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> Fault | None:
+def check_coverage(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> CoverageViolation | None:
     """Return an element that is missing or covered more than once, or None if the shards tile every tensor.
 
     The spans of each box must tile the box, and the boxes of each tensor the tensor. Cost: O(n log n).
@@ -85,12 +85,12 @@ def find_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: T
     Raises:
         UncheckableError: A tensor has more boxes, or more sharded dimensions, than the check supports.
     """
-    tiles = tiles.at(np.flatnonzero(tiles.start < tiles.stop))
-    tiles = tiles.at(np.lexsort((tiles.start, tiles.box, tiles.tensor)))
+    tiles = tiles.select(np.flatnonzero(tiles.start < tiles.stop))
+    tiles = tiles.select(np.lexsort((tiles.start, tiles.box, tiles.tensor)))
     is_first = changes(tiles.tensor, tiles.box)
     volumes = np.array([math.prod(length for _, length in box) for box in boxes], dtype=np.int64)
-    fault = _span_fault(boxes, volumes, tiles, is_first)
-    return fault or _box_fault(shapes, boxes, volumes, tiles.at(np.flatnonzero(is_first)))
+    violation = _check_spans(boxes, volumes, tiles, is_first)
+    return violation or _check_boxes(shapes, boxes, volumes, tiles.select(np.flatnonzero(is_first)))
 
 
 def contains(box: Box, span: tuple[int, int], index: Sequence[int]) -> bool:
@@ -110,7 +110,9 @@ def changes(*columns: np.ndarray) -> np.ndarray:
     return is_new
 
 
-def _span_fault(boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles, is_first: np.ndarray) -> Fault | None:
+def _check_spans(
+    boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles, is_first: np.ndarray
+) -> CoverageViolation | None:
     """Return the first element of a box that its sorted spans do not cover exactly once."""
     expected = np.where(is_first, 0, np.roll(tiles.stop, 1))
     wrong = np.flatnonzero(tiles.start != expected)
@@ -118,62 +120,62 @@ def _span_fault(boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles, is_firs
         row = int(wrong[0])
         element = int(min(tiles.start[row], expected[row]))
         times = 0 if tiles.start[row] > expected[row] else 2
-        return _fault_in_box(boxes, tiles, row, element, times)
+        return _violation_in_box(boxes, tiles, row, element, times)
     short = np.flatnonzero(np.roll(is_first, -1) & (tiles.stop != volumes[tiles.box]))
     if len(short):
-        return _fault_in_box(boxes, tiles, int(short[0]), int(tiles.stop[short[0]]), 0)
+        return _violation_in_box(boxes, tiles, int(short[0]), int(tiles.stop[short[0]]), 0)
     return None
 
 
-def _fault_in_box(boxes: Sequence[Box], tiles: Tiles, row: int, element: int, times: int) -> Fault:
+def _violation_in_box(boxes: Sequence[Box], tiles: Tiles, row: int, element: int, times: int) -> CoverageViolation:
     index = []
     for offset, length in reversed(boxes[tiles.box[row]]):
         element, within = divmod(element, length)
         index.append(offset + within)
-    return Fault(tensor=int(tiles.tensor[row]), index=tuple(reversed(index)), times=times)
+    return CoverageViolation(tensor=int(tiles.tensor[row]), index=tuple(reversed(index)), num_covers=times)
 
 
-def _box_fault(
+def _check_boxes(
     shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], volumes: np.ndarray, tiles: Tiles
-) -> Fault | None:
+) -> CoverageViolation | None:
     """Return the first element that full boxes do not cover exactly once. One row per tensor and box."""
     numel = np.array([math.prod(shape) for shape in shapes], dtype=np.int64)
     num_boxes = np.bincount(tiles.tensor, minlength=len(shapes))
     missing = np.flatnonzero((num_boxes == 0) & (numel > 0))
     if len(missing):
-        return Fault(tensor=int(missing[0]), index=(0,) * len(shapes[missing[0]]), times=0)
-    is_whole = (num_boxes[tiles.tensor] == 1) & (volumes[tiles.box] == numel[tiles.tensor])
-    tiles = tiles.at(np.flatnonzero(~is_whole))
+        return CoverageViolation(tensor=int(missing[0]), index=(0,) * len(shapes[missing[0]]), num_covers=0)
+    is_full = (num_boxes[tiles.tensor] == 1) & (volumes[tiles.box] == numel[tiles.tensor])
+    tiles = tiles.select(np.flatnonzero(~is_full))
     num_dims = np.array([len(shape) for shape in shapes], dtype=np.int64)[tiles.tensor]
     for count in np.unique(num_dims):
-        fault = _corner_fault(shapes, boxes, tiles.at(np.flatnonzero(num_dims == count)))
-        if fault is not None:
-            return fault
+        violation = _check_corners(shapes, boxes, tiles.select(np.flatnonzero(num_dims == count)))
+        if violation is not None:
+            return violation
     return None
 
 
-def _corner_fault(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> Fault | None:
-    """Implement `_box_fault` for tensors with equal numbers of dimensions; see Note [Corners of boxes]."""
+def _check_corners(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Box], tiles: Tiles) -> CoverageViolation | None:
+    """Implement `_check_boxes` for tensors with equal numbers of dimensions; see Note [Corners of boxes]."""
     used, box_of = np.unique(tiles.box, return_inverse=True)
     bounds = np.array([boxes[number] for number in used.tolist()], dtype=np.int64)
     begins = bounds[box_of, :, 0]
     ends = begins + bounds[box_of, :, 1]
     tensors, shape_of = np.unique(tiles.tensor, return_inverse=True)
     sizes = np.array([shapes[number] for number in tensors.tolist()], dtype=np.int64)
-    is_cut = ((begins != 0) | (ends != sizes[shape_of])).any(axis=0)
-    dims = np.flatnonzero(is_cut)
+    is_sharded = ((begins != 0) | (ends != sizes[shape_of])).any(axis=0)
+    dims = np.flatnonzero(is_sharded)
     for rows in _batches(tiles.tensor, len(dims)):
-        here = np.unique(shape_of[rows])
-        tensor = np.concatenate([shape_of[rows], here])
-        low = np.concatenate([begins[rows][:, dims], np.zeros((len(here), len(dims)), dtype=np.int64)])
-        high = np.concatenate([ends[rows][:, dims], sizes[here][:, dims]])
-        weight = np.where(np.arange(len(tensor)) < len(tensor) - len(here), 1, -1)
-        found = _uncancelled(tensor, low, high, weight)
-        if found is not None:
-            number, corner, rest = found
+        tensors_in_batch = np.unique(shape_of[rows])
+        tensor = np.concatenate([shape_of[rows], tensors_in_batch])
+        low = np.concatenate([begins[rows][:, dims], np.zeros((len(tensors_in_batch), len(dims)), dtype=np.int64)])
+        high = np.concatenate([ends[rows][:, dims], sizes[tensors_in_batch][:, dims]])
+        weight = np.where(np.arange(len(tensor)) < len(tensor) - len(tensors_in_batch), 1, -1)
+        uncancelled = _first_uncancelled(tensor, low, high, weight)
+        if uncancelled is not None:
+            number, corner, excess = uncancelled
             index = np.zeros(bounds.shape[1], dtype=np.int64)
             index[dims] = corner
-            return Fault(tensor=int(tensors[number]), index=tuple(index.tolist()), times=rest + 1)
+            return CoverageViolation(tensor=int(tensors[number]), index=tuple(index.tolist()), num_covers=excess + 1)
     return None
 
 
@@ -184,15 +186,15 @@ def _batches(tensor: np.ndarray, num_dims: int) -> Iterator[slice]:
     begin = 0
     while begin < len(tensor):
         end = int(edges[np.searchsorted(edges, begin + most, side="right") - 1])
-        if end == begin or num_dims > _MAX_CUT_DIMS:
-            raise UncheckableError(
+        if end == begin or num_dims > _MAX_SHARDED_DIMS:
+            raise CoverageLimitError(
                 int(tensor[begin]), f"is sharded along {num_dims} dimensions into more boxes than can be checked"
             )
         yield slice(begin, end)
         begin = end
 
 
-def _uncancelled(
+def _first_uncancelled(
     tensor: np.ndarray, low: np.ndarray, high: np.ndarray, weight: np.ndarray
 ) -> tuple[int, np.ndarray, int] | None:
     """Return tensor, index and weight of the first corner that does not cancel, or None if all do."""

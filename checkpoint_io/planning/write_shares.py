@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from booster.checkpoint_io.layout import PAGE_BYTES
-from booster.checkpoint_io.planning.file_hosts import choose_hosts, usable_holders, writers_of
-from booster.checkpoint_io.planning.held_parts import HeldParts
-from booster.checkpoint_io.planning.placed_parts import PlacedParts, Placement, in_file_order
+from booster.checkpoint_io.planning.file_hosts import assign_hosts, assign_writers, usable_replicas
+from booster.checkpoint_io.planning.held_parts import DedupedShards
+from booster.checkpoint_io.planning.placed_parts import FilePlacement, TensorOffsets, sort_by_file_offset
 from booster.checkpoint_io.planning.tiling import changes
 
-__all__ = ["BLOCK_BYTES", "RangeColumns", "divide"]
+__all__ = ["BLOCK_BYTES", "RangeColumns", "balance_writes"]
 
 BLOCK_BYTES = 16 * 2**20
 _MIN_REGION_BYTES = 2**20  # below this, a second writer costs more than it saves
@@ -41,27 +41,27 @@ class RangeColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cuts:
+class _SplitPoints:
     """Split points of regions. Regions are concatenated, so that offsets ascend over all of them.
 
     Attributes:
         part: Shards of the regions, by region and offset.
-        place: Offset of each of `part`.
-        region: Region of each of `part`, from 0.
+        place: Offset of each of `shard`.
+        region: Region of each of `shard`, from 0.
         holders: Index of the set of replicas, per region.
         cut: Split points; one less per region than it has replicas.
-        region_of_cut: Region of each of `cut`.
+        region_of_cut: Region of each of `split`.
     """
 
-    part: np.ndarray
-    place: np.ndarray
+    shard: np.ndarray
+    offset: np.ndarray
     region: np.ndarray
-    holders: np.ndarray
-    cut: np.ndarray
-    region_of_cut: np.ndarray
+    replicas: np.ndarray
+    split: np.ndarray
+    region_of_split: np.ndarray
 
 
-class _HolderSets:
+class _ReplicaSets:
     def __init__(self, sets: Sequence[np.ndarray], num_ranks: int) -> None:
         self.sizes = np.array([len(ranks) for ranks in sets], dtype=np.int64)
         self._firsts = np.cumsum(self.sizes) - self.sizes
@@ -69,127 +69,129 @@ class _HolderSets:
         self._num_ranks = num_ranks
         self._keys = np.repeat(np.arange(len(sets)), self.sizes) * num_ranks + self._ranks
 
-    def member(self, number: np.ndarray, place: np.ndarray) -> np.ndarray:
+    def member(self, number: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Return the rank at each index of each set."""
-        ranks: np.ndarray = self._ranks[self._firsts[number] + place]
+        ranks: np.ndarray = self._ranks[self._firsts[number] + index]
         return ranks
 
-    def standing_for(self, rank: np.ndarray, number: np.ndarray) -> np.ndarray:
+    def substitute_for(self, rank: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Return each rank, or where it is not of the set, one of the set in its stead."""
         is_member = np.isin(number * self._num_ranks + rank, self._keys)
         return np.where(is_member, rank, self.member(number, rank % self.sizes[number]))
 
 
-def divide(held: HeldParts, placement: Placement, host_of_rank: np.ndarray) -> RangeColumns:
+def balance_writes(deduped: DedupedShards, tensor_offsets: TensorOffsets, host_of_rank: np.ndarray) -> RangeColumns:
     """Split every shard into ranges and assign each to one rank; see Note [Write balancing].
 
     Args:
-        held: Shards and their replicas.
-        placement: File and offset of each tensor.
+        deduped: Shards and their replicas.
+        tensor_offsets: File and offset of each tensor.
         host_of_rank: Host index of each rank.
     """
-    parts = in_file_order(held, placement)
-    host_of_file = choose_hosts(
-        parts.file, parts.num_bytes, parts.holders, held.holder_sets, placement.num_files, host_of_rank
+    shards = sort_by_file_offset(deduped, tensor_offsets)
+    host_of_file = assign_hosts(
+        shards.file, shards.num_bytes, shards.replicas, deduped.replica_sets, tensor_offsets.num_files, host_of_rank
     )
-    host = host_of_file[parts.file]
-    holders, usable = usable_holders(host, parts.holders, held.holder_sets, host_of_rank)
-    parts = replace(parts, holders=holders)
-    sets = _HolderSets(usable, len(host_of_rank))
-    cuts = _cut_regions(parts, sets)
-    part, begin, end = _pieces(parts, cuts)
-    owner = _owners(parts, sets, cuts, part, begin)
-    itemsize, start = parts.itemsize[part], parts.start[part]
+    host = host_of_file[shards.file]
+    replicas, usable = usable_replicas(host, shards.replicas, deduped.replica_sets, host_of_rank)
+    shards = replace(shards, replicas=replicas)
+    sets = _ReplicaSets(usable, len(host_of_rank))
+    splits = _split_regions(shards, sets)
+    shard, begin, end = _split_ranges(shards, splits)
+    owner = _owners(shards, sets, splits, shard, begin)
+    itemsize, start = shards.itemsize[shard], shards.start[shard]
     return RangeColumns(
         owner=owner,
-        writer=writers_of(owner, host[part], host_of_rank),
-        slice_index=held.slices.of(parts.number[part], owner),
-        tensor=parts.tensor[part],
-        file=parts.file[part],
-        box=parts.box[part],
+        writer=assign_writers(owner, host[shard], host_of_rank),
+        slice_index=deduped.slice_indices.lookup(shards.index[shard], owner),
+        tensor=shards.tensor[shard],
+        file=shards.file[shard],
+        box=shards.box[shard],
         start=start + begin // itemsize,
         stop=start + end // itemsize,
     )
 
 
-def _cut_regions(parts: PlacedParts, sets: _HolderSets) -> _Cuts:
+def _split_regions(shards: FilePlacement, sets: _ReplicaSets) -> _SplitPoints:
     """Return the split points of regions with several replicas; see Note [Write balancing]."""
-    part, region = _parts_by_region(parts, sets)
-    num_bytes = parts.num_bytes[part]
-    reached = np.cumsum(num_bytes) - num_bytes
+    shard, region = _shards_by_region(shards, sets)
+    num_bytes = shards.num_bytes[shard]
+    begin = np.cumsum(num_bytes) - num_bytes
     first = np.flatnonzero(changes(region))
     sizes = np.add.reduceat(num_bytes, first) if len(first) else num_bytes
-    place = np.where(parts.is_strided[part], reached - reached[first][region], parts.position[part])
-    last = np.append(first[1:], len(part)) - 1
-    lengths = (place + num_bytes)[last] + PAGE_BYTES if len(first) else num_bytes
+    offset = np.where(shards.is_strided[shard], begin - begin[first][region], shards.offset[shard])
+    last = np.append(first[1:], len(shard)) - 1
+    lengths = (offset + num_bytes)[last] + PAGE_BYTES if len(first) else num_bytes
     shift = np.cumsum(lengths) - lengths
 
-    holders = parts.holders[part[first]]
-    region_of_cut = np.repeat(np.arange(len(first)), sets.sizes[holders] - 1)
-    number = np.arange(len(region_of_cut)) - np.searchsorted(region_of_cut, region_of_cut) + 1
-    share = sets.sizes[holders][region_of_cut]
-    size = sizes[region_of_cut]
-    wanted = reached[first][region_of_cut] + size // share * number + size % share * number // share
-    row = np.searchsorted(reached, wanted, side="right") - 1
-    cut = place[row] + wanted - reached[row]
-    cut = (cut + PAGE_BYTES // 2) // PAGE_BYTES * PAGE_BYTES
-    return _Cuts(
-        part=part,
-        place=place + shift[region],
+    replicas = shards.replicas[shard[first]]
+    region_of_split = np.repeat(np.arange(len(first)), sets.sizes[replicas] - 1)
+    number = np.arange(len(region_of_split)) - np.searchsorted(region_of_split, region_of_split) + 1
+    share = sets.sizes[replicas][region_of_split]
+    size = sizes[region_of_split]
+    target = begin[first][region_of_split] + size // share * number + size % share * number // share
+    row = np.searchsorted(begin, target, side="right") - 1
+    split = offset[row] + target - begin[row]
+    split = (split + PAGE_BYTES // 2) // PAGE_BYTES * PAGE_BYTES
+    return _SplitPoints(
+        shard=shard,
+        offset=offset + shift[region],
         region=region,
-        holders=holders,
-        cut=cut + shift[region_of_cut],
-        region_of_cut=region_of_cut,
+        replicas=replicas,
+        split=split + shift[region_of_split],
+        region_of_split=region_of_split,
     )
 
 
-def _parts_by_region(parts: PlacedParts, sets: _HolderSets) -> tuple[np.ndarray, np.ndarray]:
+def _shards_by_region(shards: FilePlacement, sets: _ReplicaSets) -> tuple[np.ndarray, np.ndarray]:
     """Return the shards of regions large enough to split, by region and file order, and the region of each."""
-    key = (parts.file * len(sets.sizes) + parts.holders) * 2 + parts.is_strided
+    key = (shards.file * len(sets.sizes) + shards.replicas) * 2 + shards.is_strided
     _, region = np.unique(key, return_inverse=True)
-    sizes = np.bincount(region, weights=parts.num_bytes)
-    is_divided = (sizes[region] >= _MIN_REGION_BYTES) & (sets.sizes[parts.holders] > 1)
-    part = np.flatnonzero(is_divided)
-    part = part[np.argsort(region[part], kind="stable")]
-    return part, np.cumsum(changes(region[part])) - 1
+    sizes = np.bincount(region, weights=shards.num_bytes)
+    is_split = (sizes[region] >= _MIN_REGION_BYTES) & (sets.sizes[shards.replicas] > 1)
+    shard = np.flatnonzero(is_split)
+    shard = shard[np.argsort(region[shard], kind="stable")]
+    return shard, np.cumsum(changes(region[shard])) - 1
 
 
-def _pieces(parts: PlacedParts, cuts: _Cuts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _split_ranges(shards: FilePlacement, splits: _SplitPoints) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return shard, first byte and last byte within the shard, for each range between split points or block ends."""
-    part_of_block, block = _blocks(parts)
-    row = np.searchsorted(cuts.place, cuts.cut, side="right") - 1
-    offset = cuts.cut - cuts.place[row]
+    shard_of_block, block = _blocks(shards)
+    row = np.searchsorted(splits.offset, splits.split, side="right") - 1
+    offset = splits.split - splits.offset[row]
     # A split point may lie before, between or after the shards of its region, and then splits none.
-    is_inside = (row >= 0) & (offset < parts.num_bytes[cuts.part[row]])
-    part = np.concatenate([part_of_block, cuts.part[row[is_inside]]])
+    is_inside = (row >= 0) & (offset < shards.num_bytes[splits.shard[row]])
+    shard = np.concatenate([shard_of_block, splits.shard[row[is_inside]]])
     begin = np.concatenate([block, offset[is_inside]])
-    order = np.lexsort((begin, part))
-    order = order[changes(part[order], begin[order])]
-    part, begin = part[order], begin[order]
-    is_last = np.append(part[1:] != part[:-1], True)[: len(part)]
-    return part, begin, np.where(is_last, parts.num_bytes[part], np.roll(begin, -1))
+    order = np.lexsort((begin, shard))
+    order = order[changes(shard[order], begin[order])]
+    shard, begin = shard[order], begin[order]
+    is_last = np.append(shard[1:] != shard[:-1], True)[: len(shard)]
+    return shard, begin, np.where(is_last, shards.num_bytes[shard], np.roll(begin, -1))
 
 
-def _blocks(parts: PlacedParts) -> tuple[np.ndarray, np.ndarray]:
+def _blocks(shards: FilePlacement) -> tuple[np.ndarray, np.ndarray]:
     """Return shard and first byte of every block, aligned in the file or, for strided shards, within the shard."""
-    origin = np.where(parts.is_strided, 0, parts.position)
+    origin = np.where(shards.is_strided, 0, shards.offset)
     first = origin // BLOCK_BYTES
-    counts = (origin + parts.num_bytes - 1) // BLOCK_BYTES - first + 1
-    part = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return part, np.maximum((first[part] + number) * BLOCK_BYTES - origin[part], 0)
+    counts = (origin + shards.num_bytes - 1) // BLOCK_BYTES - first + 1
+    shard = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(shard)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return shard, np.maximum((first[shard] + number) * BLOCK_BYTES - origin[shard], 0)
 
 
-def _owners(parts: PlacedParts, sets: _HolderSets, cuts: _Cuts, part: np.ndarray, begin: np.ndarray) -> np.ndarray:
+def _owners(
+    shards: FilePlacement, sets: _ReplicaSets, splits: _SplitPoints, shard: np.ndarray, begin: np.ndarray
+) -> np.ndarray:
     """Return the owner of each range: by split points in split regions, else the shard's primary or its substitute."""
-    row_of_part = np.full(len(parts.number), -1, dtype=np.int64)
-    row_of_part[cuts.part] = np.arange(len(cuts.part))
-    row = row_of_part[part]
-    owner = sets.standing_for(parts.primary[part], parts.holders[part])
-    divided = np.flatnonzero(row >= 0)
-    row = row[divided]
-    region = cuts.region[row]
-    passed = np.searchsorted(cuts.cut, cuts.place[row] + begin[divided], side="right")
-    passed -= np.searchsorted(cuts.region_of_cut, region)
-    owner[divided] = sets.member(cuts.holders[region], passed)
+    row_of_shard = np.full(len(shards.index), -1, dtype=np.int64)
+    row_of_shard[splits.shard] = np.arange(len(splits.shard))
+    row = row_of_shard[shard]
+    owner = sets.substitute_for(shards.primary[shard], shards.replicas[shard])
+    is_split = np.flatnonzero(row >= 0)
+    row = row[is_split]
+    region = splits.region[row]
+    passed = np.searchsorted(splits.split, splits.offset[row] + begin[is_split], side="right")
+    passed -= np.searchsorted(splits.region_of_split, region)
+    owner[is_split] = sets.member(splits.replicas[region], passed)
     return owner

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.ranks import CheckpointGroup
 from booster.checkpoint_io.saving.async_staging import Arena
 from booster.comm import raise_on_all_ranks
 from booster.errors import CheckpointError
@@ -30,7 +30,7 @@ class AsyncSaves:
         ranks: Ranks that save together.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: CheckpointGroup) -> None:
         self._ranks = ranks
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Callable[[], None], Arena, str]] = deque()
@@ -39,23 +39,23 @@ class AsyncSaves:
         self._num_arenas = 0
         self._failures: list[BaseException] = []
 
-    def start(self, stage: Callable[[Arena], Callable[[], None]], doing: str) -> None:
+    def start(self, stage: Callable[[Arena], Callable[[], None]], action: str) -> None:
         """Stage what is to be written and return; the write runs in the background, after all previous saves.
 
         Args:
             stage: Copies into the arena and returns the background job.
-            doing: Description of the operation for messages.
+            action: Description of the operation for messages.
         """
-        arena = self._take_arena()
+        arena = self._acquire_arena()
         try:
-            job = self._ranks.agree(lambda: stage(arena), doing)
+            job = self._ranks.run_on_all_ranks(lambda: stage(arena), action)
         except BaseException:
-            self._give_back(arena)
+            self._release_arena(arena)
             raise
         with self._changed:
-            self._jobs.append((job, arena, doing))
+            self._jobs.append((job, arena, action))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="booster-async-save", daemon=False)
+                self._thread = threading.Thread(target=self._run_jobs, name="booster-async-save", daemon=False)
                 self._thread.start()
 
     def raise_failures(self) -> None:
@@ -96,7 +96,7 @@ class AsyncSaves:
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
 
-    def _take_arena(self) -> Arena:
+    def _acquire_arena(self) -> Arena:
         with self._changed:
             if not self._free and self._num_arenas < _MAX_ARENAS:
                 self._num_arenas += 1
@@ -104,25 +104,25 @@ class AsyncSaves:
             self._changed.wait_for(lambda: bool(self._free))
             return self._free.pop(0)  # FIFO: with alternating saves, each reuses an arena of its own size
 
-    def _give_back(self, arena: Arena) -> None:
+    def _release_arena(self, arena: Arena) -> None:
         arena.reset()
         with self._changed:
             self._free.append(arena)
             self._changed.notify_all()
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             with self._changed:
                 if not self._jobs:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                job, arena, doing = self._jobs.popleft()
+                job, arena, action = self._jobs.popleft()
             try:
                 job()
             except BaseException as error:  # raised by the caller's next checkpoint call; later saves must still run
-                get_dist_logger().error(f"{doing} in the background failed: {error}")
+                get_dist_logger().error(f"{action} in the background failed: {error}")
                 with self._changed:
                     self._failures.append(error)
             finally:
-                self._give_back(arena)
+                self._release_arena(arena)

@@ -8,7 +8,7 @@ from typing import overload
 
 import torch
 
-from booster.checkpoint_io.copy_elements import copy_elements, wait_for_devices
+from booster.checkpoint_io.copy_elements import copy_elements, synchronize_devices
 from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.planning.plan import BLOCK_BYTES, WriteRange
 from booster.checkpoint_io.saving.staging import host_memory
@@ -32,9 +32,9 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[_Block] = []
+        self._blocks: list[_ArenaBlock] = []
 
-    def take(self, num_bytes: int, *, is_pinned: bool = False) -> torch.Tensor:
+    def allocate(self, num_bytes: int, *, is_pinned: bool = False) -> torch.Tensor:
         """Allocate bytes at a multiple of `PAGE_BYTES`; valid until `reset`.
 
         Args:
@@ -43,12 +43,12 @@ class Arena:
         """
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        fitting = [block for block in self._blocks if block.is_pinned == is_pinned and block.room >= num_bytes]
-        if not fitting:
+        candidates = [block for block in self._blocks if block.is_pinned == is_pinned and block.free_bytes >= num_bytes]
+        if not candidates:
             self._blocks = [block for block in self._blocks if block.used > 0]  # free before allocating
-            fitting = [_Block(num_bytes, is_pinned)]
-            self._blocks += fitting
-        return min(fitting, key=lambda block: block.room).take(num_bytes)
+            candidates = [_ArenaBlock(num_bytes, is_pinned)]
+            self._blocks += candidates
+        return min(candidates, key=lambda block: block.free_bytes).allocate(num_bytes)
 
     def reset(self) -> None:
         """Reclaim all allocations, which must no longer be in use, and free blocks that were not used."""
@@ -62,33 +62,33 @@ class Arena:
         return sum(block.memory.numel() for block in self._blocks)
 
 
-class _Block:
+class _ArenaBlock:
     def __init__(self, num_bytes: int, is_pinned: bool) -> None:
         self.memory = host_memory(num_bytes, is_pinned=is_pinned)
         self.is_pinned = is_pinned
         self.used = 0
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         return self.memory.numel() - self.used
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        taken = self.memory[self.used : self.used + num_bytes]
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        allocated = self.memory[self.used : self.used + num_bytes]
         self.used = min(self.used + -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, self.memory.numel())
-        return taken
+        return allocated
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """Elements of a slice and their offset in the arena's memory."""
 
-    held: TensorSlice
+    source: TensorSlice
     span: Span
     offset: int
 
     @property
     def num_bytes(self) -> int:
-        return (self.span[1] - self.span[0]) * self.held.dtype.itemsize
+        return (self.span[1] - self.span[0]) * self.source.dtype.itemsize
 
     def target(self, memory: torch.Tensor) -> torch.Tensor:
         return memory[self.offset : self.offset + self.num_bytes]
@@ -109,15 +109,16 @@ class _StagedSlices(Sequence[TensorSlice]):
     def __init__(
         self, slices: Sequence[TensorSlice], spans: Sequence[Span], offsets: Sequence[int], memory: torch.Tensor
     ) -> None:
-        self._facts = [
-            (held.name, held.dtype, held.global_shape, held.box, held.primary, held.shared) for held in slices
+        self._metadata = [
+            (source.name, source.dtype, source.global_shape, source.box, source.primary, source.shared)
+            for source in slices
         ]
         self._spans = spans
         self._offsets = offsets
         self._memory = memory
 
     def __len__(self) -> int:
-        return len(self._facts)
+        return len(self._metadata)
 
     @overload
     def __getitem__(self, index: int) -> TensorSlice: ...
@@ -128,7 +129,7 @@ class _StagedSlices(Sequence[TensorSlice]):
     def __getitem__(self, index: int | slice) -> TensorSlice | list[TensorSlice]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        name, dtype, global_shape, box, primary, shared = self._facts[index]
+        name, dtype, global_shape, box, primary, shared = self._metadata[index]
         span, offset = self._spans[index], self._offsets[index]
         copied = self._memory[offset : offset + (span[1] - span[0]) * dtype.itemsize]
         return TensorSlice(
@@ -155,27 +156,29 @@ def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], ar
         arena: Memory for the copies; they are valid until its `reset`.
     """
     spans_of = _merged_spans(ranges)
-    hulls = [_hull(spans_of.get(index)) for index in range(len(slices))]
+    enclosing_spans = [_enclosing_span(spans_of.get(index)) for index in range(len(slices))]
     offsets, num_bytes = [], 0
-    for held, (first, last) in zip(slices, hulls, strict=True):
+    for source, (first, last) in zip(slices, enclosing_spans, strict=True):
         offsets.append(num_bytes)
-        num_bytes += -(-(last - first) * held.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        num_bytes += -(-(last - first) * source.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     copies = [
-        _Copy(slices[index], span, offsets[index] + (span[0] - hulls[index][0]) * slices[index].dtype.itemsize)
+        _Copy(
+            slices[index], span, offsets[index] + (span[0] - enclosing_spans[index][0]) * slices[index].dtype.itemsize
+        )
         for index, spans in spans_of.items()
         for span in spans
     ]
-    is_pinned = wait_for_devices(each.held.tensor for each in copies)
-    memory = arena.take(num_bytes, is_pinned=is_pinned)
+    is_pinned = synchronize_devices(each.source.tensor for each in copies)
+    memory = arena.allocate(num_bytes, is_pinned=is_pinned)
     _copy_all(copies, memory)
-    return _StagedSlices(slices, hulls, offsets, memory)
+    return _StagedSlices(slices, enclosing_spans, offsets, memory)
 
 
 def _merged_spans(ranges: Sequence[WriteRange]) -> dict[int, list[Span]]:
     """Return each slice's spans in order, with adjacent ones merged."""
     spans_of: dict[int, list[Span]] = {}
-    for part in ranges:
-        spans_of.setdefault(part.slice_index, []).append(part.span)
+    for write_range in ranges:
+        spans_of.setdefault(write_range.slice_index, []).append(write_range.span)
     for spans in spans_of.values():
         if len(spans) > 1:
             spans[:] = _merged(sorted(spans))
@@ -192,7 +195,7 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
     yield first, last
 
 
-def _hull(spans: list[Span] | None) -> Span:
+def _enclosing_span(spans: list[Span] | None) -> Span:
     """Return the enclosing span; memory between two spans is never touched."""
     return (spans[0][0], spans[-1][1]) if spans else (0, 0)
 
@@ -200,18 +203,18 @@ def _hull(spans: list[Span] | None) -> Span:
 def _copy_all(copies: Sequence[_Copy], memory: torch.Tensor) -> None:
     def work(job: list[_Copy]) -> None:
         for each in job:
-            start = each.held.span[0]
+            start = each.source.span[0]
             target = each.target(memory)
-            copy_elements(each.held.tensor, each.span[0] - start, each.span[1] - start, target, each.held.dtype)
+            copy_elements(each.source.tensor, each.span[0] - start, each.span[1] - start, target, each.source.dtype)
 
-    jobs = list(_jobs(each for each in copies if not _is_sent_at_once(each, memory)))
+    jobs = list(_jobs(each for each in copies if not _start_async_copy(each, memory)))
     run_in_threads(work, jobs, min(_NUM_THREADS, len(jobs)))
-    wait_for_devices(each.held.tensor for each in copies)
+    synchronize_devices(each.source.tensor for each in copies)
 
 
-def _is_sent_at_once(each: _Copy, memory: torch.Tensor) -> bool:
+def _start_async_copy(each: _Copy, memory: torch.Tensor) -> bool:
     """Start a non-blocking transfer if the device can send the tensor without conversion; return whether it did."""
-    tensor, dtype, start = each.held.tensor.detach(), each.held.dtype, each.held.span[0]
+    tensor, dtype, start = each.source.tensor.detach(), each.source.dtype, each.source.span[0]
     if tensor.device.type == "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return False
     target = each.target(memory).view(dtype)
@@ -222,15 +225,15 @@ def _is_sent_at_once(each: _Copy, memory: torch.Tensor) -> bool:
 def _jobs(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
     """Group the copies into lists of about one block; large copies are split."""
     job: list[_Copy] = []
-    room = BLOCK_BYTES
+    free_bytes = BLOCK_BYTES
     for each in copies:
-        step = BLOCK_BYTES // each.held.dtype.itemsize
+        step = BLOCK_BYTES // each.source.dtype.itemsize
         for start in range(*each.span, step):
-            offset = each.offset + (start - each.span[0]) * each.held.dtype.itemsize
-            job.append(_Copy(each.held, (start, min(start + step, each.span[1])), offset))
-            room -= job[-1].num_bytes
-            if room <= 0:
+            offset = each.offset + (start - each.span[0]) * each.source.dtype.itemsize
+            job.append(_Copy(each.source, (start, min(start + step, each.span[1])), offset))
+            free_bytes -= job[-1].num_bytes
+            if free_bytes <= 0:
                 yield job
-                job, room = [], BLOCK_BYTES
+                job, free_bytes = [], BLOCK_BYTES
     if job:
         yield job

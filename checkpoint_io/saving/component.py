@@ -15,16 +15,16 @@ from booster.checkpoint_io.files.file_record import completed_head, with_placeho
 from booster.checkpoint_io.files.json_documents import json_bytes
 from booster.checkpoint_io.files.manifest import MANIFEST_KEY, DocumentRecord, FileRecord, Manifest, RangeRecord
 from booster.checkpoint_io.files.tensor_files import GROUPS_KEY
-from booster.checkpoint_io.layout import FileNames, FilePlan, Kind, index_document
+from booster.checkpoint_io.layout import FileKind, FileNames, FilePlan, index_document
 from booster.checkpoint_io.planning.plan import PlannedFile, SavePlan, WriteRange
 from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 
-__all__ = ["Component", "Images", "PlannedComponent", "check_storable"]
+__all__ = ["CheckpointPart", "Images", "PlannedPart", "check_storable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class CheckpointPart:
     """Model, optimizer or another set of tensors, with its small files.
 
     Attributes:
@@ -40,7 +40,7 @@ class Component:
         parameter_names: Parameters whose elements the index counts. Optional, defaults to no count.
     """
 
-    kind: Kind
+    kind: FileKind
     names: FileNames
     slices: Sequence[TensorSlice]
     max_shard_bytes: int
@@ -55,7 +55,7 @@ class Component:
 Images = dict[int, FileImage]
 
 
-class PlannedComponent:
+class PlannedPart:
     """Checkpoint part with its save plan.
 
     Args:
@@ -65,8 +65,8 @@ class PlannedComponent:
         images: Cache of file images (everything but the data) for this plan; extended here.
     """
 
-    def __init__(self, component: Component, plan: SavePlan, single_name: str, images: Images) -> None:
-        self.component = component
+    def __init__(self, part: CheckpointPart, plan: SavePlan, single_name: str, images: Images) -> None:
+        self.part = part
         self.plan = plan
         self._single_name = single_name
         self._images = images
@@ -79,7 +79,7 @@ class PlannedComponent:
 
     def path_of(self, directory: Path, index: int) -> Path:
         """Return the path of a tensor file."""
-        return directory / self.component.folder / self._file_name(index)
+        return directory / self.part.folder / self._file_name(index)
 
     def image(self, index: int) -> FileImage:
         """Return the image of a tensor file: everything but the data."""
@@ -89,66 +89,72 @@ class PlannedComponent:
 
     def completed_head(self, crcs: Mapping[WriteRange, int]) -> bytes | None:
         """Return the head with the checksums of the data, or None if the file does not embed its checksums."""
-        if self.component.is_sharded or self.component.names.suffix != "safetensors":
+        if self.part.is_sharded or self.part.names.suffix != "safetensors":
             return None
-        return completed_head(self.image(0).head, [crcs[part] for part in self._ranges_of_file(0)])
+        return completed_head(self.image(0).head, [crcs[write_range] for write_range in self._ranges_of_file(0)])
 
-    def small_files(self, crcs: Mapping[WriteRange, int], facts: Mapping[str, Any]) -> dict[str, bytes]:
+    def small_files(self, crcs: Mapping[WriteRange, int], metadata: Mapping[str, Any]) -> dict[str, bytes]:
         """Return documents, index and manifest by name; the manifest is last.
 
         Args:
             crcs: Checksum of every written range.
-            facts: JSON metadata of the save.
+            metadata: JSON metadata of the save.
         """
-        if not self.component.is_sharded:
+        if not self.part.is_sharded:
             return {}
-        found = dict(self.component.documents)
+        found = dict(self.part.documents)
         if self.plan.index is not None:
             found[self.plan.index] = json_bytes(self._index())
         documents = {
             name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
         }
         files = {self._file_name(index): self._record(index, crcs) for index in range(len(self.plan.files))}
-        manifest = Manifest(kind=self.component.kind.name, files=files, documents=documents, facts=dict(facts))
-        return found | {self.component.names.manifest: manifest.encode()}
+        manifest = Manifest(kind=self.part.kind.name, files=files, documents=documents, metadata=dict(metadata))
+        return found | {self.part.names.manifest: manifest.encode()}
 
     def _file_name(self, index: int) -> str:
-        return self.plan.files[index].name if self.component.is_sharded else self._single_name
+        return self.plan.files[index].name if self.part.is_sharded else self._single_name
 
     def _make_image(self, file: PlannedFile) -> FileImage:
-        component = self.component
-        if component.names.suffix != "safetensors":
-            return torch_image(file, component.values)
+        checkpoint_part = self.part
+        if checkpoint_part.names.suffix != "safetensors":
+            return torch_image(file, checkpoint_part.values)
         metadata = {"format": "pt"}
-        if component.values is not None:
-            metadata[GROUPS_KEY] = component.values
-        if component.is_sharded:
-            metadata[MANIFEST_KEY] = component.names.manifest
+        if checkpoint_part.values is not None:
+            metadata[GROUPS_KEY] = checkpoint_part.values
+        if checkpoint_part.is_sharded:
+            metadata[MANIFEST_KEY] = checkpoint_part.names.manifest
         else:
-            metadata = with_placeholder(metadata, [self._range_record(part, 0) for part in self._ranges_of_file(0)])
+            metadata = with_placeholder(
+                metadata, [self._range_record(write_range, 0) for write_range in self._ranges_of_file(0)]
+            )
         return safetensors_image(file, metadata)
 
     def _ranges_of_file(self, index: int) -> list[WriteRange]:
         if not self._ranges:
-            for part in self.plan.all_ranges():
-                self._ranges.setdefault(part.file, []).append(part)
+            for write_range in self.plan.all_ranges():
+                self._ranges.setdefault(write_range.file, []).append(write_range)
         return self._ranges.get(index, [])
 
     def _record(self, index: int, crcs: Mapping[WriteRange, int]) -> FileRecord:
         image = self.image(index)
-        ranges = tuple(self._range_record(part, crcs[part]) for part in self._ranges_of_file(index))
+        ranges = tuple(
+            self._range_record(write_range, crcs[write_range]) for write_range in self._ranges_of_file(index)
+        )
         return FileRecord(
             num_bytes=image.num_bytes, head_bytes=len(image.head), head_crc32=zlib.crc32(image.head), ranges=ranges
         )
 
-    def _range_record(self, part: WriteRange, crc32: int) -> RangeRecord:
-        shape = self.plan.specs[part.name].shape
-        is_whole_box = part.box == tuple((0, size) for size in shape)
-        return RangeRecord(name=part.name, box=None if is_whole_box else part.box, span=part.span, crc32=crc32)
+    def _range_record(self, write_range: WriteRange, crc32: int) -> RangeRecord:
+        shape = self.plan.specs[write_range.name].shape
+        is_full_box = write_range.box == tuple((0, size) for size in shape)
+        return RangeRecord(
+            name=write_range.name, box=None if is_full_box else write_range.box, span=write_range.span, crc32=crc32
+        )
 
     def _index(self) -> dict[str, Any]:
         plan = self.plan
-        names = self.component.parameter_names
+        names = self.part.parameter_names
         counted = None if names is None else sum(plan.specs[name].numel for name in names if name in plan.specs)
         files = FilePlan(files={file.name: tuple(file.tensors) for file in plan.files}, index=plan.index)
         sizes = {name: spec.num_bytes for name, spec in plan.specs.items()}
@@ -161,11 +167,11 @@ def check_storable(slices: Sequence[TensorSlice]) -> None:
     Raises:
         CheckpointError: A tensor is sparse, quantized or on the meta device.
     """
-    for part in slices:
-        tensor = part.tensor
+    for write_range in slices:
+        tensor = write_range.tensor
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             layout = "quantized" if tensor.is_quantized else str(tensor.layout)
             raise CheckpointError(
-                f"{part.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write: materialise"
+                f"{write_range.name!r} is a {layout} tensor on {tensor.device}, without plain elements to write: materialise"
                 " it before saving"
             )

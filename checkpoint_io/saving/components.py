@@ -7,32 +7,32 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.destination import Destination
+from booster.checkpoint_io.destination import SaveTarget
 from booster.checkpoint_io.files import json_values
 from booster.checkpoint_io.files.huggingface import config_documents
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
-from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.saving.component import CheckpointPart
 from booster.interface import ModelWrapper, OptimizerWrapper
 
-__all__ = ["model_component", "optimizer_component", "optimizer_values", "save_facts"]
+__all__ = ["model_part", "optimizer_part", "optimizer_values", "save_metadata"]
 
 
-def model_component(model: ModelWrapper, to: Destination, folder: str = "") -> Component:
+def model_part(model: ModelWrapper, target: SaveTarget, folder: str = "") -> CheckpointPart:
     """Build the checkpoint part of a model; a sharded one includes its configs.
 
     Args:
         model: Boosted model.
-        to: Save target.
+        target: Save target.
         folder: Subdirectory of the target.
     """
-    return Component(
+    return CheckpointPart(
         kind=MODEL,
-        names=to.names,
+        names=target.names,
         slices=model.tensor_slices(),
-        max_shard_bytes=to.max_shard_bytes,
-        is_sharded=to.is_sharded,
+        max_shard_bytes=target.max_shard_bytes,
+        is_sharded=target.is_sharded,
         folder=folder,
-        documents=config_documents(model.unwrap()) if to.is_sharded else {},
+        documents=config_documents(model.unwrap()) if target.is_sharded else {},
         parameter_names=frozenset(name for name, _ in model.named_parameters()),
     )
 
@@ -48,29 +48,29 @@ def optimizer_values(optimizer: OptimizerWrapper) -> str:
     return json_values.dumps(optimizer.checkpoint_state().values(), "the optimizer's values")
 
 
-def optimizer_component(optimizer: OptimizerWrapper, to: Destination, values: str, folder: str = "") -> Component:
+def optimizer_part(optimizer: OptimizerWrapper, target: SaveTarget, values: str, folder: str = "") -> CheckpointPart:
     """Build the checkpoint part of an optimizer; plain values go into a separate file, or into the single file.
 
     Args:
         optimizer: Boosted optimizer.
-        to: Save target.
+        target: Save target.
         values: Result of `optimizer_values`.
         folder: Subdirectory of the target.
     """
-    return Component(
+    return CheckpointPart(
         kind=OPTIMIZER,
-        names=to.names,
+        names=target.names,
         slices=optimizer.checkpoint_state().slices(),
-        max_shard_bytes=to.max_shard_bytes,
-        is_sharded=to.is_sharded,
+        max_shard_bytes=target.max_shard_bytes,
+        is_sharded=target.is_sharded,
         always_index=True,
         folder=folder,
-        documents={to.names.groups: values.encode("utf-8")} if to.is_sharded else {},
-        values=None if to.is_sharded else values,
+        documents={target.names.groups: values.encode("utf-8")} if target.is_sharded else {},
+        values=None if target.is_sharded else values,
     )
 
 
-def save_facts(world_size: int) -> dict[str, Any]:
+def save_metadata(world_size: int) -> dict[str, Any]:
     """Return the metadata that every manifest records of its save.
 
     Args:

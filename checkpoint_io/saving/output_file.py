@@ -16,7 +16,7 @@ from booster.checkpoint_io.storage import OpenFile, Storage
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["OutputFile", "Window"]
+__all__ = ["BufferedFileWriter", "OutputFile"]
 
 # O_DIRECT avoids a copy into the page cache and the flush at fsync, but requires full pages. So a file is open twice:
 # full pages are written with O_DIRECT, the unaligned edges through the page cache. No page is written both ways: a page
@@ -95,7 +95,7 @@ class OutputFile:
         self._is_direct = False
 
 
-class Window:
+class BufferedFileWriter:
     """Staging buffer over a file: collects bytes in file order and writes them when it is full.
 
     Args:
@@ -119,9 +119,9 @@ class Window:
             self.flush()
             self._start = self._stop = offset
             base = self._base
-        room = self._buffer[offset - base : offset - base + num_bytes]
-        self._stop += room.numel()
-        return room
+        target = self._buffer[offset - base : offset - base + num_bytes]
+        self._stop += target.numel()
+        return target
 
     def scratch(self) -> torch.Tensor:
         """Return the full buffer for other use until the next call."""

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import torch
 
-from booster.checkpoint_io.copy_elements import copy_elements, is_plain, wait_for_devices
+from booster.checkpoint_io.copy_elements import copy_elements, needs_no_conversion, synchronize_devices
 from booster.checkpoint_io.files.file_image import FileImage
 from booster.checkpoint_io.files.tensor_bytes import bytes_of
 from booster.checkpoint_io.planning.byte_runs import byte_runs, run_length, run_start
 from booster.checkpoint_io.planning.plan import BLOCK_BYTES, WriteRange
-from booster.checkpoint_io.saving.output_file import OutputFile, Window
+from booster.checkpoint_io.saving.output_file import BufferedFileWriter, OutputFile
 from booster.checkpoint_io.saving.staging import STAGING
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.checkpoint_io.worker_threads import run_in_threads
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
 
-__all__ = ["read_range", "write_one", "write_ranges"]
+__all__ = ["read_range", "write_range_bytes", "write_ranges"]
 
-# Note [Jobs]
+# Note [Write jobs]
 # A job is a contiguous part of a file of about one block, split where the plan splits ranges: at a page, where the file
 # allows it. A thread takes a job, copies its elements through a staging buffer, computes the checksum and writes. While
 # the disk works for one thread, the others copy. Copies, checksums and writes all release the GIL.
@@ -36,25 +36,25 @@ _MIN_DIRECT_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _RangeWrite:
     """A range, its index in the result, the slice that holds it, and the file offset of its first byte."""
 
     index: int
-    part: WriteRange
-    held: TensorSlice
+    write_range: WriteRange
+    source: TensorSlice
     offset: int
 
     @property
     def num_bytes(self) -> int:
-        return (self.part.span[1] - self.part.span[0]) * self.held.dtype.itemsize
+        return (self.write_range.span[1] - self.write_range.span[0]) * self.source.dtype.itemsize
 
 
 @dataclass(slots=True)
-class _Job:
+class _WriteJob:
     file: int
     block: int
     num_bytes: int = 0
-    pieces: list[_Piece] = field(default_factory=list)
+    writes: list[_RangeWrite] = field(default_factory=list)
 
 
 def write_ranges(
@@ -84,17 +84,17 @@ def write_ranges(
     """
     checksums = [0] * len(ranges)
     jobs = list(_jobs(files, ranges, slices))
-    is_pinned = wait_for_devices(slices[part.slice_index].tensor for part in ranges)
+    is_pinned = synchronize_devices(slices[write_range.slice_index].tensor for write_range in ranges)
     outputs = _outputs(storage, files, jobs)
 
-    def work(job: _Job) -> None:
+    def work(job: _WriteJob) -> None:
         output = outputs[job.file]
         output.open()
         with STAGING.borrow(is_pinned=is_pinned) as buffer:
-            window = Window(output, buffer)
-            for piece in job.pieces:
-                checksums[piece.index] = _write_piece(output, window, files[job.file][1], piece)
-            window.flush()
+            buffer_writer = BufferedFileWriter(output, buffer)
+            for write in job.writes:
+                checksums[write.index] = _write_range(output, buffer_writer, files[job.file][1], write)
+            buffer_writer.flush()
         output.job_done()
 
     try:
@@ -105,126 +105,132 @@ def write_ranges(
     return checksums
 
 
-def read_range(held: TensorSlice, part: WriteRange, out: torch.Tensor) -> None:
+def read_range(source: TensorSlice, write_range: WriteRange, out: torch.Tensor) -> None:
     """Copy the bytes of a range, as stored in the file, from its slice.
 
     Args:
-        held: Slice that contains the range.
-        part: Range.
+        source: Slice that contains the range.
+        write_range: Range.
         out: CPU byte tensor of the range's size.
     """
-    start = held.span[0]
-    copy_elements(held.tensor, part.span[0] - start, part.span[1] - start, out, held.dtype)
+    start = source.span[0]
+    copy_elements(source.tensor, write_range.span[0] - start, write_range.span[1] - start, out, source.dtype)
 
 
-def write_one(storage: Storage, file: OpenFile, image: FileImage, part: WriteRange, data: torch.Tensor) -> int:
+def write_range_bytes(
+    storage: Storage, file: OpenFile, image: FileImage, write_range: WriteRange, data: torch.Tensor
+) -> int:
     """Write a range's bytes, as returned by `read_range`, to their file offsets and return their crc32.
 
     Args:
         storage: Storage of the file.
         file: File opened for writing; the caller syncs it.
         image: File image.
-        part: Range.
+        write_range: Range.
         data: Bytes of the range, on the CPU.
     """
     view = bytes_of(data)
-    spec = image.specs[part.name]
-    for logical, local, length in _runs(spec.shape, part, part.span, spec.dtype.itemsize):
-        storage.write_at(file, view[local : local + length], image.offsets[part.name] + logical)
+    spec = image.specs[write_range.name]
+    for logical, local, length in _runs(spec.shape, write_range, write_range.span, spec.dtype.itemsize):
+        storage.write_at(file, view[local : local + length], image.offsets[write_range.name] + logical)
     return crc32(view)
 
 
 def _jobs(
     files: Sequence[tuple[Path, FileImage]], ranges: Sequence[WriteRange], slices: Sequence[TensorSlice]
-) -> Iterator[_Job]:
-    """Group the ranges into jobs; see Note [Jobs]."""
-    job: _Job | None = None
-    for index, part in enumerate(ranges):
-        if part.span[0] == part.span[1]:
+) -> Iterator[_WriteJob]:
+    """Group the ranges into jobs; see Note [Write jobs]."""
+    job: _WriteJob | None = None
+    for index, write_range in enumerate(ranges):
+        if write_range.span[0] == write_range.span[1]:
             continue
-        image, held = files[part.file][1], slices[part.slice_index]
-        start = run_start(held.global_shape, part.box, part.span[0]) * held.dtype.itemsize
-        piece = _Piece(index, part, held, image.offsets[part.name] + start)
-        block = (piece.offset - image.data_start) // BLOCK_BYTES
-        if job is None or (job.file, job.block) != (part.file, block) or job.num_bytes >= BLOCK_BYTES:
+        image, source = files[write_range.file][1], slices[write_range.slice_index]
+        start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
+        write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
+        block = (write.offset - image.data_start) // BLOCK_BYTES
+        if job is None or (job.file, job.block) != (write_range.file, block) or job.num_bytes >= BLOCK_BYTES:
             if job is not None:
                 yield job
-            job = _Job(part.file, block)
-        job.pieces.append(piece)
-        job.num_bytes += piece.num_bytes
+            job = _WriteJob(write_range.file, block)
+        job.writes.append(write)
+        job.num_bytes += write.num_bytes
     if job is not None:
         yield job
 
 
-def _outputs(storage: Storage, files: Sequence[tuple[Path, FileImage]], jobs: Sequence[_Job]) -> dict[int, OutputFile]:
-    jobs_of: dict[int, list[_Job]] = {}
+def _outputs(
+    storage: Storage, files: Sequence[tuple[Path, FileImage]], jobs: Sequence[_WriteJob]
+) -> dict[int, OutputFile]:
+    jobs_of: dict[int, list[_WriteJob]] = {}
     for job in jobs:
         jobs_of.setdefault(job.file, []).append(job)
     return {
         file: OutputFile(
             storage,
             files[file][0],
-            num_jobs=len(own),
-            is_direct=sum(job.num_bytes for job in own) >= _MIN_DIRECT_BYTES,
+            num_jobs=len(file_jobs),
+            is_direct=sum(job.num_bytes for job in file_jobs) >= _MIN_DIRECT_BYTES,
         )
-        for file, own in jobs_of.items()
+        for file, file_jobs in jobs_of.items()
     }
 
 
-def _write_piece(output: OutputFile, window: Window, image: FileImage, piece: _Piece) -> int:
-    part, held = piece.part, piece.held
-    itemsize = held.dtype.itemsize
-    length = run_length(held.global_shape, part.box)
-    if part.span[0] // length == (part.span[1] - 1) // length:
-        return _write_run(window, piece.offset, held, part.span, 0)
-    base = image.offsets[part.name]
+def _write_range(output: OutputFile, buffer_writer: BufferedFileWriter, image: FileImage, write: _RangeWrite) -> int:
+    write_range, source = write.write_range, write.source
+    itemsize = source.dtype.itemsize
+    length = run_length(source.global_shape, write_range.box)
+    if write_range.span[0] // length == (write_range.span[1] - 1) // length:
+        return _write_run(buffer_writer, write.offset, source, write_range.span, 0)
+    base = image.offsets[write_range.name]
     if length * itemsize < _LONG_RUN_BYTES:
-        return _write_short_runs(output, window, base, piece)
+        return _write_short_runs(output, buffer_writer, base, write)
     checksum = 0
-    for logical, local, num_bytes in _runs(held.global_shape, part, part.span, itemsize):
-        start = part.span[0] + local // itemsize
-        checksum = _write_run(window, base + logical, held, (start, start + num_bytes // itemsize), checksum)
+    for logical, local, num_bytes in _runs(source.global_shape, write_range, write_range.span, itemsize):
+        start = write_range.span[0] + local // itemsize
+        checksum = _write_run(buffer_writer, base + logical, source, (start, start + num_bytes // itemsize), checksum)
     return checksum
 
 
-def _write_run(window: Window, offset: int, held: TensorSlice, span: tuple[int, int], checksum: int) -> int:
+def _write_run(
+    buffer_writer: BufferedFileWriter, offset: int, source: TensorSlice, span: tuple[int, int], checksum: int
+) -> int:
     """Write elements that are contiguous in the file through the buffer and return the updated checksum."""
-    itemsize = held.dtype.itemsize
+    itemsize = source.dtype.itemsize
     start, stop = span
     while start < stop:
-        room = window.reserve(offset, (stop - start) * itemsize)
-        count = room.numel() // itemsize
-        copy_elements(held.tensor, start - held.span[0], start + count - held.span[0], room, held.dtype)
-        checksum = crc32(bytes_of(room), checksum)
+        target = buffer_writer.reserve(offset, (stop - start) * itemsize)
+        count = target.numel() // itemsize
+        copy_elements(source.tensor, start - source.span[0], start + count - source.span[0], target, source.dtype)
+        checksum = crc32(bytes_of(target), checksum)
         start, offset = start + count, offset + count * itemsize
     return checksum
 
 
-def _write_short_runs(output: OutputFile, window: Window, base: int, piece: _Piece) -> int:
+def _write_short_runs(output: OutputFile, buffer_writer: BufferedFileWriter, base: int, write: _RangeWrite) -> int:
     """Write a range that is scattered in the file, run by run, and return its checksum."""
-    part, held = piece.part, piece.held
-    itemsize = held.dtype.itemsize
-    scratch = None if is_plain(held.tensor, held.dtype) else window.scratch()
-    step = part.span[1] - part.span[0] if scratch is None else scratch.numel() // itemsize
+    write_range, source = write.write_range, write.source
+    itemsize = source.dtype.itemsize
+    scratch = None if needs_no_conversion(source.tensor, source.dtype) else buffer_writer.scratch()
+    step = write_range.span[1] - write_range.span[0] if scratch is None else scratch.numel() // itemsize
     checksum = 0
-    for start in range(*part.span, step):
-        stop = min(start + step, part.span[1])
-        first, last = start - held.span[0], stop - held.span[0]
+    for start in range(*write_range.span, step):
+        stop = min(start + step, write_range.span[1])
+        first, last = start - source.span[0], stop - source.span[0]
         if scratch is None:
-            view = bytes_of(held.tensor.detach())[first * itemsize : last * itemsize]
+            view = bytes_of(source.tensor.detach())[first * itemsize : last * itemsize]
         else:
             out = scratch[: (stop - start) * itemsize]
-            copy_elements(held.tensor, first, last, out, held.dtype)
+            copy_elements(source.tensor, first, last, out, source.dtype)
             view = bytes_of(out)
         checksum = crc32(view, checksum)
-        for logical, local, num_bytes in _runs(held.global_shape, part, (start, stop), itemsize):
+        for logical, local, num_bytes in _runs(source.global_shape, write_range, (start, stop), itemsize):
             output.write(view[local : local + num_bytes], base + logical)
     return checksum
 
 
 def _runs(
-    shape: tuple[int, ...], part: WriteRange, span: tuple[int, int], itemsize: int
+    shape: tuple[int, ...], write_range: WriteRange, span: tuple[int, int], itemsize: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield offset in the tensor, offset in the span, and length of each run, in bytes."""
-    for block in byte_runs(shape, part.box, span, itemsize):
+    for block in byte_runs(shape, write_range.box, span, itemsize):
         yield from zip(block.logical.tolist(), block.local.tolist(), block.length.tolist(), strict=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from booster.checkpoint_io.files.file_image import FileImage
 from booster.checkpoint_io.planning.plan import SavePlan, WriteRange
-from booster.checkpoint_io.saving.range_writer import read_range, write_one
+from booster.checkpoint_io.saving.range_writer import read_range, write_range_bytes
 from booster.checkpoint_io.storage import Storage
 from booster.comm import receive, send
 from booster.interface import TensorSlice
@@ -47,18 +47,20 @@ class Relay:
         """
         written: dict[WriteRange, int] = {}
         touched: set[Path] = set()
-        for part in (part for part in plan.all_ranges() if part.owner != part.writer):
-            num_bytes = (part.span[1] - part.span[0]) * plan.specs[part.name].dtype.itemsize
-            if part.owner == self._rank:
+        for write_range in (
+            write_range for write_range in plan.all_ranges() if write_range.owner != write_range.writer
+        ):
+            num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
+            if write_range.owner == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
-                read_range(slices[part.slice_index], part, buffer)
-                send(buffer, part.writer, self._group)
-            elif part.writer == self._rank:
+                read_range(slices[write_range.slice_index], write_range, buffer)
+                send(buffer, write_range.writer, self._group)
+            elif write_range.writer == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
-                receive(buffer, part.owner, self._group)
-                path, image = files[part.file]
+                receive(buffer, write_range.owner, self._group)
+                path, image = files[write_range.file]
                 with storage.open_for_writing(path) as file:
-                    written[part] = write_one(storage, file, image, part, buffer)
+                    written[write_range] = write_range_bytes(storage, file, image, write_range, buffer)
                 touched.add(path)
         for path in sorted(touched):
             storage.sync_path(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.checkpoint_io.commit import Transaction
-from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.saving.component import CheckpointPart
 from booster.checkpoint_io.storage import Storage
 
 __all__ = ["SaveRequest"]
@@ -34,14 +34,14 @@ class SaveRequest:
 
     target: Path
     is_directory: bool
-    components: Sequence[Component]
+    parts: Sequence[CheckpointPart]
     documents: Mapping[str, bytes] = field(default_factory=dict)
     manifest_name: str | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     is_stale: Callable[[str], bool] | None = None
     is_related: Callable[[str], bool] | None = None
     after_commit: Callable[[], None] | None = None
-    doing: str = "saving"
+    action: str = "saving"
 
     def transaction(self, storage: Storage) -> Transaction:
         """Return a new transaction for the target."""

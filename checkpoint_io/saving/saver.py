@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from booster.checkpoint_io.commit import Transaction
-from booster.checkpoint_io.destination import parents_must_be_made
+from booster.checkpoint_io.destination import explain_missing_parents
 from booster.checkpoint_io.files.manifest import DocumentRecord, Manifest
 from booster.checkpoint_io.planning.plan import WriteRange
-from booster.checkpoint_io.ranks import Ranks, as_checkpoint_error
+from booster.checkpoint_io.ranks import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.saving.async_saves import AsyncSaves
 from booster.checkpoint_io.saving.async_staging import Arena, stage_slices
-from booster.checkpoint_io.saving.component import PlannedComponent
+from booster.checkpoint_io.saving.component import PlannedPart
 from booster.checkpoint_io.saving.planner import Planner
 from booster.checkpoint_io.saving.range_writer import write_ranges
 from booster.checkpoint_io.saving.relay import Relay
@@ -38,7 +38,7 @@ class Saver:
         timeout_seconds: Timeout for the other ranks in each phase. Optional, defaults to that of the launch.
     """
 
-    def __init__(self, ranks: Ranks, storage: Storage, timeout_seconds: float | None = None) -> None:
+    def __init__(self, ranks: CheckpointGroup, storage: Storage, timeout_seconds: float | None = None) -> None:
         self._ranks = ranks
         self._storage = storage
         self._timeout_seconds = timeout_seconds
@@ -62,22 +62,22 @@ class Saver:
         else:
             self._async.wait()  # otherwise an earlier async save would later overwrite this one
         with Phase("save plan"):
-            agenda = self._planner.plan(request)
-        planned = agenda.components
+            session = self._planner.plan(request)
+        planned = session.parts
         barrier = ErrorBarrier(
-            self._ranks.group, name=f"checkpoint/{agenda.name}", timeout_seconds=self._timeout_seconds
+            self._ranks.group, name=f"checkpoint/{session.name}", timeout_seconds=self._timeout_seconds
         )
-        relay = self._relay_for(agenda.host_of_rank)
-        slices = [one.component.slices for one in planned]
+        relay = self._relay_for(session.host_of_rank)
+        slices = [planned_part.part.slices for planned_part in planned]
         if not use_async:
-            _Writing(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
+            _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
             return
 
-        def staged(arena: Arena) -> Callable[[], None]:
-            copies = [self._staged(one, arena) for one in planned]
-            return _Writing(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
+        def stage(arena: Arena) -> Callable[[], None]:
+            copies = [self._stage(planned_part, arena) for planned_part in planned]
+            return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
 
-        self._async.start(staged, request.doing)
+        self._async.start(stage, request.action)
 
     def wait(self) -> None:
         """Wait until no save is in flight. Collective.
@@ -94,19 +94,19 @@ class Saver:
             self._relay = Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
         return self._relay
 
-    def _staged(self, one: PlannedComponent, arena: Arena) -> Sequence[TensorSlice]:
-        return stage_slices(one.plan.ranges_owned_by(self._ranks.rank), one.component.slices, arena)
+    def _stage(self, planned_part: PlannedPart, arena: Arena) -> Sequence[TensorSlice]:
+        return stage_slices(planned_part.plan.ranges_owned_by(self._ranks.rank), planned_part.part.slices, arena)
 
 
-class _Writing:
+class _SaveJob:
     """Phases of a save after planning. They call no collectives, so they can run in the background."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: CheckpointGroup,
         storage: Storage,
         request: SaveRequest,
-        planned: Sequence[PlannedComponent],
+        planned: Sequence[PlannedPart],
         slices: Sequence[Sequence[TensorSlice]],
         barrier: ErrorBarrier,
         relay: Relay | None,
@@ -146,29 +146,29 @@ class _Writing:
             try:
                 payload = action()
             except Exception as error:  # raised by the barrier, on every rank
-                failure = as_checkpoint_error(error, self._doing)
+                failure = as_checkpoint_error(error, self._action)
         return self._barrier.share(phase, payload, failure)
 
     @property
-    def _doing(self) -> str:
-        return f"{self._request.doing} to {self._request.target}"
+    def _action(self) -> str:
+        return f"{self._request.action} to {self._request.target}"
 
     # Rank 0, before the write.
 
     def _create(self) -> bytes:
         self._transaction = self._request.transaction(self._storage)
-        with parents_must_be_made(self._storage, self._request.target, self._request.doing):
+        with explain_missing_parents(self._storage, self._request.target, self._request.action):
             directory = self._transaction.begin()
-        for folder in sorted({one.component.folder for one in self._planned} - {""}):
+        for folder in sorted({planned_part.part.folder for planned_part in self._planned} - {""}):
             self._storage.make_directory(directory / folder)
-        for one in self._planned:
-            for index in range(len(one.plan.files)):
-                self._create_file(one, directory, index)
+        for planned_part in self._planned:
+            for index in range(len(planned_part.plan.files)):
+                self._create_file(planned_part, directory, index)
         return str(directory).encode()
 
-    def _create_file(self, one: PlannedComponent, directory: Path, index: int) -> None:
-        image = one.image(index)
-        with self._storage.create(one.path_of(directory, index)) as file:
+    def _create_file(self, planned_part: PlannedPart, directory: Path, index: int) -> None:
+        image = planned_part.image(index)
+        with self._storage.create(planned_part.path_of(directory, index)) as file:
             self._storage.resize(file, image.num_bytes)
             for offset, content in image.fragments:
                 self._storage.write_at(file, content, offset)
@@ -179,77 +179,83 @@ class _Writing:
     def _write(self, directory: Path) -> tuple[bytes, Exception | None]:
         crcs = array("I")
         try:
-            for one, slices in zip(self._planned, self._slices, strict=True):
-                crcs.extend(self._write_component(one, directory, slices))
+            for planned_part, slices in zip(self._planned, self._slices, strict=True):
+                crcs.extend(self._write_part(planned_part, directory, slices))
         except Exception as error:  # raised by the barrier, on every rank
-            return b"", as_checkpoint_error(error, self._doing)
+            return b"", as_checkpoint_error(error, self._action)
         return crcs.tobytes(), None
 
-    def _write_component(self, one: PlannedComponent, directory: Path, slices: Sequence[TensorSlice]) -> list[int]:
-        ranges = one.plan.ranges_written_by(self._rank)
-        files = [(one.path_of(directory, index), one.image(index)) for index in range(len(one.plan.files))]
-        own = [part for part in ranges if part.owner == self._rank]
-        found = dict(zip(own, write_ranges(self._storage, files, own, slices), strict=True))
+    def _write_part(self, planned_part: PlannedPart, directory: Path, slices: Sequence[TensorSlice]) -> list[int]:
+        ranges = planned_part.plan.ranges_written_by(self._rank)
+        files = [
+            (planned_part.path_of(directory, index), planned_part.image(index))
+            for index in range(len(planned_part.plan.files))
+        ]
+        local_ranges = [write_range for write_range in ranges if write_range.owner == self._rank]
+        checksums = dict(zip(local_ranges, write_ranges(self._storage, files, local_ranges, slices), strict=True))
         if self._relay is not None:
-            found |= self._relay.exchange(self._storage, one.plan, files, slices)
-        return [found[part] for part in ranges]
+            checksums |= self._relay.exchange(self._storage, planned_part.plan, files, slices)
+        return [checksums[write_range] for write_range in ranges]
 
     # Rank 0, after the write.
 
     def _commit(self, directory: Path, reports: Sequence[bytes]) -> bytes:
         assert self._transaction is not None
-        crcs = self._collected(reports)
+        crcs = self._collect_checksums(reports)
         documents = dict(self._request.documents)
-        facts = dict(self._request.facts)
-        for one, of_component in zip(self._planned, crcs, strict=True):
-            self._complete_head(one, directory, of_component)
-            for name, content in one.small_files(of_component, facts).items():
-                self._storage.write_file(directory / one.component.folder / name, content)
-                if name == one.component.names.manifest:
-                    documents[f"{one.component.folder}/{name}".lstrip("/")] = content
+        metadata = dict(self._request.metadata)
+        for planned_part, part_crcs in zip(self._planned, crcs, strict=True):
+            self._complete_head(planned_part, directory, part_crcs)
+            for name, content in planned_part.small_files(part_crcs, metadata).items():
+                self._storage.write_file(directory / planned_part.part.folder / name, content)
+                if name == planned_part.part.names.manifest:
+                    documents[f"{planned_part.part.folder}/{name}".lstrip("/")] = content
         if self._request.manifest_name is not None:
-            self._write_documents(directory, documents, facts)
+            self._write_documents(directory, documents, metadata)
         self._transaction.commit(is_stale=self._is_stale)
         if self._request.after_commit is not None:
             self._request.after_commit()
         return b""
 
-    def _collected(self, reports: Sequence[bytes]) -> list[dict[WriteRange, int]]:
+    def _collect_checksums(self, reports: Sequence[bytes]) -> list[dict[WriteRange, int]]:
         """Return the checksum of every planned range, by checkpoint part; an incomplete report is an error."""
-        found: list[dict[WriteRange, int]] = [{} for _ in self._planned]
+        checksums: list[dict[WriteRange, int]] = [{} for _ in self._planned]
         for rank, raw in enumerate(reports):
             crcs = array("I")
             crcs.frombytes(raw)
             position = 0
-            for one, of_component in zip(self._planned, found, strict=True):
-                ranges = one.plan.ranges_written_by(rank)
-                of_component.update(zip(ranges, crcs[position : position + len(ranges)], strict=False))
+            for planned_part, part_crcs in zip(self._planned, checksums, strict=True):
+                ranges = planned_part.plan.ranges_written_by(rank)
+                part_crcs.update(zip(ranges, crcs[position : position + len(ranges)], strict=False))
                 position += len(ranges)
             if position != len(crcs):
                 raise CheckpointError(
-                    f"{self._doing}: rank {rank} wrote {len(crcs)} ranges, but {position} were planned: the ranks run"
+                    f"{self._action}: rank {rank} wrote {len(crcs)} ranges, but {position} were planned: the ranks run"
                     " different versions of torch-booster, install the same one on all"
                 )
-        return found
+        return checksums
 
-    def _complete_head(self, one: PlannedComponent, directory: Path, crcs: Mapping[WriteRange, int]) -> None:
-        head = one.completed_head(crcs)
+    def _complete_head(self, planned_part: PlannedPart, directory: Path, crcs: Mapping[WriteRange, int]) -> None:
+        head = planned_part.completed_head(crcs)
         if head is None:
             return
-        with self._storage.open_for_writing(one.path_of(directory, 0)) as file:
+        with self._storage.open_for_writing(planned_part.path_of(directory, 0)) as file:
             self._storage.write_at(file, head, 0)
             self._storage.sync(file)
 
-    def _write_documents(self, directory: Path, documents: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
+    def _write_documents(self, directory: Path, documents: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
         for name in self._request.documents:
             self._storage.write_file(directory / name, documents[name])
         records = {
             name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(documents.items())
         }
-        manifest = Manifest(kind="training_state", files={}, documents=records, facts=dict(facts))
+        manifest = Manifest(kind="training_state", files={}, documents=records, metadata=dict(metadata))
         self._storage.write_file(directory / str(self._request.manifest_name), manifest.encode())
 
     def _is_stale(self, name: str) -> bool:
         folder, _, base = name.rpartition("/")
-        of_component = any(one.component.folder == folder and one.component.names.owns(base) for one in self._planned)
+        of_component = any(
+            planned_part.part.folder == folder and planned_part.part.names.may_have_written(base)
+            for planned_part in self._planned
+        )
         return of_component or (self._request.is_stale is not None and self._request.is_stale(name))

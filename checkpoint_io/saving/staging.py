@@ -41,7 +41,7 @@ class StagingBuffers:
             self._changed.wait_for(lambda: bool(self._idle))
             buffer = self._idle.pop()
         try:
-            yield buffer.ready(self.num_bytes, is_pinned)
+            yield buffer.allocate(self.num_bytes, is_pinned)
         finally:
             with self._changed:
                 self._idle.append(buffer)
@@ -53,7 +53,7 @@ class _Buffer:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False  # as requested: not every accelerator supports pinned memory
 
-    def ready(self, num_bytes: int, is_pinned: bool) -> torch.Tensor:
+    def allocate(self, num_bytes: int, is_pinned: bool) -> torch.Tensor:
         if self._memory is None or (is_pinned and not self._is_pinned):
             self._memory = None  # free the old memory before allocating the new one
             self._memory = host_memory(num_bytes, is_pinned=True) if is_pinned else _huge_pages(num_bytes)
@@ -83,9 +83,9 @@ def _huge_pages(num_bytes: int) -> torch.Tensor:
     if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # unsupported by the system: small pages work too
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    offset = -whole.data_ptr() % _HUGE_PAGE_BYTES
-    return whole[offset : offset + num_bytes]
+    full = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -full.data_ptr() % _HUGE_PAGE_BYTES
+    return full[offset : offset + num_bytes]
 
 
 # Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; the

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import torch
 
-from booster.checkpoint_io.layout import RANDOM_STATE, Kind
+from booster.checkpoint_io.layout import RANDOM_STATE, FileKind
 from booster.checkpoint_io.loading.loader import Loader
 from booster.checkpoint_io.loading.range_reader import read_slices
-from booster.checkpoint_io.loading.reader import Checkpoint
-from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.loading.reader import StoredCheckpoint
+from booster.checkpoint_io.saving.component import CheckpointPart
 from booster.interface import TensorSlice
 
-__all__ = ["RandomState", "RandomStateLoad", "rank_component", "whole_tensor"]
+__all__ = ["RandomState", "RandomStateLoad", "per_rank_part", "read_full_tensor"]
 
 
 class RandomState(Protocol):
@@ -38,12 +38,12 @@ class RandomState(Protocol):
         ...
 
 
-def rank_component(
-    kind: Kind, tensors: Mapping[str, torch.Tensor], rank: int, *, folder: str, max_shard_bytes: int
-) -> Component:
+def per_rank_part(
+    kind: FileKind, tensors: Mapping[str, torch.Tensor], rank: int, *, folder: str, max_shard_bytes: int
+) -> CheckpointPart:
     """Build a checkpoint part of this rank's tensors, named `rank<r>.<name>`; each rank writes its own."""
     slices = [TensorSlice.whole(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
-    return Component(
+    return CheckpointPart(
         kind=kind,
         names=kind.names(is_safetensors=True),
         slices=slices,
@@ -77,26 +77,28 @@ class RandomStateLoad:
         """
         stored = self._loader.open(self._directory, RANDOM_STATE)
         self._loader.verify(stored)
-        self._state = self._loader.ranks.agree(lambda: self._read(stored), self._doing)
+        self._state = self._loader.ranks.run_on_all_ranks(lambda: self._read(stored), self._action)
 
     def fill(self) -> None:
         """Restore the generators. Collective."""
-        self._loader.ranks.agree(lambda: self._random_state.restore(self._state), self._doing)
+        self._loader.ranks.run_on_all_ranks(lambda: self._random_state.restore(self._state), self._action)
 
-    def _read(self, stored: Checkpoint) -> Mapping[str, torch.Tensor]:
+    def _read(self, stored: StoredCheckpoint) -> Mapping[str, torch.Tensor]:
         rank = self._loader.ranks.rank
         prefix = f"rank{rank % self._num_stored}."
         names = [name for name in stored.specs if name.startswith(prefix)]
-        state: Mapping[str, torch.Tensor] = {name.removeprefix(prefix): whole_tensor(stored, name) for name in names}
+        state: Mapping[str, torch.Tensor] = {
+            name.removeprefix(prefix): read_full_tensor(stored, name) for name in names
+        }
         self._random_state.check(state)
         return state if rank < self._num_stored else self._random_state.derive(state, rank)
 
     @property
-    def _doing(self) -> str:
+    def _action(self) -> str:
         return f"loading the random state from {self._directory}"
 
 
-def whole_tensor(stored: Checkpoint, name: str) -> torch.Tensor:
+def read_full_tensor(stored: StoredCheckpoint, name: str) -> torch.Tensor:
     """Read a full stored tensor."""
     spec = stored.specs[name]
     tensor = torch.empty(spec.shape, dtype=spec.dtype)

@@ -6,22 +6,29 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from booster.checkpoint_io.commit import Transaction, listing, remove_checkpoint, resolve
+from booster.checkpoint_io.commit import Transaction, list_directory, remove_checkpoint, resolve
 from booster.checkpoint_io.files.manifest import Manifest
 from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError, ConfigError
 from booster.logger import get_dist_logger
 
-__all__ = ["LATEST", "TRAINING_STATE", "TRAINING_STATE_MANIFEST", "StepFolders", "WholeStep", "read_training_manifest"]
+__all__ = [
+    "LATEST",
+    "TRAINING_STATE",
+    "TRAINING_STATE_MANIFEST",
+    "CommittedStep",
+    "StepDirectories",
+    "read_training_manifest",
+]
 
 TRAINING_STATE = "training_state.json"
 TRAINING_STATE_MANIFEST = "training_state.manifest.json"
 LATEST = "latest"
-_MAX_LOOKS = 20
+_MAX_ATTEMPTS = 20
 _STEP = re.compile(r"step-(\d{8,})")
 
-# Note [Sequence]
+# Note [Checkpoint sequence numbers]
 # Every training state has a sequence number: one more than the highest in its directory at the time of the save. The
 # latest state is the one with the highest sequence number, not the highest step: a run that went back to step 100 and
 # saved step 110 resumes from there, even if step 200 of the previous run still exists. The file `latest` records the
@@ -30,14 +37,14 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeStep:
+class CommittedStep:
     """Committed training state: directory and sequence number of the save."""
 
     path: Path
     sequence: int
 
 
-class StepFolders:
+class StepDirectories:
     """Training states in one directory: `step-00001200` and so on, and the directory itself if it is one.
 
     Args:
@@ -54,11 +61,11 @@ class StepFolders:
         """Return whether this is the name of a step directory."""
         return _STEP.fullmatch(name) is not None
 
-    def path_of(self, step: int) -> Path:
+    def step_path(self, step: int) -> Path:
         """Return the directory of a step."""
         return self._root / f"step-{step:08d}"
 
-    def check_latest(self) -> None:
+    def check_latest_writable(self) -> None:
         """Check that `latest` can be written.
 
         Raises:
@@ -70,23 +77,23 @@ class StepFolders:
                 " away, or save to another directory"
             )
 
-    def steps(self) -> list[WholeStep]:
+    def steps(self) -> list[CommittedStep]:
         """Return the committed steps, oldest first.
 
         Raises:
             CheckpointError: A manifest is damaged, so its position in the order is unknown.
         """
-        return self._whole([self._root / name for name in self._names() if _STEP.fullmatch(name)])
+        return self._committed([self._root / name for name in self._names() if _STEP.fullmatch(name)])
 
-    def latest(self) -> WholeStep | None:
+    def latest(self) -> CommittedStep | None:
         """Return the last saved training state, a step or the directory itself, or None if there is none.
 
         Raises:
             CheckpointError: A manifest is damaged, so it is unknown whether it is the latest.
         """
-        for _ in range(_MAX_LOOKS):
+        for _ in range(_MAX_ATTEMPTS):
             names = self._names()
-            found = self._whole([self._root]) + self.steps()
+            found = self._committed([self._root]) + self.steps()
             if found:
                 return max(found, key=lambda step: step.sequence)
             if names == self._names():
@@ -96,9 +103,9 @@ class StepFolders:
     def next_sequence(self) -> int:
         """Return the sequence number for the next save; damaged steps are ignored."""
         folders = [self._root, *(self._root / name for name in self._names() if _STEP.fullmatch(name))]
-        return 1 + max((step.sequence for step in self._whole(folders, skips_damaged=True)), default=0)
+        return 1 + max((step.sequence for step in self._committed(folders, skip_damaged=True)), default=0)
 
-    def point_latest(self, name: str) -> None:
+    def update_latest(self, name: str) -> None:
         """Update `latest` atomically to name a step."""
         storage, path = self._storage, self._root / LATEST
         if storage.kind(path) == "link":  # other programs make it a symbolic link
@@ -110,26 +117,26 @@ class StepFolders:
         finally:
             transaction.abort()
 
-    def rotate(self, keep_last: int) -> None:
+    def remove_old(self, keep_last: int) -> None:
         """Remove committed steps, oldest first, until `keep_last` are left; other directory entries are kept."""
         folders = [self._root / name for name in self._names() if _STEP.fullmatch(name)]
-        for step in self._whole(folders, skips_damaged=True)[:-keep_last]:
+        for step in self._committed(folders, skip_damaged=True)[:-keep_last]:
             remove_checkpoint(self._storage, step.path)
 
     def _names(self) -> list[str]:
         return self._storage.names(self._root) if self._storage.kind(self._root) in ("directory", "link") else []
 
-    def _whole(self, folders: list[Path], *, skips_damaged: bool = False) -> list[WholeStep]:
+    def _committed(self, folders: list[Path], *, skip_damaged: bool = False) -> list[CommittedStep]:
         found = []
         for folder in folders:
             try:
                 manifest = read_training_manifest(self._storage, folder)
                 if manifest is not None:
-                    found.append(WholeStep(path=folder, sequence=_sequence_of(manifest, folder)))
+                    found.append(CommittedStep(path=folder, sequence=_sequence_of(manifest, folder)))
             except (CheckpointError, FileNotFoundError) as error:
                 if self._storage.kind(folder) is None:
                     continue  # removed meanwhile by a background save
-                if not skips_damaged:
+                if not skip_damaged:
                     raise
                 get_dist_logger().warning(f"{folder} is left alone: {error}", ranks=[0])
         # By name if sequence numbers are equal, as after a manual copy.
@@ -142,7 +149,7 @@ def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None
     Raises:
         CheckpointError: The manifest is damaged, or the training state is missing or has another size.
     """
-    if storage.kind(directory) not in ("directory", "link") or TRAINING_STATE_MANIFEST not in listing(
+    if storage.kind(directory) not in ("directory", "link") or TRAINING_STATE_MANIFEST not in list_directory(
         storage, directory
     ):
         return None
@@ -162,7 +169,7 @@ def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None
 
 
 def _sequence_of(manifest: Manifest, folder: Path) -> int:
-    sequence = manifest.facts.get("sequence")
+    sequence = manifest.metadata.get("sequence")
     if type(sequence) is not int:
         raise CheckpointError(f"{folder / TRAINING_STATE_MANIFEST} has no sequence number: take another copy of it")
     return sequence

@@ -29,11 +29,11 @@ class PerRank:
     values: list[dict[str, Any]]
     of_rank: list[int]
 
-    def of(self, rank: int) -> dict[str, Any]:
+    def for_rank(self, rank: int) -> dict[str, Any]:
         """Return a rank's values; with more ranks than stored, stored ranks repeat cyclically."""
         return self.values[self.of_rank[rank % len(self.of_rank)]]
 
-    def everyone(self, kind: str, name: str) -> list[Any]:
+    def all_ranks(self, kind: str, name: str) -> list[Any]:
         """Return all stored ranks' values of a kind and name."""
         return [self.values[index][kind][name] for index in self.of_rank]
 
@@ -71,11 +71,11 @@ class TrainingDocument:
             CheckpointError: A value is not plain (the message names it), or the text exceeds the size limit of readers.
         """
         per_rank = {"values": self.per_rank.values, "of_rank": self.per_rank.of_rank}
-        content = {part.name: getattr(self, part.name) for part in fields(self)} | {"per_rank": per_rank}
+        content = {each.name: getattr(self, each.name) for each in fields(self)} | {"per_rank": per_rank}
         if not self.reduced:
             del content["reduced"]
-        forms = {name: json_values.encode(value, name) for name, value in content.items()}
-        raw = json_bytes({"format": FORMATS[bool(self.reduced)], **forms})
+        encoded = {name: json_values.encode(value, name) for name, value in content.items()}
+        raw = json_bytes({"format": FORMATS[bool(self.reduced)], **encoded})
         if len(raw) > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"extra, the LR schedulers and the loaders take {len(raw)} bytes as JSON, but at most {MAX_JSON_BYTES}"
@@ -84,39 +84,41 @@ class TrainingDocument:
         return raw
 
     @classmethod
-    def parse(cls, raw: bytes, where: str) -> TrainingDocument:
+    def parse(cls, raw: bytes, source_name: str) -> TrainingDocument:
         """Parse the output of `encode`.
 
         Raises:
             CheckpointError: Malformed or of an unsupported version.
         """
-        content = json_values.loads(raw, where)
+        content = json_values.loads(raw, source_name)
         if isinstance(content, dict) and content.get("format") == FORMATS[0]:
             content["reduced"] = []
-        problem = _problem(content)
+        problem = _find_problem(content)
         if problem is not None:
-            raise CheckpointError(f"{where} is not a training state: {problem}. Take another copy of the checkpoint")
+            raise CheckpointError(
+                f"{source_name} is not a training state: {problem}. Take another copy of the checkpoint"
+            )
         per_rank = PerRank(**content["per_rank"])
         return cls(**{part.name: content[part.name] for part in fields(cls)} | {"per_rank": per_rank})
 
-    def lacks(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
+    def missing_parts(self, requested: Mapping[str, Sequence[str]]) -> list[str]:
         """Describe the requested parts that are missing.
 
         Args:
-            wanted: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
+            requested: Names by kind: "models", "optimizers", "lr_schedulers", "dataloaders".
         """
         return [
-            f"{_described(kind, name)} (it holds {_listed(list(getattr(self, kind)))})"
-            for kind, names in wanted.items()
+            f"{_format_part(kind, name)} (it holds {_format_names(list(getattr(self, kind)))})"
+            for kind, names in requested.items()
             for name in names
             if name not in getattr(self, kind)
         ]
 
-    def beyond(self, wanted: Mapping[str, Sequence[str]]) -> list[str]:
-        """Describe the stored parts that are not requested; see `lacks`."""
+    def unrequested_parts(self, requested: Mapping[str, Sequence[str]]) -> list[str]:
+        """Describe the stored parts that are not requested; see `missing_parts`."""
         return [
-            f"{'a' if kind in ('models', 'dataloaders') else 'an'} {_described(kind, name)}"
-            for kind, names in wanted.items()
+            f"{'a' if kind in ('models', 'dataloaders') else 'an'} {_format_part(kind, name)}"
+            for kind, names in requested.items()
             for name in getattr(self, kind)
             if name not in names
         ]
@@ -125,26 +127,26 @@ class TrainingDocument:
 _KINDS = {"models": "model", "optimizers": "optimizer", "lr_schedulers": "LR scheduler", "dataloaders": "dataloader"}
 
 
-def _described(kind: str, name: str) -> str:
+def _format_part(kind: str, name: str) -> str:
     return f"{_KINDS[kind]}{f' {name!r}' if name else ''}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     if not names:
         return "none"
     return ", ".join("one without a name" if not name else repr(name) for name in names)
 
 
-def _problem(content: Any) -> str | None:
+def _find_problem(content: Any) -> str | None:
     if not isinstance(content, dict):
         return "it is not a JSON object"
     if type(content.get("format")) is not int or content["format"] not in FORMATS:
         return (
             f"its format is {str(content.get('format'))[:40]}, but this version reads {' and '.join(map(str, FORMATS))}"
         )
-    lost = [part.name for part in fields(TrainingDocument) if part.name not in content]
-    if lost:
-        return f"{', '.join(lost)} missing"
+    missing = [part.name for part in fields(TrainingDocument) if part.name not in content]
+    if missing:
+        return f"{', '.join(missing)} missing"
     lists = ("models", "optimizers", "gradients", "reduced", "dataloaders")
     if not all(_is_list_of(content[key], str) for key in lists):
         return "its lists of names are malformed"
@@ -160,11 +162,11 @@ def _is_per_rank(value: Any, dataloaders: Sequence[str], gradients: Sequence[str
     if not _is_list_of(value["values"], dict) or not _is_list_of(value["of_rank"], int) or not value["of_rank"]:
         return False
     return all(0 <= index < len(value["values"]) for index in value["of_rank"]) and all(
-        isinstance(one.get("dataloaders"), dict)
-        and isinstance(one.get("gradients"), dict)
-        and one["dataloaders"].keys() >= set(dataloaders)
-        and one["gradients"].keys() >= set(gradients)
-        for one in value["values"]
+        isinstance(rank_values.get("dataloaders"), dict)
+        and isinstance(rank_values.get("gradients"), dict)
+        and rank_values["dataloaders"].keys() >= set(dataloaders)
+        and rank_values["gradients"].keys() >= set(gradients)
+        for rank_values in value["values"]
     )
 
 

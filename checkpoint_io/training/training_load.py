@@ -13,15 +13,15 @@ from booster.checkpoint_io.files.manifest import Manifest
 from booster.checkpoint_io.files.strict_json import MAX_JSON_BYTES
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE
 from booster.checkpoint_io.loading.loader import Load, Loader, ModelLoad, OptimizerLoad
-from booster.checkpoint_io.ranks import Ranks
+from booster.checkpoint_io.ranks import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training.lr_scheduler_state import scheduler_state
 from booster.checkpoint_io.training.rank_tensors import RandomStateLoad
-from booster.checkpoint_io.training.rotation import LATEST, TRAINING_STATE, StepFolders, read_training_manifest
+from booster.checkpoint_io.training.rotation import LATEST, TRAINING_STATE, StepDirectories, read_training_manifest
 from booster.checkpoint_io.training.training_document import TrainingDocument
 from booster.checkpoint_io.training.training_parts import TrainingParts
 from booster.checkpoint_io.training.waiting_gradients import GradientsLoad
-from booster.comm import agree
+from booster.comm import check_same_across_ranks
 from booster.errors import CheckpointError
 from booster.logger import get_dist_logger
 
@@ -31,24 +31,31 @@ _MAX_NAMES = 5  # per message
 
 
 def load_training_state(
-    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, *, strict: bool, verify: str, missing_ok: bool
+    ranks: CheckpointGroup,
+    storage: Storage,
+    path: Path,
+    parts: TrainingParts,
+    *,
+    strict: bool,
+    verify: str,
+    missing_ok: bool,
 ) -> Any:
     """Fill the parts and return `extra`; see `TrainingStateIO.load`. Collective."""
-    doing = f"loading the training state from {path}"
-    agree("what they load", [doing, f"missing_ok={missing_ok}"], ranks.group)
-    found = _find(ranks, storage, path, parts, doing, missing_ok=missing_ok)
+    action = f"loading the training state from {path}"
+    check_same_across_ranks("what they load", [action, f"missing_ok={missing_ok}"], ranks.group)
+    found = _find(ranks, storage, path, parts, action, missing_ok=missing_ok)
     if found is None:
         return None
     directory, document = found
     with Loader(ranks, storage, verify) as loader:
-        states = ranks.agree(lambda: _scheduler_states(document, parts, directory), doing)
+        states = ranks.run_on_all_ranks(lambda: _scheduler_states(document, parts, directory), action)
         loads = list(_loads(loader, directory, document, parts, strict=strict))
         random_state = RandomStateLoad(loader, directory, len(document.per_rank.of_rank), parts.random_state)
         for load in (*loads, random_state):
             load.check()
-        _say_what_is_left(ranks, document, parts, directory)
+        _warn_unrequested(ranks, document, parts, directory)
         # First of all changes, because a dataloader can reject a position only when it is set.
-        ranks.agree(lambda: _fill_dataloaders(document, parts, ranks.rank), doing)
+        ranks.run_on_all_ranks(lambda: _fill_dataloaders(document, parts, ranks.rank), action)
         for load in loads:
             load.fill()
 
@@ -59,18 +66,20 @@ def load_training_state(
             for name, lr_scheduler in parts.lr_schedulers.items():
                 lr_scheduler.load_state_dict(states[name])
 
-        ranks.agree(finish, doing)
+        ranks.run_on_all_ranks(finish, action)
         random_state.fill()  # last: no random numbers are drawn after it
     return document.extra
 
 
-def _say_what_is_left(ranks: Ranks, document: TrainingDocument, parts: TrainingParts, directory: Path) -> None:
-    left = document.beyond(parts.names())
+def _warn_unrequested(
+    ranks: CheckpointGroup, document: TrainingDocument, parts: TrainingParts, directory: Path
+) -> None:
+    left = document.unrequested_parts(parts.names())
     if left and ranks.rank == 0:
         get_dist_logger().warning(f"{directory} also holds {', '.join(left)}: not asked for, so not loaded")
 
 
-def _say_what_is_there(storage: Storage, root: Path) -> None:
+def _warn_no_training_state(storage: Storage, root: Path) -> None:
     """Warn that a run starts from scratch although the directory is not empty: the path may be wrong. Rank 0 only."""
     names = sorted(storage.names(root)) if storage.kind(root) is not None else []
     if names:
@@ -81,12 +90,12 @@ def _say_what_is_there(storage: Storage, root: Path) -> None:
         )
 
 
-def _seen_from(path: Path) -> str:
+def _relative_to(path: Path) -> str:
     return "" if path.is_absolute() else f", seen from {Path.cwd()}"
 
 
 def _find(
-    ranks: Ranks, storage: Storage, path: Path, parts: TrainingParts, doing: str, *, missing_ok: bool
+    ranks: CheckpointGroup, storage: Storage, path: Path, parts: TrainingParts, action: str, *, missing_ok: bool
 ) -> tuple[Path, TrainingDocument] | None:
     """Return directory and document as found by rank 0, or None if there is no training state. Collective."""
 
@@ -98,11 +107,11 @@ def _find(
         if found is not None:
             return json.dumps({"directory": str(found[0]), "document": found[1].decode("utf-8")}).encode()
         if missing_ok and storage.kind(root) != "file":
-            _say_what_is_there(storage, root)
+            _warn_no_training_state(storage, root)
             return b"null"
         if storage.kind(root) is None:
             raise CheckpointError(
-                f"{root} does not exist{_seen_from(root)}, so it holds no training state: give a directory that"
+                f"{root} does not exist{_relative_to(root)}, so it holds no training state: give a directory that"
                 " booster.save() wrote, or pass missing_ok=True to start without one"
             )
         raise CheckpointError(
@@ -111,7 +120,7 @@ def _find(
             " without one"
         )
 
-    payloads, of_rank = ranks.gather(ranks.agree(find, doing))
+    payloads, of_rank = ranks.all_gather_distinct(ranks.run_on_all_ranks(find, action))
 
     def parse() -> tuple[Path, TrainingDocument] | None:
         found = json.loads(payloads[of_rank[0]])
@@ -119,7 +128,7 @@ def _find(
             return None
         directory = Path(found["directory"])
         document = TrainingDocument.parse(found["document"].encode(), str(directory / TRAINING_STATE))
-        lost = document.lacks(parts.names())
+        lost = document.missing_parts(parts.names())
         if lost:
             lines = "".join(f"\n  - {line}" for line in lost)
             raise CheckpointError(
@@ -128,37 +137,42 @@ def _find(
             )
         return directory, document
 
-    return ranks.agree(parse, doing)
+    return ranks.run_on_all_ranks(parse, action)
 
 
 def _root(storage: Storage, path: Path) -> Path:
     """Return the parent of a `latest` path that is not a directory, else the path itself. Rank 0 only.
 
-    The pointer file is not read, see Note [Sequence], and may be missing although there are steps.
+    The pointer file is not read, see Note [Checkpoint sequence numbers], and may be missing although there are steps.
     """
     return path.parent if path.name == LATEST and storage.kind(path) in (None, "file") else path
 
 
 def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Path, bytes] | None:
     """Return directory and document of the latest state, or None if there is none. Rank 0 only."""
-    latest = StepFolders(storage, root).latest()
+    latest = StepDirectories(storage, root).latest()
     if latest is None:
         return None
     manifest = read_training_manifest(storage, latest.path)
     if manifest is None:
         raise CheckpointError(f"{latest.path} was removed while it was being loaded: load again")
     _check_documents(storage, latest.path, manifest, parts)
-    place = resolve(storage, latest.path, TRAINING_STATE)
-    return latest.path, storage.read_file(place, max_bytes=MAX_JSON_BYTES, inside=latest.path)
+    document_path = resolve(storage, latest.path, TRAINING_STATE)
+    return latest.path, storage.read_file(document_path, max_bytes=MAX_JSON_BYTES, inside=latest.path)
 
 
 def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:
     """Check that the documents of the requested parts are those that were saved with the training state."""
-    asked = [(MODEL, parts.models), (OPTIMIZER, parts.optimizers), (GRADIENTS, parts.optimizers), (RANDOM_STATE, {""})]
+    requested = [
+        (MODEL, parts.models),
+        (OPTIMIZER, parts.optimizers),
+        (GRADIENTS, parts.optimizers),
+        (RANDOM_STATE, {""}),
+    ]
     for name, record in manifest.documents.items():
         folder, _, base = name.rpartition("/")
-        is_asked = any(folder in folders and kind.names_of(base) is not None for kind, folders in asked)
-        if name != TRAINING_STATE and not is_asked:
+        is_requested = any(folder in folders and kind.names_of(base) is not None for kind, folders in requested)
+        if name != TRAINING_STATE and not is_requested:
             continue
         raw = storage.read_file(resolve(storage, directory, name), max_bytes=MAX_JSON_BYTES, inside=directory)
         if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
@@ -177,20 +191,20 @@ def _loads(
         yield OptimizerLoad(loader, optimizer, directory / name)
     for name, optimizer in parts.optimizers.items():
         if name in document.gradients:
-            counts = document.per_rank.everyone("gradients", name)
+            counts = document.per_rank.all_ranks("gradients", name)
             yield GradientsLoad(loader, optimizer, directory / name, counts)
 
 
 def _scheduler_states(document: TrainingDocument, parts: TrainingParts, directory: Path) -> dict[str, dict[str, Any]]:
-    place = directory / TRAINING_STATE
+    document_path = directory / TRAINING_STATE
     return {
-        name: scheduler_state(document.lr_schedulers[name], lr_scheduler, place)
+        name: scheduler_state(document.lr_schedulers[name], lr_scheduler, document_path)
         for name, lr_scheduler in parts.lr_schedulers.items()
     }
 
 
 def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: int) -> None:
-    positions = document.per_rank.of(rank).get("dataloaders", {})
+    positions = document.per_rank.for_rank(rank).get("dataloaders", {})
     before = {name: loader.state_dict() for name, loader in parts.dataloaders.items()}
     try:
         for name, loader in parts.dataloaders.items():

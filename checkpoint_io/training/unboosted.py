@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, PendingGradients, TensorSlice
+from booster.interface import AccumulatedGradients, ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice
 
 __all__ = ["as_model_wrapper", "as_optimizer_wrapper"]
 
@@ -43,7 +43,7 @@ class _PlainModel(ModelWrapper):
     """Plain module: replicated on every rank, with values that may differ between ranks."""
 
     def tensor_slices(self) -> list[TensorSlice]:
-        return [replace(part, shared=False) for part in super().tensor_slices()]
+        return [replace(tensor_slice, shared=False) for tensor_slice in super().tensor_slices()]
 
 
 def as_optimizer_wrapper(optimizer: OptimizerWrapper | Optimizer, *, is_primary: bool) -> OptimizerWrapper:
@@ -75,15 +75,15 @@ class _PlainOptimizer(OptimizerWrapper):
     def checkpoint_state(self) -> OptimizerState:
         return _PlainState(self)
 
-    def pending_gradients(self) -> PendingGradients:
-        return _NobodysGradients(self)
+    def pending_gradients(self) -> AccumulatedGradients:
+        return _UnmanagedGradients(self)
 
 
-class _NobodysGradients(PendingGradients):
+class _UnmanagedGradients(AccumulatedGradients):
     """Gradients of a plain optimizer. Without `booster.backward` their accumulation is unknown: they are left alone."""
 
     @property
-    def is_waiting(self) -> bool:
+    def has_gradients(self) -> bool:
         return False
 
     def clear(self) -> None:
@@ -93,7 +93,7 @@ class _NobodysGradients(PendingGradients):
 class _PlainState(OptimizerState):
     def slices(self) -> list[TensorSlice]:
         # Plain optimizers are not synchronized between ranks: only the primary rank's state is written.
-        return [replace(part, shared=False) for part in super().slices()]
+        return [replace(tensor_slice, shared=False) for tensor_slice in super().slices()]
 
 
 class _NamedParameters(ModelWrapper):

@@ -12,24 +12,31 @@ import torch
 from booster.checkpoint_io.layout import GRADIENTS
 from booster.checkpoint_io.loading.loader import Loader
 from booster.checkpoint_io.loading.range_reader import read_slices
-from booster.checkpoint_io.loading.reader import Checkpoint
-from booster.checkpoint_io.saving.component import Component
+from booster.checkpoint_io.loading.reader import StoredCheckpoint
+from booster.checkpoint_io.saving.component import CheckpointPart
 from booster.errors import CheckpointError
-from booster.interface import OptimizerWrapper, PendingGradients, ReducedGradients, TensorSlice, WindowCounts, layout_of
+from booster.interface import (
+    AccumulatedGradients,
+    AccumulationCounters,
+    OptimizerWrapper,
+    ReducedShards,
+    TensorSlice,
+    shard_spec_of,
+)
 
-__all__ = ["GradientsLoad", "gradients_component"]
+__all__ = ["GradientsLoad", "gradients_part"]
 
-# Note [Names of stored gradients]
+# Note [Stored gradient names]
 # `rank<r>.<parameter>` is the local gradient of data rank r. `reduced<r>.<parameter>` is the gradient already reduced
 # over a sharding group, whose first rank is r. For their use in the step, and for loads with another number of ranks,
-# see Note [Gradients of other ranks].
+# see Note [Accumulated gradients].
 # If several pipeline stages use a parameter, each has a partial gradient, and `rank<r>share<s>.<parameter>` is that of
 # the s-th stage after the first. They are not summed for the save, because rounding would change. A load with the same
 # number of stages assigns them one to one; with fewer stages, each stage sums some of them.
 _NAME = re.compile(r"(rank|reduced)(\d+)(?:share(\d{1,6}))?\.(.+)", re.DOTALL)
 
 
-def gradients_component(pending: PendingGradients, *, folder: str, max_shard_bytes: int) -> Component:
+def gradients_part(pending: AccumulatedGradients, *, folder: str, max_shard_bytes: int) -> CheckpointPart:
     """Build the checkpoint part of this rank's accumulated gradients of an optimizer.
 
     Raises:
@@ -37,31 +44,34 @@ def gradients_component(pending: PendingGradients, *, folder: str, max_shard_byt
         CheckpointError: A gradient is sparse.
     """
     pending.check()
-    own = [replace(part, name=_own_name(pending, part.name)) for part in pending.slices()]
-    sums = [replace(part, name=f"reduced{pending.first_rank}.{part.name}") for part in pending.reduced()]
-    return Component(
+    local = [replace(tensor_slice, name=_local_name(pending, tensor_slice.name)) for tensor_slice in pending.slices()]
+    reduced = [
+        replace(tensor_slice, name=f"reduced{pending.first_rank}.{tensor_slice.name}")
+        for tensor_slice in pending.reduced()
+    ]
+    return CheckpointPart(
         kind=GRADIENTS,
         names=GRADIENTS.names(is_safetensors=True),
-        slices=[*own, *sums],
+        slices=[*local, *reduced],
         max_shard_bytes=max_shard_bytes,
         is_sharded=True,
         folder=folder,
     )
 
 
-def _own_name(pending: PendingGradients, name: str) -> str:
-    share = pending.share_of(name)
+def _local_name(pending: AccumulatedGradients, name: str) -> str:
+    share = pending.summand_index(name)
     return f"rank{pending.data_rank}{f'share{share}' if share else ''}.{name}"
 
 
 class GradientsLoad:
-    """Load of accumulated gradients; see Note [Gradients of other ranks].
+    """Load of accumulated gradients; see Note [Accumulated gradients].
 
     Args:
         loader: Loader that opens the files.
         optimizer: Boosted optimizer, whose state is loaded before.
         directory: Directory of the gradients.
-        counts: Accumulation counters of every stored rank, as returned by `WindowCounts.to_plain`.
+        counts: Accumulation counters of every stored rank, as returned by `AccumulationCounters.to_plain`.
     """
 
     def __init__(self, loader: Loader, optimizer: OptimizerWrapper, directory: Path, counts: Sequence[object]) -> None:
@@ -77,7 +87,7 @@ class GradientsLoad:
             CheckpointError: Gradients of other parameters or shapes, or damaged files.
         """
         self._stored = stored = self._loader.open(self._directory, GRADIENTS)
-        self._loader.ranks.agree(self._compare, self._doing)
+        self._loader.ranks.run_on_all_ranks(self._compare, self._action)
         self._first_ranks = self._loader.names_of_all_ranks({self._first_rank})
         self._loader.verify(stored)
 
@@ -85,18 +95,18 @@ class GradientsLoad:
         """Replace this rank's gradients. Collective."""
 
         def fill() -> None:
-            reduced = ReducedGradients(names=list(self._sums), read=self._read_sum)
-            self._pending.fill(self._own_gradients(), self._own_counts(), reduced)
+            reduced = ReducedShards(names=list(self._reduced_names), read=self._read_reduced)
+            self._pending.fill(self._local_gradients(), self._local_counts(), reduced)
 
-        self._loader.ranks.agree(fill, self._doing)
+        self._loader.ranks.run_on_all_ranks(fill, self._action)
 
     def _compare(self) -> None:
-        self._pending: PendingGradients = self._optimizer.pending_gradients()
-        self._counts = _of_data_ranks([WindowCounts.from_plain(plain) for plain in self._plain_counts])
+        self._pending: AccumulatedGradients = self._optimizer.pending_gradients()
+        self._counts = _by_data_rank([AccumulationCounters.from_plain(plain) for plain in self._plain_counts])
         parameters = self._pending.logical_parameters()
         self._parameters = self._pending.parameters()
-        self._owns: dict[str, list[str]] = {}  # names of the stored tensors, by parameter
-        self._sums: dict[str, dict[str, str]] = {}  # likewise, by parameter and first rank
+        self._local_names: dict[str, list[str]] = {}  # names of the stored tensors, by parameter
+        self._reduced_names: dict[str, dict[str, str]] = {}  # likewise, by parameter and first rank
         for full_name, spec in self._stored.specs.items():
             match = _NAME.fullmatch(full_name)
             if match is None:
@@ -105,7 +115,7 @@ class GradientsLoad:
                     " take another copy of the checkpoint"
                 )
             kind, rank, share, name = match.groups()
-            if name not in parameters or layout_of(parameters[name]).logical_shape != spec.shape:
+            if name not in parameters or shard_spec_of(parameters[name]).logical_shape != spec.shape:
                 raise CheckpointError(
                     f"{self._directory} holds a gradient of {name!r} with shape {spec.shape}, but this optimizer has no"
                     " such parameter, so nothing was loaded: build it over the model that was saved"
@@ -113,57 +123,57 @@ class GradientsLoad:
             if name not in self._parameters:
                 continue
             if kind == "reduced":
-                self._sums.setdefault(name, {})[rank] = full_name
-            elif int(share or 0) % self._pending.num_shares(name) != self._pending.share_of(name):
+                self._reduced_names.setdefault(name, {})[rank] = full_name
+            elif int(share or 0) % self._pending.num_summands(name) != self._pending.summand_index(name):
                 continue
             elif not self._is_same_world or rank == str(self._pending.data_rank):
-                self._owns.setdefault(name, []).append(full_name)
+                self._local_names.setdefault(name, []).append(full_name)
 
     @property
     def _is_same_world(self) -> bool:
         return len(self._counts) == self._pending.num_data_ranks
 
-    def _own_counts(self) -> WindowCounts:
-        return WindowCounts.of_rank(self._counts, self._pending.data_rank, self._pending.num_data_ranks)
+    def _local_counts(self) -> AccumulationCounters:
+        return AccumulationCounters.for_rank(self._counts, self._pending.data_rank, self._pending.num_data_ranks)
 
-    def _own_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, stored_names in self._owns.items():
-            parts = (self._own_part(name, stored_name) for stored_name in stored_names)
-            yield name, self._sum(parts) if self._is_same_world else self._mean(parts)
+    def _local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, stored_names in self._local_names.items():
+            gradients = (self._read_local(name, stored_name) for stored_name in stored_names)
+            yield name, self._sum(gradients) if self._is_same_world else self._mean(gradients)
 
-    def _own_part(self, name: str, stored_name: str) -> torch.Tensor:
+    def _read_local(self, name: str, stored_name: str) -> torch.Tensor:
         """Read this rank's shard of a stored gradient, in the shape of the local parameter."""
         parameter = self._parameters[name]
         gradient = torch.zeros(parameter.shape, dtype=self._stored.specs[stored_name].dtype)
-        parts = layout_of(parameter).slices(name, gradient)
-        read_slices(self._stored, [(stored_name, part) for part in parts])
+        slices = shard_spec_of(parameter).slices(name, gradient)
+        read_slices(self._stored, [(stored_name, tensor_slice) for tensor_slice in slices])
         return gradient
 
-    def _sum(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    def _sum(self, gradients: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return a single gradient unchanged, or the fp64 sum of several: scaled fp16 sums could overflow."""
-        total = next(parts)
-        for part in parts:
-            total = total.double() + part
+        total = next(gradients)
+        for tensor_slice in gradients:
+            total = total.double() + tensor_slice
         return total
 
-    def _mean(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    def _mean(self, gradients: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return this rank's share of all stored local gradients; ranks without a gradient count as zero."""
-        return self._sum(parts).double() / (self._pending.num_data_ranks if self._has_items else len(self._counts))
+        return self._sum(gradients).double() / (self._pending.num_data_ranks if self._has_items else len(self._counts))
 
-    def _read_sum(self, part: TensorSlice) -> torch.Tensor:
+    def _read_reduced(self, tensor_slice: TensorSlice) -> torch.Tensor:
         """Return a slice of the reduced gradient of this rank's group; groups without one count as zero."""
-        stored = self._sums[part.name]
+        stored = self._reduced_names[tensor_slice.name]
         if self._is_same_grouping and self._first_rank in stored:
-            return _read_slice(self._stored, stored[self._first_rank], part)
-        total = torch.zeros(part.tensor.numel(), dtype=torch.float64)
+            return _read_slice(self._stored, stored[self._first_rank], tensor_slice)
+        total = torch.zeros(tensor_slice.tensor.numel(), dtype=torch.float64)
         for stored_name in () if self._is_same_grouping else stored.values():
-            total += _read_slice(self._stored, stored_name, part)
+            total += _read_slice(self._stored, stored_name, tensor_slice)
         num_stored, num_ranks = len(self._counts), self._pending.num_data_ranks
         return total * ((1.0 if self._has_items else num_ranks / num_stored) / len(self._first_ranks))
 
     @property
     def _is_same_grouping(self) -> bool:
-        groups = {first_rank for stored in self._sums.values() for first_rank in stored}
+        groups = {first_rank for stored in self._reduced_names.values() for first_rank in stored}
         return self._is_same_world and self._first_ranks == groups
 
     @property
@@ -175,17 +185,20 @@ class GradientsLoad:
         return self._counts[0].num_items is not None
 
     @property
-    def _doing(self) -> str:
+    def _action(self) -> str:
         return f"loading the gradients from {self._directory}"
 
 
-def _of_data_ranks(counts: Sequence[WindowCounts]) -> list[WindowCounts]:
+def _by_data_rank(counts: Sequence[AccumulationCounters]) -> list[AccumulationCounters]:
     """Return the counters by data rank, from those of all ranks."""
-    found = {rank if one.data_rank is None else int(one.data_rank): one for rank, one in enumerate(counts)}
+    found = {
+        rank if rank_counts.data_rank is None else int(rank_counts.data_rank): rank_counts
+        for rank, rank_counts in enumerate(counts)
+    }
     return [found[rank] for rank in sorted(found)]
 
 
-def _read_slice(stored: Checkpoint, name: str, part: TensorSlice) -> torch.Tensor:
-    tensor = torch.empty(part.tensor.numel(), dtype=stored.specs[name].dtype)
-    read_slices(stored, [(name, replace(part, tensor=tensor))])
+def _read_slice(stored: StoredCheckpoint, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+    tensor = torch.empty(tensor_slice.tensor.numel(), dtype=stored.specs[name].dtype)
+    read_slices(stored, [(name, replace(tensor_slice, tensor=tensor))])
     return tensor

@@ -13,19 +13,19 @@ from booster.comm import broadcast
 from booster.device import memory_allocated
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.mixed_precision.fp16_naive import log_on_master
-from booster.plugins.gemini.building import fill_chunk, make_chunk, model_facts, plan_model
+from booster.plugins.gemini.building import describe_params, fill_chunk, make_chunk, plan_model
 from booster.plugins.gemini.chunk import Chunk
 from booster.plugins.gemini.chunk_manager import ChunkManager
 from booster.plugins.gemini.disk_tier import DiskTier
-from booster.plugins.gemini.layout import ParameterFacts
-from booster.plugins.gemini.meeting import Meeting
+from booster.plugins.gemini.layout import ParamInfo
+from booster.plugins.gemini.meeting import OrderNegotiation
 from booster.plugins.gemini.model import GeminiModel
-from booster.plugins.gemini.placement import Homes, Placement
+from booster.plugins.gemini.placement import ChunkLocations, Placement
 from booster.plugins.gemini.search import plan_chunks
 from booster.plugins.gemini.settings import GeminiSettings
 from booster.plugins.gemini.tiers import HostTier, Tier
 
-__all__ = ["Assembly", "place_buffers"]
+__all__ = ["GeminiModelBuilder", "place_buffers"]
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -44,7 +44,7 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
     broadcast([buffer for _, buffer in model.named_buffers()])
 
 
-class Assembly:
+class GeminiModelBuilder:
     """Makes boosted models.
 
     Args:
@@ -67,9 +67,9 @@ class Assembly:
         self._offload_dir = None if offload_dir is None else os.fspath(offload_dir)
         self._pins = pins
         self._tier: Tier | None = None
-        self._homes = Homes(weights=frozenset(), states=frozenset(), kept=frozenset())
+        self._locations = ChunkLocations(weights=frozenset(), states=frozenset(), kept_gathered=frozenset())
 
-    def assemble(
+    def build(
         self, model: nn.Module, trained: Collection[int], *, is_primary: bool, broadcasts_buffers: bool, verbose: bool
     ) -> GeminiModel:
         """Returns the boosted model, whose parameters' values have gone into chunks. Collective.
@@ -82,33 +82,33 @@ class Assembly:
             verbose: Log how the chunks are filled.
         """
         settings = self._settings
-        named, facts, module_of = model_facts(model, trained, settings.dtype)
+        named, facts, module_of = describe_params(model, trained, settings.dtype)
         plan = plan_model(facts, module_of, settings, settings.num_shards)
         if verbose:
             log_on_master(f"GeminiPlugin: {plan.waste.describe()}")
         chunks = [make_chunk(index, layout, named, settings) for index, layout in enumerate(plan.chunks)]
         manager = ChunkManager(
             chunks,
-            meeting=Meeting(settings.meeting_group, 2 + settings.max_prefetch),
+            meeting=OrderNegotiation(settings.order_group, 2 + settings.max_prefetch),
             device=settings.device,
             placement=self._placement,
-            agreement_group=settings.agreement_group or settings.data_parallel_group,
+            agreement_group=settings.control_group or settings.data_parallel_group,
             make_tier=self._make_tier,
             max_prefetch=settings.max_prefetch,
             reduces_asynchronously=settings.reduces_asynchronously,
             other_bytes=lambda: 0,
         )
-        self._homes = manager.homes = manager.choose_homes()
-        if self._homes.weights or self._homes.states:
+        self._locations = manager.locations = manager.choose_locations()
+        if self._locations.weights or self._locations.states:
             self._tier = manager.needed_tier()
         for chunk in chunks:
-            self._fill(chunk, None)
+            self._fill_chunk(chunk, None)
         manager.note_filled()
         boosted = GeminiModel(
             model,
             manager,
             settings,
-            self._make_more,
+            self._add_chunks,
             is_primary=is_primary,
             broadcasts_buffers=broadcasts_buffers,
         )
@@ -126,26 +126,24 @@ class Assembly:
             return boosted.hooks.saved_bytes
         return max(0, memory_allocated() - boosted.manager.bytes_in_memory)
 
-    def _fill(self, chunk: Chunk, values: Mapping[int, torch.Tensor] | None) -> None:
-        is_offloaded = chunk.index in self._homes.weights
+    def _fill_chunk(self, chunk: Chunk, values: Mapping[int, torch.Tensor] | None) -> None:
+        is_offloaded = chunk.index in self._locations.weights
         is_alone = self._settings.num_shards == 1 and not is_offloaded
         fill_chunk(
             chunk,
             self._settings,
-            keeps_gathered=chunk.index in self._homes.kept or is_alone,
+            keeps_gathered=chunk.index in self._locations.kept_gathered or is_alone,
             weights_tier=self._tier if is_offloaded else None,
-            states_tier=self._tier if chunk.index in self._homes.states else None,
+            states_tier=self._tier if chunk.index in self._locations.states else None,
             values=values,
         )
 
-    def _make_more(
+    def _add_chunks(
         self, named: Mapping[str, nn.Parameter], values: Mapping[int, torch.Tensor], first_index: int
     ) -> list[Chunk]:
         """Returns chunks, in memory, of parameters that train from now on."""
         members = list(named.items())
-        facts = [
-            ParameterFacts(name=name, shape=tuple(one.shape), dtype=one.dtype, trains=True) for name, one in members
-        ]
+        facts = [ParamInfo(name=name, shape=tuple(one.shape), dtype=one.dtype, trains=True) for name, one in members]
         largest = max(fact.numel for fact in facts)
         plan = plan_chunks(
             facts,
@@ -156,5 +154,5 @@ class Assembly:
             make_chunk(first_index + index, layout, members, self._settings) for index, layout in enumerate(plan.chunks)
         ]
         for chunk in chunks:
-            self._fill(chunk, values)
+            self._fill_chunk(chunk, values)
         return chunks

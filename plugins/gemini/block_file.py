@@ -27,7 +27,7 @@ __all__ = ["BlockFile", "DiskTransfer", "whole_pages"]
 # does not support O_DIRECT, while a tensor maps the file, and for unaligned tensors in memory.
 #
 # Direct I/O moves full pages. The tail of a tensor goes through a bounce buffer, and so do small unaligned tensors.
-_DETOUR_BYTES = 64 << 10
+_BOUNCE_BUFFER_BYTES = 64 << 10
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -92,24 +92,24 @@ class BlockFile:
         self._direct, self._is_direct = open_data_file(path, ALIGNMENT)
         self._cached = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._is_cached_way = not self._is_direct
-        self._under_way: deque[DiskTransfer] = deque()
-        self._shown: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._in_flight: deque[DiskTransfer] = deque()
+        self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._end = 0
-        self._room = _Room()
+        self._free_list = FreeList()
 
-    def take(self, num_bytes: int) -> tuple[int, bool]:
+    def allocate(self, num_bytes: int) -> tuple[int, bool]:
         """Reserve full pages; return their offset and whether they are known to be zero."""
         with self._open():
-            offset = self._room.take(num_bytes)
+            offset = self._free_list.allocate(num_bytes)
             if offset is not None:
                 return offset, False
             offset = self._end
             self._grow(num_bytes)
             return offset, True
 
-    def give_back(self, extent: tuple[int, int]) -> None:
+    def free(self, extent: tuple[int, int]) -> None:
         """Free pages (offset and number of bytes). Safe to call during a garbage collection."""
-        self._room.given_back.append(extent)
+        self._free_list.freed.append(extent)
 
     def read(self, data: Tensor, offset: int) -> DiskTransfer:
         """Start a read at an offset into `data`."""
@@ -138,7 +138,7 @@ class BlockFile:
                 tickets.append(self._queue.write(self._direct, page, offset + num_direct))
             return self._started(tickets)
 
-    def show(self, offset: int, num_bytes: int) -> mmap.mmap:
+    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
         """Return a shared mapping of the file from `offset`, rounded down to the allocation granularity."""
         with self._open():
             self._go(is_cached=True)
@@ -147,14 +147,14 @@ class BlockFile:
                 raise OSError(errno.EIO, "the file is shorter than it should be", os.fspath(self._path))
             start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             memory = mmap.mmap(self._cached, offset + num_bytes - start, mmap.MAP_SHARED, offset=start)
-            self._shown.add(memory)
+            self._mapped.add(memory)
             return memory
 
     def close(self) -> None:
         """Close the file. No request may be in flight."""
         with self._lock:
             self._is_closed = True
-            self._under_way.clear()
+            self._in_flight.clear()
             os.close(self._direct)
             os.close(self._cached)
 
@@ -177,20 +177,20 @@ class BlockFile:
         """Choose direct or cached I/O for `data`; return the length of its direct prefix in bytes."""
         num_bytes = data.numel()
         num_direct = num_bytes // ALIGNMENT * ALIGNMENT if data.data_ptr() % ALIGNMENT == 0 else 0
-        is_detour_long = num_bytes - num_direct > _DETOUR_BYTES
-        self._go(is_cached=not self._is_direct or is_detour_long or len(self._shown) > 0)
+        is_bounce_slow = num_bytes - num_direct > _BOUNCE_BUFFER_BYTES
+        self._go(is_cached=not self._is_direct or is_bounce_slow or len(self._mapped) > 0)
         return num_direct
 
     def _go(self, *, is_cached: bool) -> None:
         is_turn = is_cached != self._is_cached_way
-        while self._under_way and (is_turn or self._under_way[0].is_done()):
-            self._under_way[0].settle()
-            self._under_way.popleft()
+        while self._in_flight and (is_turn or self._in_flight[0].is_done()):
+            self._in_flight[0].settle()
+            self._in_flight.popleft()
         self._is_cached_way = is_cached
 
     def _started(self, tickets: Sequence[Ticket], end: tuple[Tensor, Tensor] | None = None) -> DiskTransfer:
         transfer = DiskTransfer(tickets, end=end)
-        self._under_way.append(transfer)
+        self._in_flight.append(transfer)
         return transfer
 
     def _grow(self, num_bytes: int) -> None:
@@ -198,18 +198,18 @@ class BlockFile:
             return
         free = shutil.disk_usage(self._path.parent).free
         if free < num_bytes:
-            raise ConfigError(self._no_room(num_bytes, free))
+            raise ConfigError(self._disk_full_error(num_bytes, free))
         try:
             _reserve(self._cached, self._end, num_bytes)
         except OSError as error:
             os.ftruncate(self._cached, self._end)  # the reservation may be partial
             if error.errno in _FULL:
                 free = shutil.disk_usage(self._path.parent).free
-                raise ConfigError(self._no_room(num_bytes, free)) from error
+                raise ConfigError(self._disk_full_error(num_bytes, free)) from error
             raise OSError(error.errno, error.strerror, os.fspath(self._path)) from error
         self._end += num_bytes
 
-    def _no_room(self, num_bytes: int, free: int) -> str:
+    def _disk_full_error(self, num_bytes: int, free: int) -> str:
         return (
             f"model data that go to {self._path.parent} need {num_bytes} bytes beside the {self._end} that are there,"
             f" and {free} bytes are free there, of which a limit may deny you some: free some space, or give an"
@@ -217,7 +217,7 @@ class BlockFile:
         )
 
 
-class _Room:
+class FreeList:
     """Free list of extents of full pages.
 
     Attributes:
@@ -226,30 +226,30 @@ class _Room:
     """
 
     def __init__(self) -> None:
-        self.given_back: deque[tuple[int, int]] = deque()
-        self._stretches: list[tuple[int, int]] = []  # by offset; no two touch
+        self.freed: deque[tuple[int, int]] = deque()
+        self._extents: list[tuple[int, int]] = []  # by offset; no two touch
 
-    def take(self, num_bytes: int) -> int | None:
+    def allocate(self, num_bytes: int) -> int | None:
         """Allocate from the first extent that is large enough (first fit); return its offset, or None."""
-        self._sort_in()
-        for index, (offset, length) in enumerate(self._stretches):
+        self._merge_freed()
+        for index, (offset, length) in enumerate(self._extents):
             if length >= num_bytes > 0:
                 rest = [(offset + num_bytes, length - num_bytes)] if length > num_bytes else []
-                self._stretches[index : index + 1] = rest
+                self._extents[index : index + 1] = rest
                 return offset
         return None
 
-    def _sort_in(self) -> None:
-        if not self.given_back:
+    def _merge_freed(self) -> None:
+        if not self.freed:
             return
-        added = [self.given_back.popleft() for _ in range(len(self.given_back))]
+        added = [self.freed.popleft() for _ in range(len(self.freed))]
         joined: list[tuple[int, int]] = []
-        for offset, length in sorted(one for one in self._stretches + added if one[1] > 0):
+        for offset, length in sorted(one for one in self._extents + added if one[1] > 0):
             if joined and sum(joined[-1]) == offset:
                 joined[-1] = (joined[-1][0], joined[-1][1] + length)
             else:
                 joined.append((offset, length))
-        self._stretches = joined
+        self._extents = joined
 
 
 def whole_pages(num_bytes: int) -> int:

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from booster.errors import ConfigError
-from booster.plugins.gemini.tracer import Moment, Record
+from booster.plugins.gemini.tracer import Trace, TraceEvent
 
 __all__ = [
     "ChunkBytes",
-    "Homes",
-    "all_payload_bytes",
-    "bytes_at_home",
+    "ChunkLocations",
+    "all_gathered_bytes",
     "check_fit",
-    "homes_within",
+    "event_at",
+    "fit_to_budget",
     "largest_gathered",
     "last_of",
-    "least_bytes",
-    "least_room",
-    "moment_at",
+    "min_budget_bytes",
+    "min_gather_bytes",
     "other_bytes_at",
     "resident_bytes",
+    "resident_shard_bytes",
     "share_of",
 ]
 
@@ -52,7 +52,7 @@ class ChunkBytes:
         states: This rank's piece of the optimizer states, masters included; an estimate before the first step.
     """
 
-    payload: int
+    gathered: int
     weights: int
     gradients: int
     states: int
@@ -64,7 +64,7 @@ class ChunkBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Homes:
+class ChunkLocations:
     """Where chunks live, by number. What is not named lives in the compute tier.
 
     Attributes:
@@ -75,73 +75,73 @@ class Homes:
 
     weights: frozenset[int] = frozenset()
     states: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
+    kept_gathered: frozenset[int] = frozenset()
 
 
-def bytes_at_home(sizes: Sequence[ChunkBytes], homes: Homes) -> int:
+def resident_shard_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
     """Returns how many bytes of pieces live in the compute tier."""
-    weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in homes.weights)
-    return weights + sum(size.states for chunk, size in enumerate(sizes) if chunk not in homes.states)
+    weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in locations.weights)
+    return weights + sum(size.states for chunk, size in enumerate(sizes) if chunk not in locations.states)
 
 
-def resident_bytes(sizes: Sequence[ChunkBytes], homes: Homes) -> int:
+def resident_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
     """Returns the bytes of model data that are in the compute tier at every moment: pieces and kept chunks."""
-    return bytes_at_home(sizes, homes) + sum(sizes[chunk].payload for chunk in homes.kept)
+    return resident_shard_bytes(sizes, locations) + sum(sizes[chunk].gathered for chunk in locations.kept_gathered)
 
 
-def all_payload_bytes(sizes: Sequence[ChunkBytes]) -> int:
+def all_gathered_bytes(sizes: Sequence[ChunkBytes]) -> int:
     """Returns the bytes of all weights and all gradient buffers."""
-    return sum(size.payload * (2 if size.trains else 1) for size in sizes)
+    return sum(size.gathered * (2 if size.trains else 1) for size in sizes)
 
 
 def largest_gathered(sizes: Sequence[ChunkBytes], kept: Set[int]) -> int:
     """Returns the bytes of the largest payload among the chunks that don't stay gathered, 0 if there are none."""
-    return max((size.payload for chunk, size in enumerate(sizes) if chunk not in kept), default=0)
+    return max((size.gathered for chunk, size in enumerate(sizes) if chunk not in kept), default=0)
 
 
-def least_room(sizes: Sequence[ChunkBytes], kept: Set[int], moment: Moment | None) -> int:
+def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEvent | None) -> int:
     """Returns the bytes of payloads without which a rank can't compute: see Note [Least room].
 
     Args:
         sizes: Of each chunk, by number.
         kept: Chunks that stay gathered: their weights don't count, their gradient buffers do.
-        moment: When; None: at any moment.
+        event: When; None: at any moment.
     """
-    least = largest_gathered(sizes, kept) + max((size.payload for size in sizes if size.trains), default=0)
-    if moment is None:
+    least = largest_gathered(sizes, kept) + max((size.gathered for size in sizes if size.trains), default=0)
+    if event is None:
         return least
-    needed = sum(sizes[chunk].payload for chunk in moment.chunks if chunk not in kept)
-    if moment.is_backward:
-        needed += sum(sizes[chunk].payload for chunk in moment.chunks if sizes[chunk].trains)
+    needed = sum(sizes[chunk].gathered for chunk in event.chunks if chunk not in kept)
+    if event.is_backward:
+        needed += sum(sizes[chunk].gathered for chunk in event.chunks if sizes[chunk].trains)
     return max(least, needed)
 
 
-def least_bytes(
-    sizes: Sequence[ChunkBytes], kept: Set[int], record: Record | None, *, counts_others: bool = True
+def min_budget_bytes(
+    sizes: Sequence[ChunkBytes], kept: Set[int], trace: Trace | None, *, counts_others: bool = True
 ) -> int:
     """Returns the most that the least payloads take at any moment, with everything else that is no model data.
 
     Args:
         sizes: Of each chunk, by number.
         kept: Chunks that stay gathered.
-        record: Of an iteration; None: nothing is known of it.
+        trace: Of an iteration; None: nothing is known of it.
         counts_others: Activations and temporaries count.
     """
-    most = least_room(sizes, kept, None)
-    for now, moment in enumerate(record.moments if record is not None else ()):
-        others = other_bytes_at(record, now) if counts_others else 0
-        most = max(most, least_room(sizes, kept, moment) + others)
+    most = min_gather_bytes(sizes, kept, None)
+    for now, event in enumerate(trace.events if trace is not None else ()):
+        others = other_bytes_at(trace, now) if counts_others else 0
+        most = max(most, min_gather_bytes(sizes, kept, event) + others)
     return most
 
 
-def moment_at(record: Record | None, now: int) -> Moment | None:
+def event_at(trace: Trace | None, now: int) -> TraceEvent | None:
     """Returns a moment, or None where the record has none."""
-    return record.moments[now] if record is not None and now < len(record.moments) else None
+    return trace.events[now] if trace is not None and now < len(trace.events) else None
 
 
-def other_bytes_at(record: Record | None, now: int) -> int:
+def other_bytes_at(trace: Trace | None, now: int) -> int:
     """Returns what activations and temporaries take at a moment and the next: room must not be taken back between."""
-    return 0 if record is None else record.peak_other_bytes(now, now + 2)
+    return 0 if trace is None else trace.peak_other_bytes(now, now + 2)
 
 
 def last_of(chunks: Iterable[int], sizes: Sequence[ChunkBytes], fraction: float) -> frozenset[int]:
@@ -153,41 +153,41 @@ def last_of(chunks: Iterable[int], sizes: Sequence[ChunkBytes], fraction: float)
         fraction: 0: none, 1: all.
     """
     numbers = list(chunks)
-    missing = _exactly(fraction) * sum(sizes[chunk].payload for chunk in numbers)
+    missing = _exactly(fraction) * sum(sizes[chunk].gathered for chunk in numbers)
     taken = []
     while missing > 0:
         taken.append(numbers.pop())
-        missing -= sizes[taken[-1]].payload
+        missing -= sizes[taken[-1]].gathered
     return frozenset(taken)
 
 
-def homes_within(
+def fit_to_budget(
     num_bytes: int,
     sizes: Sequence[ChunkBytes],
-    record: Record | None,
+    trace: Trace | None,
     *,
     max_prefetch: int,
     state_ratio: float = 1.0,
-) -> Homes:
+) -> ChunkLocations:
     """Returns homes whose pieces fit: room is left for prefetched payloads, then come weights, gradients and states.
 
     Args:
         num_bytes: What is free of the compute tier beside the least payloads and everything else.
         sizes: Of each chunk, by number.
-        record: Of an iteration, for the order of use; None: the order of the numbers.
+        trace: Of an iteration, for the order of use; None: the order of the numbers.
         max_prefetch: For how many more payloads room is left, as far as they fit at all.
         state_ratio: Fraction of what weights leave that states may take.
     """
     largest = largest_gathered(sizes, frozenset())
     if largest:
         num_bytes -= largest * min(max_prefetch, num_bytes // largest)
-    order = _order_of_use(sizes, record)
+    order = _order_of_use(sizes, trace)
     training = [chunk for chunk in order if sizes[chunk].trains]
     weights = _beyond(num_bytes, order, [sizes[chunk].weights + sizes[chunk].gradients for chunk in order])
     if weights:
-        return Homes(weights=weights, states=frozenset(training))
+        return ChunkLocations(weights=weights, states=frozenset(training))
     left = share_of(num_bytes - sum(size.weights + size.gradients for size in sizes), state_ratio)
-    return Homes(states=_beyond(left, training, [sizes[chunk].states for chunk in training]))
+    return ChunkLocations(states=_beyond(left, training, [sizes[chunk].states for chunk in training]))
 
 
 def share_of(num_bytes: int, ratio: float) -> int:
@@ -225,13 +225,13 @@ def _exactly(ratio: float) -> Fraction:
     return Fraction(str(float(ratio)))
 
 
-def _order_of_use(sizes: Sequence[ChunkBytes], record: Record | None) -> list[int]:
+def _order_of_use(sizes: Sequence[ChunkBytes], trace: Trace | None) -> list[int]:
     """Returns the numbers of all chunks, those that are never used at the end."""
-    if record is None:
+    if trace is None:
         return list(range(len(sizes)))
 
     def first_use(chunk: int) -> float:
-        use = record.next_use(chunk, 0)
+        use = trace.next_use(chunk, 0)
         return math.inf if use is None else use
 
     return sorted(range(len(sizes)), key=first_use)
@@ -239,8 +239,8 @@ def _order_of_use(sizes: Sequence[ChunkBytes], record: Record | None) -> list[in
 
 def _beyond(num_bytes: int, chunks: Sequence[int], bytes_of: Sequence[int]) -> frozenset[int]:
     """Returns the chunks from the first one on that does not fit any more."""
-    for index, piece_bytes in enumerate(bytes_of):
-        num_bytes -= piece_bytes
+    for index, shard_bytes in enumerate(bytes_of):
+        num_bytes -= shard_bytes
         if num_bytes < 0:
             return frozenset(chunks[index:])
     return frozenset()

@@ -11,19 +11,19 @@ from torch import nn
 from booster.comm import broadcast
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.plugins.gemini.chunk import Chunk
-from booster.plugins.gemini.layout import ChunkLayout, ChunkPlan, ParameterFacts
+from booster.plugins.gemini.layout import ChunkLayout, ChunkPlan, ParamInfo
 from booster.plugins.gemini.search import default_step, plan_chunks, search_chunk_numel
 from booster.plugins.gemini.settings import GeminiSettings
 from booster.plugins.gemini.tiers import Tier
 
-__all__ = ["fill_chunk", "make_chunk", "model_facts", "plan_model"]
+__all__ = ["describe_params", "fill_chunk", "make_chunk", "plan_model"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def model_facts(
+def describe_params(
     model: nn.Module, trained: Collection[int], dtype: torch.dtype | None
-) -> tuple[list[tuple[str, nn.Parameter]], list[ParameterFacts], list[int]]:
+) -> tuple[list[tuple[str, nn.Parameter]], list[ParamInfo], list[int]]:
     """Returns a model's parameters with their names, what the layout has to know of them, and of which module each is.
 
     Args:
@@ -38,7 +38,7 @@ def model_facts(
         for parameter in module.parameters(recurse=False)
     }
     facts = [
-        ParameterFacts(
+        ParamInfo(
             name=name,
             shape=tuple(parameter.shape),
             dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype,
@@ -50,7 +50,7 @@ def model_facts(
 
 
 def plan_model(
-    facts: Sequence[ParameterFacts], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
+    facts: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
 ) -> ChunkPlan:
     """Returns where every parameter lies; no communication, the same on all ranks."""
     chunks = settings.chunks
@@ -87,7 +87,7 @@ def make_chunk(
     return Chunk(
         index,
         layout,
-        [named[place.index] for place in layout.places],
+        [named[device.index] for device in layout.regions],
         rank=settings.rank,
         group=settings.shard_group,
         device=settings.device,
@@ -121,29 +121,29 @@ def fill_chunk(
     values = {} if values is None else values
     exact_dtype = _exact_dtype(chunk)
     full = torch.zeros(chunk.layout.numel, dtype=exact_dtype, device=settings.device)
-    for slot in chunk.slots:
-        parameter = slot.parameter
+    for param in chunk.params:
+        parameter = param.parameter
         if id(parameter) in values:
-            slot.within(full).copy_(values[id(parameter)])
+            param.view_in(full).copy_(values[id(parameter)])
         elif settings.is_first or not is_lazy(parameter):
-            slot.within(full).copy_(materialize_tensor(parameter) if is_lazy(parameter) else parameter.detach())
+            param.view_in(full).copy_(materialize_tensor(parameter) if is_lazy(parameter) else parameter.detach())
         parameter.grad = None
-        slot.hide()
+        param.unbind()
     broadcast([full], source)
-    piece = full[chunk.layout.piece(settings.rank)]
+    shard = full[chunk.layout.shard_range(settings.rank)]
     if keeps_gathered:
-        chunk.keep(full)
+        chunk.keep_gathered(full)
     else:
         chunk.weights.allocate(weights_tier)
-        chunk.weights.store(piece.to(chunk.layout.dtype))
-    chunk.make_main(settings.main_dtype(chunk.layout), settings.main_device(states_tier), states_tier)
-    if chunk.main is not chunk.weights:
-        chunk.main.store(piece.to(chunk.main.dtype))
+        chunk.weights.store(shard.to(chunk.layout.dtype))
+    chunk.make_master(settings.master_dtype(chunk.layout), settings.master_device(states_tier), states_tier)
+    if chunk.master is not chunk.weights:
+        chunk.master.store(shard.to(chunk.master.dtype))
 
 
 def _exact_dtype(chunk: Chunk) -> torch.dtype:
     """Returns the format that holds every parameter's value exactly, before it is rounded to the chunk's."""
     dtype = chunk.layout.dtype
-    for slot in chunk.slots:
-        dtype = torch.promote_types(dtype, slot.parameter.dtype)
+    for param in chunk.params:
+        dtype = torch.promote_types(dtype, param.parameter.dtype)
     return dtype

@@ -11,27 +11,27 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter
-from booster.plugins.gemini.layout import ChunkLayout, Place
-from booster.plugins.gemini.pieces import Piece
+from booster.plugins.gemini.layout import ChunkLayout, ParamRegion
+from booster.plugins.gemini.pieces import ChunkShard
 from booster.plugins.gemini.tensor_states import TensorState, checked_transition
 from booster.plugins.gemini.tiers import Tier
 from booster.plugins.sharding.buffer_pool import Buffer
 
-__all__ = ["Chunk", "Slot", "placeholder", "was_written_unseen"]
+__all__ = ["Chunk", "ChunkParam", "any_modified_while_sharded", "placeholder"]
 
 # Note [Chunk lifetime]
 # Between two steps a rank holds its shard of a chunk's weights, in memory or in the offload tier. The parameters are
 # bound to a placeholder: a nan that is expanded to their shape. `start_gather` all-gathers the shards into a buffer of
-# the pool (`payload`), and `finish_gather` binds the parameters to views of it. `release` unbinds them without a
-# write-back, as weights change in `step` only. A chunk that is kept gathered (`is_kept`) has its shard inside
-# `payload`. In backward every gradient moves from `.grad` into a flat buffer. That buffer is `payload` itself if the
+# the pool (`gathered`), and `finish_gather` binds the parameters to views of it. `release` unbinds them without a
+# write-back, as weights change in `step` only. A chunk that is kept gathered (`is_kept_gathered`) has its shard inside
+# `gathered`. In backward every gradient moves from `.grad` into a flat buffer. That buffer is `gathered` itself if the
 # parameter's weights are no longer needed and no other tensor views them, else a second buffer. The other parameters'
 # weights stay valid. Reading weights that a gradient has overwritten gathers the chunk again into another buffer.
-# `start_reduce` starts the reduce-scatter, and `finish_reduce` adds this rank's gradient shard to `sums`.
+# `start_reduce` starts the reduce-scatter, and `finish_reduce` adds this rank's gradient shard to `grad_shard`.
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class ChunkParam:
     """One parameter of a chunk.
 
     Attributes:
@@ -51,7 +51,7 @@ class Slot:
 
     name: str
     parameter: nn.Parameter
-    place: Place
+    region: ParamRegion
     chunk: Chunk
     state: TensorState = TensorState.FREE
     num_pins: int = 0
@@ -59,10 +59,10 @@ class Slot:
     is_expected: bool = True
     is_used: bool = False
     has_gradient: bool = False
-    is_watched: bool = False
+    has_grad_hook: bool = False
     is_overwritten: bool = False
 
-    def go(self, state: TensorState) -> None:
+    def set_state(self, state: TensorState) -> None:
         """Change the state.
 
         Raises:
@@ -70,13 +70,13 @@ class Slot:
         """
         self.state = checked_transition(self.name, self.state, state)
 
-    def hide(self) -> None:
+    def unbind(self) -> None:
         """Bind the parameter to the placeholder."""
-        self.parameter.data = self.chunk.blank.expand(self.place.shape)
+        self.parameter.data = self.chunk.placeholder.expand(self.region.shape)
 
-    def within(self, flat: torch.Tensor) -> torch.Tensor:
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the parameter's region of a flat buffer as a view in its shape."""
-        return flat[self.place.start : self.place.stop].view(self.place.shape)
+        return flat[self.region.start : self.region.stop].view(self.region.shape)
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -85,15 +85,15 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def was_written_unseen(chunks: Sequence[Chunk]) -> bool:
-    """Whether `Chunk.was_written_unseen` is true of any chunk, with one device sync per dtype."""
+def any_modified_while_sharded(chunks: Sequence[Chunk]) -> bool:
+    """Whether `Chunk.any_modified_while_sharded` is true of any chunk, with one device sync per dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for chunk in chunks:
-        by_dtype.setdefault(chunk.layout.dtype, []).append(chunk.blank)
+        by_dtype.setdefault(chunk.layout.dtype, []).append(chunk.placeholder)
     for dtype, blanks in by_dtype.items():
-        shown = torch.stack(blanks)
+        placeholders = torch.stack(blanks)
         is_number = dtype.is_floating_point or dtype.is_complex
-        if bool((~shown.isnan()).any() if is_number else (shown != 0).any()):
+        if bool((~placeholders.isnan()).any() if is_number else (placeholders != 0).any()):
             return True
     return False
 
@@ -128,15 +128,15 @@ class Chunk:
         self.layout = layout
         self.rank = rank
         self._group = group
-        self.slots = [Slot(*pair, place, self) for pair, place in zip(named, layout.places, strict=True)]
-        self.starts = [slot.place.start for slot in self.slots]
-        self.weights = Piece(layout.piece_numel, layout.dtype, device)
-        self.main = self.weights
-        self.blank = placeholder(layout.dtype, device)
-        self.sums = Piece(layout.piece_numel, sum_dtype, sum_device)
-        self.has_sums = False
-        self.payload: torch.Tensor | None = None
-        self.is_kept = False
+        self.params = [ChunkParam(*pair, place, self) for pair, place in zip(named, layout.regions, strict=True)]
+        self.starts = [param.region.start for param in self.params]
+        self.weights = ChunkShard(layout.shard_numel, layout.dtype, device)
+        self.master = self.weights
+        self.placeholder = placeholder(layout.dtype, device)
+        self.grad_shard = ChunkShard(layout.shard_numel, sum_dtype, sum_device)
+        self.has_grad_shard = False
+        self.gathered: torch.Tensor | None = None
+        self.is_kept_gathered = False
         self.num_pins = 0
         self.version = 0
         self.was_replaced = False
@@ -144,21 +144,21 @@ class Chunk:
         self._gather: AllGather | None = None
         self._gradient: torch.Tensor | None = None
         self._gradient_buffer: Buffer | None = None
-        self._copies_buffer: Buffer | None = None
-        self._sums_buffer: Buffer | None = None
+        self._recv_buffer: Buffer | None = None
+        self._grad_shard_buffer: Buffer | None = None
         self._reduction: ReduceScatter | None = None
         self._num_arrived = 0
-        self._num_expected = len(self.slots)
+        self._num_expected = len(self.params)
 
     # Weights.
 
     @property
     def is_gathered(self) -> bool:
         """Whether the parameters are bound to weights, except those that gradients have overwritten."""
-        return self.payload is not None and self._gather is None
+        return self.gathered is not None and self._gather is None
 
     @property
-    def is_on_its_way(self) -> bool:
+    def is_gathering(self) -> bool:
         """Whether an all-gather is in flight."""
         return self._gather is not None
 
@@ -170,33 +170,33 @@ class Chunk:
     @property
     def can_be_released(self) -> bool:
         """Whether the chunk is gathered, unused, and free of gradients."""
-        is_idle = self.is_gathered and not self.is_kept and self.num_pins == 0
-        return is_idle and not self.holds_gradients_in_payload
+        is_idle = self.is_gathered and not self.is_kept_gathered and self.num_pins == 0
+        return is_idle and not self.holds_gradients_in_weights
 
-    def keep(self, weights: torch.Tensor) -> None:
+    def keep_gathered(self, weights: torch.Tensor) -> None:
         """Keep the full weights on this rank; its shard becomes a view of them.
 
         Args:
             weights: Full flat weights including padding. The chunk takes over the memory if the dtype is the same.
         """
-        self.is_kept = True
-        self.payload = weights.to(self.layout.dtype)
-        self.weights.tensor = self.payload[self.layout.piece(self.rank)]
-        self.show()
+        self.is_kept_gathered = True
+        self.gathered = weights.to(self.layout.dtype)
+        self.weights.tensor = self.gathered[self.layout.shard_range(self.rank)]
+        self.bind_params()
 
-    def stop_keeping(self) -> None:
+    def stop_keeping_gathered(self) -> None:
         """Free the full weights and hold only this rank's shard again."""
         assert self.weights.tensor is not None, "a kept chunk is in memory"
         self.weights.tensor = self.weights.tensor.clone()
-        self.is_kept = False
-        self._hide()
-        self.payload = None
+        self.is_kept_gathered = False
+        self._unbind_params()
+        self.gathered = None
 
-    def make_main(self, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
+    def make_master(self, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
         """Allocate the master shard, unless the optimizer updates the weights themselves."""
         if dtype != self.layout.dtype or device != self.weights.device:
-            self.main = Piece(self.layout.piece_numel, dtype, device)
-            self.main.allocate(tier if tier is not None and tier.name == "disk" else None)
+            self.master = ChunkShard(self.layout.shard_numel, dtype, device)
+            self.master.allocate(tier if tier is not None and tier.name == "disk" else None)
 
     def start_gather(self, buffer: Buffer | None, take_buffer: Callable[[int], Buffer]) -> Buffer | None:
         """Start the all-gather of the weights. Collective over the shard group.
@@ -211,16 +211,16 @@ class Chunk:
         """
         unused: Buffer | None = None
         if buffer is not None:
-            if self.holds_gradients_in_payload:
-                self._part_gradients(take_buffer)
-            unused = self._drop_payload()
+            if self.holds_gradients_in_weights:
+                self._detach_gradients(take_buffer)
+            unused = self._drop_gathered()
             self._buffer = buffer
-            self.payload = buffer.view(self.layout.numel, self.layout.dtype)
-        assert self.payload is not None, "a chunk that is not gathered needs a buffer"
-        own = self.payload[self.layout.piece(self.rank)]
-        if not self.is_kept:
+            self.gathered = buffer.view(self.layout.numel, self.layout.dtype)
+        assert self.gathered is not None, "a chunk that is not gathered needs a buffer"
+        own = self.gathered[self.layout.shard_range(self.rank)]
+        if not self.is_kept_gathered:
             self.weights.load(own)
-        self._gather = start_all_gather(self.payload, self._group)
+        self._gather = start_all_gather(self.gathered, self._group)
         return unused
 
     def finish_gather(self) -> None:
@@ -228,64 +228,64 @@ class Chunk:
         assert self._gather is not None, "nothing was started"
         self._gather.wait()
         self._gather = None
-        self.show()
+        self.bind_params()
 
-    def was_written_unseen(self) -> bool:
+    def was_modified_while_sharded(self) -> bool:
         """Whether a parameter was modified while it was sharded. Such a write is lost."""
-        value = self.blank.item()
+        value = self.placeholder.item()
         is_number = self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
         was_written = value == value if is_number else value != 0
         if was_written:
-            self.blank.copy_(placeholder(self.layout.dtype, self.blank.device))
+            self.placeholder.copy_(placeholder(self.layout.dtype, self.placeholder.device))
         return bool(was_written)
 
-    def show(self) -> None:
+    def bind_params(self) -> None:
         """Bind the parameters to views of the gathered weights."""
-        assert self.payload is not None, "there are no weights"
-        for slot in self.slots:
-            slot.parameter.data = slot.within(self.payload)
-            if slot.state is TensorState.FREE:
-                slot.go(TensorState.HOLD)
+        assert self.gathered is not None, "there are no weights"
+        for param in self.params:
+            param.parameter.data = param.view_in(self.gathered)
+            if param.state is TensorState.FREE:
+                param.set_state(TensorState.HOLD)
 
     def release(self) -> Buffer | None:
         """Unbind the parameters and return the buffer, which has no views left in this class."""
         assert self.can_be_released, "the chunk is kept gathered, in flight, or in use"
-        self._hide()
-        return self._drop_payload()
+        self._unbind_params()
+        return self._drop_gathered()
 
-    def _hide(self) -> None:
-        for slot in self.slots:
-            slot.hide()
-            if slot.state in (TensorState.HOLD, TensorState.COMPUTE):
-                slot.go(TensorState.FREE)
+    def _unbind_params(self) -> None:
+        for param in self.params:
+            param.unbind()
+            if param.state in (TensorState.HOLD, TensorState.COMPUTE):
+                param.set_state(TensorState.FREE)
 
-    def _drop_payload(self) -> Buffer | None:
-        buffer, self._buffer, self.payload = self._buffer, None, None
+    def _drop_gathered(self) -> Buffer | None:
+        buffer, self._buffer, self.gathered = self._buffer, None, None
         self.was_replaced = False
-        for slot in self.slots:
-            slot.is_overwritten = False
+        for param in self.params:
+            param.is_overwritten = False
         return buffer
 
-    def pin(self, slots: Iterable[Slot]) -> None:
+    def pin(self, params: Iterable[ChunkParam]) -> None:
         """Mark these parameters as used by a running module."""
         self.num_pins += 1
-        for slot in slots:
-            slot.num_pins += 1
-            if slot.state is TensorState.HOLD:
-                slot.go(TensorState.COMPUTE)
+        for param in params:
+            param.num_pins += 1
+            if param.state is TensorState.HOLD:
+                param.set_state(TensorState.COMPUTE)
 
-    def unpin(self, slots: Iterable[Slot]) -> None:
+    def unpin(self, params: Iterable[ChunkParam]) -> None:
         """Undo `pin` when the module has finished."""
         self.num_pins -= 1
-        for slot in slots:
-            slot.num_pins -= 1
-            if slot.num_pins == 0 and slot.state is TensorState.COMPUTE:
-                slot.go(TensorState.HOLD)
+        for param in params:
+            param.num_pins -= 1
+            if param.num_pins == 0 and param.state is TensorState.COMPUTE:
+                param.set_state(TensorState.HOLD)
 
-    def remove(self, slot: Slot) -> None:
+    def remove(self, param: ChunkParam) -> None:
         """Remove a parameter; its region becomes padding."""
-        self.slots = [one for one in self.slots if one is not slot]
-        self.starts = [one.place.start for one in self.slots]
+        self.params = [one for one in self.params if one is not param]
+        self.starts = [one.region.start for one in self.params]
 
     # Gradients.
 
@@ -299,78 +299,78 @@ class Chunk:
         """Whether all expected gradients have arrived, and at least one."""
         return self._gradient is not None and self._num_arrived >= self._num_expected
 
-    def expect(self) -> None:
+    def update_expected(self) -> None:
         """Recount the expected gradients. Call between backwards."""
-        self._num_expected = sum(slot.is_expected for slot in self.slots)
+        self._num_expected = sum(param.is_expected for param in self.params)
 
     @torch.no_grad()
-    def receive(self, slot: Slot, take_buffer: Callable[[int], Buffer]) -> None:
+    def on_grad_ready(self, param: ChunkParam, take_buffer: Callable[[int], Buffer]) -> None:
         """Move a gradient from `.grad` into the gradient buffer.
 
         Args:
-            slot: Parameter of the gradient.
+            param: Parameter of the gradient.
             take_buffer: Function that returns a buffer of the given bytes.
         """
-        gradient = slot.parameter.grad
+        gradient = param.parameter.grad
         assert gradient is not None, "the gradient has arrived"
-        if slot.state is not TensorState.HOLD_AFTER_BWD:
-            slot.go(TensorState.HOLD_AFTER_BWD)
+        if param.state is not TensorState.HOLD_AFTER_BWD:
+            param.set_state(TensorState.HOLD_AFTER_BWD)
         if self._gradient is None:
-            self._gradient = self._room_for_gradients(slot, take_buffer)
-        elif self._gradient is self.payload and not slot.has_gradient and not self._may_overwrite(slot):
+            self._gradient = self._gradient_view(param, take_buffer)
+        elif self._gradient is self.gathered and not param.has_gradient and not self._may_overwrite(param):
             self._move_gradients(take_buffer)
-        place = slot.within(self._gradient)
-        if slot.has_gradient:
+        place = param.view_in(self._gradient)
+        if param.has_gradient:
             place.add_(gradient)  # a nested backward produced an earlier gradient
         elif gradient.is_sparse:
             place.zero_().add_(gradient)
         else:
             place.copy_(gradient)
-        if self._gradient is self.payload:
-            slot.is_overwritten = self.was_replaced = True
-        slot.parameter.grad = None
-        self._num_arrived += slot.is_expected and not slot.has_gradient
-        slot.is_used = slot.has_gradient = True
-        slot.go(TensorState.READY_FOR_REDUCE)
+        if self._gradient is self.gathered:
+            param.is_overwritten = self.was_replaced = True
+        param.parameter.grad = None
+        self._num_arrived += param.is_expected and not param.has_gradient
+        param.is_used = param.has_gradient = True
+        param.set_state(TensorState.READY_FOR_REDUCE)
 
-    def _room_for_gradients(self, slot: Slot, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
-        if self.payload is not None and self._may_overwrite(slot):
-            return self.payload
+    def _gradient_view(self, param: ChunkParam, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
+        if self.gathered is not None and self._may_overwrite(param):
+            return self.gathered
         self._gradient_buffer = take_buffer(self.layout.num_bytes)
         return self._gradient_buffer.view(self.layout.numel, self.layout.dtype)
 
-    def _may_overwrite(self, slot: Slot) -> bool:
+    def _may_overwrite(self, param: ChunkParam) -> bool:
         """Whether no module, graph or view needs the weights in the gathered buffer."""
-        if self._buffer is None or self.num_pins > 0 or slot.num_saved > 0 or self._gather is not None:
+        if self._buffer is None or self.num_pins > 0 or param.num_saved > 0 or self._gather is not None:
             return False
         # One view per parameter, and the flat one.
-        return self._buffer.num_views == len(self.slots) + 1
+        return self._buffer.num_views == len(self.params) + 1
 
     def _move_gradients(self, take_buffer: Callable[[int], Buffer]) -> None:
         """Move gradients out of the gathered buffer into a dedicated one, as weights beside them are still in use."""
         buffer = take_buffer(self.layout.num_bytes)
         moved = buffer.view(self.layout.numel, self.layout.dtype)
-        assert self.payload is not None
-        for slot in self.slots:
-            if slot.has_gradient:
-                slot.within(moved).copy_(slot.within(self.payload))
+        assert self.gathered is not None
+        for param in self.params:
+            if param.has_gradient:
+                param.view_in(moved).copy_(param.view_in(self.gathered))
         self._gradient, self._gradient_buffer = moved, buffer
 
     @property
-    def holds_gradients_in_payload(self) -> bool:
+    def holds_gradients_in_weights(self) -> bool:
         """Whether the gathered buffer holds gradients, so that it must not be freed before their reduction."""
-        return self._gradient is not None and self._gradient is self.payload
+        return self._gradient is not None and self._gradient is self.gathered
 
-    def _part_gradients(self, take_buffer: Callable[[int], Buffer]) -> None:
+    def _detach_gradients(self, take_buffer: Callable[[int], Buffer]) -> None:
         """Turn the gathered buffer into the gradient buffer, or move the gradients if weights in it are in use."""
         assert self._buffer is not None
-        if self.num_pins > 0 or self._buffer.num_views != len(self.slots) + 1:
+        if self.num_pins > 0 or self._buffer.num_views != len(self.params) + 1:
             self._move_gradients(take_buffer)
             return
-        self._hide()
+        self._unbind_params()
         self._gradient_buffer = self._buffer
         self._buffer = None
-        self._drop_payload()
+        self._drop_gathered()
 
     @torch.no_grad()
     def start_reduce(self, take_buffer: Callable[[int], Buffer]) -> None:
@@ -378,31 +378,31 @@ class Chunk:
         if self._gradient is None:
             self._gradient_buffer = take_buffer(self.layout.num_bytes)
             self._gradient = self._gradient_buffer.view(self.layout.numel, self.layout.dtype)
-        elif self.holds_gradients_in_payload:
-            self._part_gradients(take_buffer)
-        for slot in self.slots:
-            if not slot.has_gradient:
-                slot.within(self._gradient).zero_()
+        elif self.holds_gradients_in_weights:
+            self._detach_gradients(take_buffer)
+        for param in self.params:
+            if not param.has_gradient:
+                param.view_in(self._gradient).zero_()
         self._gradient[self.layout.used_numel :].zero_()
-        sums = self._sums_at_hand(take_buffer)
-        self._reduction = start_reduce_scatter(self._gradient, self._group, partial(self._room_for_copies, take_buffer))
-        self._reduction.aim(sums, accumulate=self.has_sums)
+        sums = self._grad_shard_in_memory(take_buffer)
+        self._reduction = start_reduce_scatter(self._gradient, self._group, partial(self._recv_view, take_buffer))
+        self._reduction.set_output(sums, accumulate=self.has_grad_shard)
 
-    def _sums_at_hand(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
+    def _grad_shard_in_memory(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
         """Return the gradient shard, or a copy in memory if it is offloaded."""
-        if self.sums.tensor is not None:
-            return self.sums.tensor
-        self._sums_buffer = take_buffer(self.sums.num_bytes)
-        sums = self._sums_buffer.view(self.sums.numel, self.sums.dtype)
-        if self.has_sums:
-            self.sums.load(sums)
+        if self.grad_shard.tensor is not None:
+            return self.grad_shard.tensor
+        self._grad_shard_buffer = take_buffer(self.grad_shard.num_bytes)
+        sums = self._grad_shard_buffer.view(self.grad_shard.numel, self.grad_shard.dtype)
+        if self.has_grad_shard:
+            self.grad_shard.load(sums)
         return sums
 
-    def _room_for_copies(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
+    def _recv_view(self, take_buffer: Callable[[int], Buffer]) -> torch.Tensor:
         """Return the receive buffer of a reduce-scatter by point-to-point messages."""
-        numel = self.layout.numel - self.layout.piece_numel
-        self._copies_buffer = take_buffer(numel * self.layout.dtype.itemsize)
-        return self._copies_buffer.view(numel, self.layout.dtype)
+        numel = self.layout.numel - self.layout.shard_numel
+        self._recv_buffer = take_buffer(numel * self.layout.dtype.itemsize)
+        return self._recv_buffer.view(numel, self.layout.dtype)
 
     @property
     def is_reducing(self) -> bool:
@@ -411,50 +411,54 @@ class Chunk:
 
     @torch.no_grad()
     def finish_reduce(self) -> list[Buffer]:
-        """Wait for the reduce-scatter, accumulate this rank's shard in `sums`, and return the buffers used."""
+        """Wait for the reduce-scatter, accumulate this rank's shard in `grad_shard`, and return the buffers used."""
         assert self._reduction is not None
-        if self._sums_buffer is None:
-            assert self.sums.tensor is not None
-            self._reduction.finish(self.sums.tensor, accumulate=self.has_sums)
+        if self._grad_shard_buffer is None:
+            assert self.grad_shard.tensor is not None
+            self._reduction.wait(self.grad_shard.tensor, accumulate=self.has_grad_shard)
         else:
-            sums = self._sums_buffer.view(self.sums.numel, self.sums.dtype)
-            self._reduction.finish(sums, accumulate=self.has_sums)
-            self.sums.store(sums)
-        self.has_sums = True
-        used = (self._gradient_buffer, self._copies_buffer, self._sums_buffer)
+            sums = self._grad_shard_buffer.view(self.grad_shard.numel, self.grad_shard.dtype)
+            self._reduction.wait(sums, accumulate=self.has_grad_shard)
+            self.grad_shard.store(sums)
+        self.has_grad_shard = True
+        used = (self._gradient_buffer, self._recv_buffer, self._grad_shard_buffer)
         self._reduction = self._gradient = None
-        self._gradient_buffer = self._copies_buffer = self._sums_buffer = None
+        self._gradient_buffer = self._recv_buffer = self._grad_shard_buffer = None
         self._num_arrived = 0
-        for slot in self.slots:
-            slot.has_gradient = False
-            if slot.state is TensorState.READY_FOR_REDUCE:
-                slot.go(TensorState.HOLD if self.is_gathered else TensorState.FREE)
+        for param in self.params:
+            param.has_gradient = False
+            if param.state is TensorState.READY_FOR_REDUCE:
+                param.set_state(TensorState.HOLD if self.is_gathered else TensorState.FREE)
         return [buffer for buffer in used if buffer is not None]
 
-    def forget_gradients(self) -> Buffer | None:
+    def drop_gradients(self) -> Buffer | None:
         """Drop all gradients of the accumulation; return the buffer of unreduced ones, if any."""
-        if self.holds_gradients_in_payload:
-            self._hide()
-            self._gradient_buffer = self._drop_payload()
+        if self.holds_gradients_in_weights:
+            self._unbind_params()
+            self._gradient_buffer = self._drop_gathered()
         buffer, self._gradient, self._gradient_buffer = self._gradient_buffer, None, None
-        self.sums.drop()
-        self.has_sums = False
+        self.grad_shard.drop()
+        self.has_grad_shard = False
         self._num_arrived = 0
-        for slot in self.slots:
-            slot.parameter.grad = None
-            slot.has_gradient = False
-            if slot.state in (TensorState.READY_FOR_REDUCE, TensorState.HOLD_AFTER_BWD):
-                slot.state = TensorState.HOLD if self.is_gathered else TensorState.FREE
+        for param in self.params:
+            param.parameter.grad = None
+            param.has_gradient = False
+            if param.state in (TensorState.READY_FOR_REDUCE, TensorState.HOLD_AFTER_BWD):
+                param.state = TensorState.HOLD if self.is_gathered else TensorState.FREE
         return buffer
 
-    def local_gradient(self, slot: Slot) -> torch.Tensor | None:
+    def local_gradient(self, param: ChunkParam) -> torch.Tensor | None:
         """Return this rank's unreduced gradient of a parameter, in its shape, or None."""
-        if slot.has_gradient and self._gradient is not None:
-            return slot.within(self._gradient)
-        return slot.parameter.grad
+        if param.has_gradient and self._gradient is not None:
+            return param.view_in(self._gradient)
+        return param.parameter.grad
 
     @property
     def bytes_in_memory(self) -> int:
         """Bytes in the compute tier, without buffers of the pool."""
-        own = self.payload.nbytes if self.is_kept and self.payload is not None else self.weights.bytes_in_memory
-        return own + self.sums.bytes_in_memory
+        own = (
+            self.gathered.nbytes
+            if self.is_kept_gathered and self.gathered is not None
+            else self.weights.bytes_in_memory
+        )
+        return own + self.grad_shard.bytes_in_memory

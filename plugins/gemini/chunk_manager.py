@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from booster.comm import raise_on_all_ranks
 from booster.errors import ConfigError
-from booster.plugins.gemini.chunk import Chunk, Slot
-from booster.plugins.gemini.meeting import Meeting, Phase, Post
-from booster.plugins.gemini.placement import ChunkBytes, Homes, Placement, evictions
+from booster.plugins.gemini.chunk import Chunk, ChunkParam
+from booster.plugins.gemini.meeting import OrderNegotiation, PassKind, RankRequest
+from booster.plugins.gemini.placement import ChunkBytes, ChunkLocations, Placement, evictions
 from booster.plugins.gemini.reducing import GradientReduction
 from booster.plugins.gemini.tiers import Tier
-from booster.plugins.gemini.tracer import Cursor, Record, Tracer
+from booster.plugins.gemini.tracer import Cursor, Trace, Tracer
 from booster.plugins.sharding.buffer_pool import Buffer, BufferPool
 
 __all__ = ["ChunkManager"]
 
-# Note [Room]
+# Note [Eviction order]
 # The placement limits the bytes of buffers in the compute tier at each point of an iteration. To allocate a buffer, the
 # manager frees, in this order: weights that this iteration no longer needs; buffers of reductions in flight, after a
 # wait; and weights whose next use is farthest away. It never evicts weights of running modules, chunks in flight and
@@ -50,7 +50,7 @@ class ChunkManager:
         self,
         chunks: Sequence[Chunk],
         *,
-        meeting: Meeting,
+        meeting: OrderNegotiation,
         device: torch.device,
         placement: Placement,
         agreement_group: dist.ProcessGroup | None,
@@ -60,14 +60,14 @@ class ChunkManager:
         other_bytes: Callable[[], int],
     ) -> None:
         self.chunks = list(chunks)
-        self.meeting = meeting
+        self.negotiation = meeting
         self.tier: Tier | None = None
         self._make_tier = make_tier
-        self._agreement_group = agreement_group
+        self._control_group = agreement_group
         self.pool = BufferPool(device)
-        self.homes = Homes(weights=frozenset(), states=frozenset(), kept=frozenset())
-        self.record: Record | None = None
-        self.phase = Phase.FORWARD
+        self.locations = ChunkLocations(weights=frozenset(), states=frozenset(), kept_gathered=frozenset())
+        self.trace: Trace | None = None
+        self.phase = PassKind.FORWARD
         self.is_whole = False
         self._placement = placement
         self._max_prefetch = max_prefetch
@@ -83,9 +83,9 @@ class ChunkManager:
         self._current: tuple[int, ...] = ()
         self._chunk_at: dict[int, Chunk] = {}
         self._sizes: list[ChunkBytes] | None = None
-        self._room_at: dict[int, int] = {}
+        self._gather_budget_at: dict[int, int] = {}
         self._gathered: dict[int, Chunk] = {}
-        self.on_record: Callable[[], None] = _nothing
+        self.on_trace: Callable[[], None] = _nothing
         self.reduction = GradientReduction(self, is_asynchronous=reduces_asynchronously)
 
     def note_filled(self) -> None:
@@ -99,8 +99,8 @@ class ChunkManager:
         self._last_use += [0] * len(chunks)
         for chunk in chunks:
             self._note_address(chunk)
-        self.record = self._cursor = self._sizes = None
-        self._room_at.clear()
+        self.trace = self._cursor = self._sizes = None
+        self._gather_budget_at.clear()
         self.reduction.add(chunks)
 
     # Placement.
@@ -112,38 +112,38 @@ class ChunkManager:
         return self.tier
 
     def sizes(self) -> list[ChunkBytes]:
-        """Return the sizes of all chunks as of the last `choose_homes` call."""
+        """Return the sizes of all chunks as of the last `choose_locations` call."""
         if self._sizes is None:
             self._sizes = [self._size_of(chunk) for chunk in self.chunks]
         return self._sizes
 
     def _size_of(self, chunk: Chunk) -> ChunkBytes:
         return ChunkBytes(
-            payload=chunk.layout.num_bytes,
+            gathered=chunk.layout.num_bytes,
             weights=chunk.weights.num_bytes,
-            gradients=chunk.sums.num_bytes if chunk.layout.trains else 0,
+            gradients=chunk.grad_shard.num_bytes if chunk.layout.trains else 0,
             states=self.state_bytes(chunk),
         )
 
-    def choose_homes(self) -> Homes:
+    def choose_locations(self) -> ChunkLocations:
         """Return the locations of all shards by the placement policy. Collective: an error is raised on all ranks.
 
         Raises:
             ConfigError: The budget is too small.
         """
-        self._sizes, found = None, self.homes
-        self._room_at.clear()
+        self._sizes, found = None, self.locations
+        self._gather_budget_at.clear()
         failure: ConfigError | None = None
         try:
-            found = self._placement.homes(self.sizes(), self.record)
+            found = self._placement.locations(self.sizes(), self.trace)
         except ConfigError as error:  # raised by all ranks below
             failure = error
-        raise_on_all_ranks(failure, self._agreement_group)
+        raise_on_all_ranks(failure, self._control_group)
         return found
 
     def sums_tier(self, chunk: Chunk) -> Tier | None:
         """Return the tier of a chunk's gradient shard, or None for memory."""
-        return self.tier if chunk.index in self.homes.weights else None
+        return self.tier if chunk.index in self.locations.weights else None
 
     @property
     def bytes_in_memory(self) -> int:
@@ -159,7 +159,7 @@ class ChunkManager:
             trains: If True, a backward follows.
         """
         self._current = ()
-        if self.record is None:
+        if self.trace is None:
             if trains and not self._tracer.is_recording:
                 self._tracer.begin()
         elif not self._awaits_backward:
@@ -180,25 +180,25 @@ class ChunkManager:
         self.reduction.finish_backward()
         self.release_all()
         if self._tracer.is_recording:
-            self.record = self._tracer.finish()
-            self._room_at.clear()
-            self._cursor = Cursor(self.record)
-            self.on_record()
-        self._begin_anew()
+            self.trace = self._tracer.finish()
+            self._gather_budget_at.clear()
+            self._cursor = Cursor(self.trace)
+            self.on_trace()
+        self._reset()
 
-    def give_up_forward(self) -> None:
+    def abort_forward(self) -> None:
         """Reset after a failed forward; its trace is dropped."""
         self._tracer = Tracer()
-        self._begin_anew()
+        self._reset()
 
-    def give_up_backward(self) -> None:
+    def abort_backward(self) -> None:
         """Reset after a failed backward."""
         self._tracer = Tracer()
-        self._begin_anew()
-        self.reduction.give_up()
+        self._reset()
+        self.reduction.abort()
 
-    def _begin_anew(self) -> None:
-        self.phase = Phase.FORWARD
+    def _reset(self) -> None:
+        self.phase = PassKind.FORWARD
         self._current = ()
         self._awaits_backward = False
         self._restart_cursor()
@@ -210,16 +210,16 @@ class ChunkManager:
     def close(self) -> None:
         """Negotiate until every rank has finished its pass. Collective."""
         while True:
-            posts = self.meet((), is_closing=True)
-            if all(post.is_closing for post in posts):
+            posts = self.negotiate((), is_closing=True)
+            if all(post.is_done for post in posts):
                 break
-        if self.phase is Phase.BACKWARD:
-            self.reduction.reduce_leftovers(posts)
+        if self.phase is PassKind.BACKWARD:
+            self.reduction.reduce_late_grads(posts)
 
     def release_all(self) -> None:
         """Release every chunk that is not kept gathered, and free the buffers."""
         for chunk in list(self._gathered.values()):
-            if chunk.is_on_its_way:
+            if chunk.is_gathering:
                 chunk.finish_gather()
             if chunk.can_be_released:
                 self.release(chunk)
@@ -227,46 +227,46 @@ class ChunkManager:
 
     # Weights.
 
-    def need(self, slots: Sequence[Slot]) -> None:
-        """Gather the weights of some parameters. Collective unless all are gathered (Note [Meetings])."""
+    def need(self, slots: Sequence[ChunkParam]) -> None:
+        """Gather the weights of some parameters. Collective unless all are gathered (Note [Collective order])."""
         chunks = {slot.chunk.index: slot.chunk for slot in slots}
         self._note_use(tuple(chunks))
         for chunk in chunks.values():
-            if chunk.is_on_its_way:
+            if chunk.is_gathering:
                 chunk.finish_gather()
         missing = _missing(slots)
         before, self._protected = self._protected, self._protected | frozenset(chunks)
         try:
             while missing:
-                self.meet(self._with_prefetch(missing))
+                self.negotiate(self._with_prefetch(missing))
                 for index in missing:
-                    if self.chunks[index].is_on_its_way:
+                    if self.chunks[index].is_gathering:
                         self.chunks[index].finish_gather()
                 missing = _missing(slots)
             self._prefetch()
         finally:
             self._protected = before
 
-    def meet(self, wants: Sequence[int], *, is_closing: bool = False) -> list[Post]:
-        """Negotiate with the other ranks and run the resulting collectives. Collective (Note [Meetings])."""
+    def negotiate(self, wants: Sequence[int], *, is_closing: bool = False) -> list[RankRequest]:
+        """Negotiate with the other ranks and run the resulting collectives. Collective (Note [Collective order])."""
         reduction = self.reduction
-        wants = tuple(wants[: self.meeting.max_wants])
-        posts = self.meeting.hold(
-            Post(
+        wants = tuple(wants[: self.negotiation.max_gather_requests])
+        posts = self.negotiation.exchange(
+            RankRequest(
                 phase=self.phase,
-                wants=wants,
+                gather_requests=wants,
                 num_ready=reduction.num_ready,
-                is_closing=is_closing,
-                has_leftovers=is_closing and reduction.has_leftovers,
+                is_done=is_closing,
+                has_late_grads=is_closing and reduction.has_late_grads,
             )
         )
         reduction.start_agreed(min(post.num_ready for post in posts))
-        for index in dict.fromkeys(chain.from_iterable(post.wants for post in posts)):
+        for index in dict.fromkeys(chain.from_iterable(post.gather_requests for post in posts)):
             self._gather(self.chunks[index], is_own_wish=index in wants)
         return posts
 
     def _gather(self, chunk: Chunk, *, is_own_wish: bool) -> None:
-        if chunk.is_on_its_way:  # another rank has not gathered it, or has released it
+        if chunk.is_gathering:  # another rank has not gathered it, or has released it
             chunk.finish_gather()
         if chunk.has_all_weights:
             chunk.start_gather(None, self.take_buffer)
@@ -289,18 +289,18 @@ class ChunkManager:
         """Prefetch upcoming chunks if the memory budget allows."""
         ahead = self._ahead(skip=())
         if ahead:
-            self.meet(ahead)
+            self.negotiate(ahead)
 
     def _ahead(self, skip: Sequence[int]) -> list[int]:
-        if self._is_aside or self.is_whole or self._max_prefetch == 0 or self.record is None or self._cursor is None:
+        if self._is_aside or self.is_whole or self._max_prefetch == 0 or self.trace is None or self._cursor is None:
             return []
-        upcoming = self.record.upcoming(self._cursor.now + 1, self._max_prefetch, ())
+        upcoming = self.trace.upcoming(self._cursor.now + 1, self._max_prefetch, ())
         found: list[int] = []
         taken = self.pool.bytes_in_use - self._bytes_unneeded()
-        free = self._room() - taken - sum(self.chunks[index].layout.num_bytes for index in skip)
+        free = self._gather_budget() - taken - sum(self.chunks[index].layout.num_bytes for index in skip)
         for index in upcoming:
             chunk = self.chunks[index]
-            if chunk.payload is not None or index in skip or index in found:
+            if chunk.gathered is not None or index in skip or index in found:
                 continue
             if chunk.layout.num_bytes > free:
                 break
@@ -318,19 +318,19 @@ class ChunkManager:
     # Memory budget.
 
     def take_buffer(self, num_bytes: int) -> Buffer:
-        """Return a buffer from the pool, after evictions in the order of Note [Room]."""
-        room = self._room()
+        """Return a buffer from the pool, after evictions in the order of Note [Eviction order]."""
+        room = self._gather_budget()
         self._evict(num_bytes, room, only_unneeded=True)
         while self.pool.bytes_in_use + num_bytes > room and self.reduction.finish_oldest():
             pass
         self._evict(num_bytes, room, only_unneeded=False)
         return self.pool.take(num_bytes)
 
-    def _room(self) -> int:
+    def _gather_budget(self) -> int:
         now = 0 if self._cursor is None else self._cursor.now
-        if now not in self._room_at:
-            self._room_at[now] = self._placement.room(self.sizes(), self.homes, self.record, now)
-        return self._room_at[now]
+        if now not in self._gather_budget_at:
+            self._gather_budget_at[now] = self._placement.gather_budget(self.sizes(), self.locations, self.trace, now)
+        return self._gather_budget_at[now]
 
     def _evict(self, num_bytes: int, room: int, *, only_unneeded: bool) -> None:
         surplus = self.pool.bytes_in_use + num_bytes - room
@@ -349,9 +349,9 @@ class ChunkManager:
 
     def _unneeded(self) -> list[Chunk]:
         """Gathered chunks without another use in this iteration, according to the trace."""
-        if self.record is None or self._cursor is None:
+        if self.trace is None or self._cursor is None:
             return []
-        end = len(self.record.moments)
+        end = len(self.trace.events)
         uses = ((chunk, self._next_use(chunk.index)) for chunk in self._releasable())
         return [chunk for chunk, next_use in uses if next_use is None or next_use >= end]
 
@@ -359,24 +359,24 @@ class ChunkManager:
         return sum(chunk.layout.num_bytes for chunk in self._unneeded())
 
     def _next_use(self, index: int) -> int | None:
-        if self.record is not None and self._cursor is not None:
-            return self.record.next_use(index, self._cursor.now + 1)
+        if self.trace is not None and self._cursor is not None:
+            return self.trace.next_use(index, self._cursor.now + 1)
         # Without a trace, backward visits chunks in reverse, so the least recently used one is needed last.
         return self._clock - self._last_use[index]
 
     def is_needed_again(self, chunk: Chunk) -> bool:
         """Whether this iteration uses a chunk's weights again, according to the trace."""
-        if self.record is None or self._cursor is None:
-            return any(slot.num_saved > 0 for slot in chunk.slots)
-        next_use = self.record.next_use(chunk.index, self._cursor.now + 1)
-        return next_use is not None and next_use < len(self.record.moments)
+        if self.trace is None or self._cursor is None:
+            return any(slot.num_saved > 0 for slot in chunk.params)
+        next_use = self.trace.next_use(chunk.index, self._cursor.now + 1)
+        return next_use is not None and next_use < len(self.trace.events)
 
     # Events.
 
     def chunk_at(self, address: int) -> Chunk | None:
         """Return the chunk whose gathered buffer starts at a memory address, or None."""
         chunk = self._chunk_at.get(address)
-        is_there = chunk is not None and chunk.payload is not None and chunk.payload.data_ptr() == address
+        is_there = chunk is not None and chunk.gathered is not None and chunk.gathered.data_ptr() == address
         return chunk if is_there else None
 
     def note_use(self, chunk: Chunk) -> None:
@@ -389,8 +389,8 @@ class ChunkManager:
             self._protected = before
 
     def _note_address(self, chunk: Chunk) -> None:
-        if chunk.payload is not None:
-            self._chunk_at[chunk.payload.data_ptr()] = chunk
+        if chunk.gathered is not None:
+            self._chunk_at[chunk.gathered.data_ptr()] = chunk
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -409,21 +409,21 @@ class ChunkManager:
         self._clock += 1
         for index in indices:
             self._last_use[index] = self._clock
-        is_backward = self.phase is Phase.BACKWARD
+        is_backward = self.phase is PassKind.BACKWARD
         if self._tracer.is_recording:
-            self._tracer.note_use(indices, is_backward, self.bytes_in_memory)
+            self._tracer.record_use(indices, is_backward, self.bytes_in_memory)
         elif self._cursor is not None:
             self._cursor.advance(indices, is_backward)
 
     def note_other_bytes(self) -> None:
         """Record the non-chunk memory in the trace."""
         if self._tracer.is_recording:
-            self._tracer.note_other_bytes(self.other_bytes())
+            self._tracer.record_other_bytes(self.other_bytes())
 
     def note_complete(self, chunk: Chunk) -> None:
         """Record in the trace that a chunk's gradients are complete."""
         if self._tracer.is_recording:
-            self._tracer.note_complete(chunk.index)
+            self._tracer.record_complete(chunk.index)
 
     @property
     def is_recording(self) -> bool:
@@ -432,15 +432,15 @@ class ChunkManager:
 
 
 def _nothing() -> None:
-    """Default of `on_record` without an optimizer."""
+    """Default of `on_trace` without an optimizer."""
 
 
 def adam_state_bytes(chunk: Chunk) -> int:
     """Estimate the bytes of Adam states and master weights of a chunk on this rank."""
     if not chunk.layout.trains:
         return 0
-    return chunk.layout.piece_numel * (8 if chunk.layout.dtype.itemsize == 4 else 12)
+    return chunk.layout.shard_numel * (8 if chunk.layout.dtype.itemsize == 4 else 12)
 
 
-def _missing(slots: Iterable[Slot]) -> list[int]:
+def _missing(slots: Iterable[ChunkParam]) -> list[int]:
     return list(dict.fromkeys(slot.chunk.index for slot in slots if not slot.chunk.is_gathered or slot.is_overwritten))

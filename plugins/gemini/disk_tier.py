@@ -14,7 +14,7 @@ from booster.errors import ConfigError
 from booster.kernels.disk_io import DiskQueue
 from booster.optim.offload.directory import OwnDirectory
 from booster.plugins.gemini.block_file import BlockFile, DiskTransfer, whole_pages
-from booster.plugins.gemini.tiers import Block, Transfer, bytes_of
+from booster.plugins.gemini.tiers import TierBlock, Transfer, bytes_of
 
 __all__ = ["DiskTier"]
 
@@ -50,14 +50,14 @@ class DiskTier:
             ) from error
         self._finalizer = weakref.finalize(self, _close, queue, self._file, own, os.getpid())
 
-    def new_block(self, num_bytes: int) -> Block:
+    def new_block(self, num_bytes: int) -> TierBlock:
         """Returns an empty block, whose room on the disk is reserved.
 
         Raises:
             ConfigError: The disk is full, or the tier is closed or another process's.
             OSError: The disk failed.
         """
-        offset, is_zero = self._file.take(whole_pages(num_bytes))
+        offset, is_zero = self._file.allocate(whole_pages(num_bytes))
         self.bytes_held += num_bytes
         return _DiskBlock(self, self._file, num_bytes, offset, is_zero)
 
@@ -87,7 +87,7 @@ class _DiskBlock:
         self._is_freed = False
         self._last: DiskTransfer | None = None
         self._last_write: DiskTransfer | None = None
-        self._shown: weakref.ref[mmap.mmap] | None = None
+        self._mapped: weakref.ref[mmap.mmap] | None = None
 
     def read_into(self, tensor: Tensor) -> Transfer:
         data = self._begin(tensor)
@@ -108,16 +108,16 @@ class _DiskBlock:
 
     def as_tensor(self, dtype: torch.dtype) -> Tensor:
         assert not self._is_freed, "the block was freed"
-        self._settle()
+        self._wait_for_transfers()
         error = self._lost()
         if error is not None:
             raise error.with_traceback(None)
         if self.num_bytes == 0:
             return torch.empty(0, dtype=dtype)
-        memory = None if self._shown is None else self._shown()
+        memory = None if self._mapped is None else self._mapped()
         if memory is None:
-            memory = self._file.show(self._offset, self.num_bytes)
-            self._shown = weakref.ref(memory)
+            memory = self._file.map(self._offset, self.num_bytes)
+            self._mapped = weakref.ref(memory)
         start = self._offset % mmap.ALLOCATIONGRANULARITY
         tensor = torch.frombuffer(memory, dtype=dtype, count=self.num_bytes // dtype.itemsize, offset=start)
         if self.is_empty and not self._is_zero:
@@ -128,24 +128,24 @@ class _DiskBlock:
     def free(self) -> None:
         if self._is_freed:
             return
-        self._settle()
+        self._wait_for_transfers()
         self._is_freed = True
         self._tier.bytes_held -= self.num_bytes
         extent = (self._offset, whole_pages(self.num_bytes))
-        memory = None if self._shown is None else self._shown()
+        memory = None if self._mapped is None else self._mapped()
         if memory is None:
-            self._file.give_back(extent)
+            self._file.free(extent)
         else:  # another block there would show up in the tensor
-            weakref.finalize(memory, self._file.give_back, extent).atexit = False
+            weakref.finalize(memory, self._file.free, extent).atexit = False
 
     def _begin(self, tensor: Tensor) -> Tensor:
         assert not self._is_freed, "the block was freed"
         assert tensor.device.type == "cpu", f"a tensor on {tensor.device} for a block on a disk"
         data = bytes_of(tensor, self.num_bytes)
-        self._settle()
+        self._wait_for_transfers()
         return data
 
-    def _settle(self) -> None:
+    def _wait_for_transfers(self) -> None:
         if self._last is not None:
             self._last.settle()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ChunkLayout", "ChunkPlan", "ParameterFacts", "Part", "Place", "WasteReport", "unit_numel"]
+__all__ = ["ChunkLayout", "ChunkPlan", "ParamInfo", "ParamRegion", "ShardRegionInChunk", "WasteReport", "unit_numel"]
 
 # Note [Chunk layout]
 # A chunk is a flat buffer of whole parameters of one kind: of one number format, and all of them trained or all frozen.
@@ -34,7 +34,7 @@ def unit_numel(dtype: torch.dtype, num_shards: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterFacts:
+class ParamInfo:
     """What the layout has to know of a parameter.
 
     Attributes:
@@ -56,7 +56,7 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParamRegion:
     """Where a parameter lies in its chunk.
 
     Attributes:
@@ -73,7 +73,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardRegionInChunk:
     """What a rank owns of a parameter.
 
     Attributes:
@@ -83,10 +83,10 @@ class Part:
         in_piece: Within the rank's piece.
     """
 
-    place_index: int
+    region_index: int
     span: tuple[int, int]
     in_chunk: slice
-    in_piece: slice
+    in_shard: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class ChunkLayout:
     trains: bool
     numel: int
     num_shards: int
-    places: tuple[Place, ...]
+    regions: tuple[ParamRegion, ...]
 
     def __post_init__(self) -> None:
         """A wrong size would show only as wrong numbers on some ranks."""
@@ -114,14 +114,14 @@ class ChunkLayout:
         assert self.used_numel <= self.numel, f"{self.used_numel} elements in a chunk of {self.numel}"
 
     @property
-    def piece_numel(self) -> int:
+    def shard_numel(self) -> int:
         """Elements that each rank owns, waste included."""
         return self.numel // self.num_shards
 
     @property
     def used_numel(self) -> int:
         """Elements of parameters."""
-        return self.places[-1].stop if self.places else 0
+        return self.regions[-1].stop if self.regions else 0
 
     @property
     def waste_numel(self) -> int:
@@ -133,34 +133,34 @@ class ChunkLayout:
         """Bytes of the gathered chunk."""
         return self.numel * self.dtype.itemsize
 
-    def piece(self, rank: int) -> slice:
+    def shard_range(self, rank: int) -> slice:
         """Returns the part of the chunk that a rank owns.
 
         Args:
             rank: Within the shard group.
         """
         assert 0 <= rank < self.num_shards, f"rank {rank} of {self.num_shards} shards"
-        return slice(rank * self.piece_numel, (rank + 1) * self.piece_numel)
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def parts(self, rank: int) -> list[Part]:
+    def parts(self, rank: int) -> list[ShardRegionInChunk]:
         """Returns what a rank owns of each parameter, in order; of those it owns nothing of there is no part.
 
         Args:
             rank: Within the shard group.
         """
-        piece = self.piece(rank)
-        return [part for index in range(len(self.places)) if (part := self._part(index, piece)) is not None]
+        piece = self.shard_range(rank)
+        return [part for index in range(len(self.regions)) if (part := self._part(index, piece)) is not None]
 
-    def _part(self, place_index: int, piece: slice) -> Part | None:
-        place = self.places[place_index]
+    def _part(self, place_index: int, piece: slice) -> ShardRegionInChunk | None:
+        place = self.regions[place_index]
         start, stop = max(place.start, piece.start), min(place.stop, piece.stop)
         if start >= stop:
             return None
-        return Part(
-            place_index=place_index,
+        return ShardRegionInChunk(
+            region_index=place_index,
             span=(start - place.start, stop - place.start),
             in_chunk=slice(start, stop),
-            in_piece=slice(start - piece.start, stop - piece.start),
+            in_shard=slice(start - piece.start, stop - piece.start),
         )
 
 

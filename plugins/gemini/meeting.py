@@ -13,9 +13,9 @@ from booster.comm import all_gather_equal, collective_device, global_rank_of, gr
 from booster.errors import DesyncError
 from booster.plugins.sharding.checks import UNEVEN_CALLS
 
-__all__ = ["Meeting", "Phase", "Post"]
+__all__ = ["OrderNegotiation", "PassKind", "RankRequest"]
 
-# Note [Meetings]
+# Note [Collective order]
 # Control flow that depends on data may make a rank use modules that another rank skips, so ranks can need different
 # chunks at the same time. Therefore no rank starts a collective alone. When a rank needs chunks that are not gathered,
 # or when the gradients of a chunk are complete, it enters a negotiation: an all-gather of a few integers per rank.
@@ -25,7 +25,7 @@ __all__ = ["Meeting", "Phase", "Post"]
 # have communicated anyway. A negotiation moves some 100 bytes, a chunk some 10 million.
 
 
-class Phase(IntEnum):
+class PassKind(IntEnum):
     """The pass that a rank is running."""
 
     FORWARD = 0
@@ -33,7 +33,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Post:
+class RankRequest:
     """Request of one rank in a negotiation.
 
     Attributes:
@@ -44,14 +44,14 @@ class Post:
         has_leftovers: True if gradients arrived after the reduction of their chunk, or their chunk is incomplete.
     """
 
-    phase: Phase
-    wants: tuple[int, ...] = ()
+    phase: PassKind
+    gather_requests: tuple[int, ...] = ()
     num_ready: int = 0
-    is_closing: bool = False
-    has_leftovers: bool = False
+    is_done: bool = False
+    has_late_grads: bool = False
 
 
-class Meeting:
+class OrderNegotiation:
     """Negotiation between the ranks of a shard group.
 
     Args:
@@ -59,47 +59,47 @@ class Meeting:
         max_wants: Maximum number of chunks in one request.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, max_wants: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, max_gather_requests: int) -> None:
         self.group = group
-        self._max_wants = max_wants
+        self._max_gather_requests = max_gather_requests
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """Whether the group has a single rank."""
         return group_size(self.group) == 1
 
     @property
-    def max_wants(self) -> int:
+    def max_gather_requests(self) -> int:
         """Maximum number of chunks in one request."""
-        return self._max_wants
+        return self._max_gather_requests
 
-    def hold(self, post: Post) -> list[Post]:
+    def exchange(self, request: RankRequest) -> list[RankRequest]:
         """Return the requests of all ranks, in rank order. Collective over the group."""
-        if self.is_alone:
-            return [post]
-        wants = list(post.wants[: self._max_wants])
-        wants += [-1] * (self._max_wants - len(wants))
-        numbers = [post.phase, post.num_ready, post.is_closing, post.has_leftovers, *wants]
+        if self.is_single_rank:
+            return [request]
+        gather_requests = list(request.gather_requests[: self._max_gather_requests])
+        gather_requests += [-1] * (self._max_gather_requests - len(gather_requests))
+        numbers = [request.phase, request.num_ready, request.is_done, request.has_late_grads, *gather_requests]
         own = torch.tensor([numbers], dtype=torch.int64, device=collective_device(self.group))
-        posts = [_post_of(row) for row in all_gather_equal(own, self.group).tolist()]
-        self._check(posts)
-        return posts
+        requests = [_request_from_row(row) for row in all_gather_equal(own, self.group).tolist()]
+        self._check(requests)
+        return requests
 
-    def _check(self, posts: Sequence[Post]) -> None:
-        if not all(post.is_closing for post in posts) or len({post.phase for post in posts}) == 1:
+    def _check(self, requests: Sequence[RankRequest]) -> None:
+        if not all(post.is_done for post in requests) or len({post.phase for post in requests}) == 1:
             return
-        backward = [global_rank_of(rank, self.group) for rank, post in enumerate(posts) if post.phase]
+        backward = [global_rank_of(rank, self.group) for rank, post in enumerate(requests) if post.phase]
         raise DesyncError(
             f"ranks {backward} have finished a backward while the others have finished a forward: {UNEVEN_CALLS}"
         )
 
 
-def _post_of(row: Sequence[int]) -> Post:
+def _request_from_row(row: Sequence[int]) -> RankRequest:
     phase, num_ready, is_closing, has_leftovers, *wants = row
-    return Post(
-        phase=Phase(phase),
-        wants=tuple(chunk for chunk in wants if chunk >= 0),
+    return RankRequest(
+        phase=PassKind(phase),
+        gather_requests=tuple(chunk for chunk in wants if chunk >= 0),
         num_ready=num_ready,
-        is_closing=bool(is_closing),
-        has_leftovers=bool(has_leftovers),
+        is_done=bool(is_closing),
+        has_late_grads=bool(has_leftovers),
     )

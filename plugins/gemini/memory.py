@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import count_communication, imagine_others
-from booster.interface import MemoryParts, MemoryQuestion, RankMemory
-from booster.interface.rank_memory import Stretch
-from booster.plugins.gemini.building import make_chunk, model_facts, plan_model
-from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.comm import count_communication, fake_collectives
+from booster.interface import MemoryParts, MemoryRequest, RankMemory
+from booster.interface.rank_memory import MemoryInterval
+from booster.plugins.gemini.building import describe_params, make_chunk, plan_model
+from booster.plugins.gemini.chunk import Chunk, ChunkParam
 from booster.plugins.gemini.chunk_manager import ChunkManager
-from booster.plugins.gemini.meeting import Phase, Post
+from booster.plugins.gemini.meeting import PassKind, RankRequest
 from booster.plugins.gemini.placement import Placement
-from booster.plugins.gemini.rehoming import move_weights
+from booster.plugins.gemini.rehoming import migrate_weights
 from booster.plugins.gemini.settings import GeminiSettings
-from booster.plugins.gemini.tiers import Block, Transfer
+from booster.plugins.gemini.tiers import TierBlock, Transfer
 from booster.plugins.sharding.memory import Moment, cast_bytes
 
 __all__ = ["gemini_memory"]
 
-# Note [Imagined chunks]
+# Note [Memory estimate]
 # Which chunks are gathered when depends on the placement, on a record of the first step, and on what fits beside what.
 # None of that is computed a second time here: the plugin's own manager and chunks do it, on the meta device, whose
 # tensors have sizes and no memory. They are told what a model's hooks would tell them, as the course of a forward and
@@ -35,19 +35,19 @@ __all__ = ["gemini_memory"]
 _META = torch.device("meta")
 
 
-class _AlikeRanks:
+class _FakeNegotiation:
     """Meetings with ranks that say what this one does; stands in for `Meeting`."""
 
     def __init__(self, group: dist.ProcessGroup | None, max_wants: int) -> None:
         self.group = group
         self.max_wants = max_wants
 
-    def hold(self, post: Post) -> list[Post]:
+    def hold(self, post: RankRequest) -> list[RankRequest]:
         """Returns what all say."""
         return [post]
 
 
-class _Counted:
+class _CountedBlock:
     """A block of a tier that has no memory."""
 
     is_empty = False
@@ -86,10 +86,10 @@ class _CountingTier:
     def __init__(self) -> None:
         self.bytes_held = 0
 
-    def new_block(self, num_bytes: int) -> Block:
+    def new_block(self, num_bytes: int) -> TierBlock:
         """Returns a block."""
         self.bytes_held += num_bytes
-        return _Counted(self, num_bytes)
+        return _CountedBlock(self, num_bytes)
 
     def close(self) -> None:
         """Does nothing."""
@@ -109,7 +109,7 @@ class _Chunks:
     """
 
     manager: ChunkManager
-    slots: dict[str, Slot]
+    slots: dict[str, ChunkParam]
     settings: GeminiSettings
     masters: dict[int, int] = field(default_factory=dict)
     states: dict[int, int] = field(default_factory=dict)
@@ -122,12 +122,12 @@ class _Chunks:
 
     def held_of_states(self) -> int:
         """Returns the bytes of masters and states in the compute tier."""
-        away = self.manager.homes.states
+        away = self.manager.locations.states
         return sum(self.masters[one] + self.states[one] for one in self.states if one not in away)
 
     def elsewhere(self) -> int:
         """Returns the bytes in the offload tier."""
-        away = self.manager.homes.states
+        away = self.manager.locations.states
         tier = self.manager.tier
         return (0 if tier is None else tier.bytes_held) + sum(
             self.masters[one] + self.states[one] for one in self.states if one in away
@@ -135,7 +135,7 @@ class _Chunks:
 
 
 def gemini_memory(
-    question: MemoryQuestion,
+    question: MemoryRequest,
     settings: GeminiSettings,
     placement: Placement,
     *,
@@ -155,19 +155,19 @@ def gemini_memory(
         ConfigError: The placement's budget is too small.
     """
     is_cpu = settings.device.type == "cpu"
-    model = _Course(question.activations(settings.dtype, outputs_fp32=outputs_fp32).course, question.model)
-    with imagine_others():
+    model = _ModuleWalk(question.activations(settings.dtype, outputs_fp32=outputs_fp32).intervals, question.model)
+    with fake_collectives():
         found = _make(question, settings, placement)
         model.run(found, is_cpu=is_cpu)
-        _rehome(found.manager)
+        _migrate(found.manager)
         with count_communication() as count:
             worst = model.run(found, is_cpu=is_cpu)
     return _memory(question, found, worst, sent=sum(count.sent.values()), num_replicas=num_replicas)
 
 
-def _make(question: MemoryQuestion, settings: GeminiSettings, placement: Placement) -> _Chunks:
+def _make(question: MemoryRequest, settings: GeminiSettings, placement: Placement) -> _Chunks:
     trained = {id(one) for one in question.trained}
-    named, facts, module_of = model_facts(question.model, trained, settings.dtype)
+    named, facts, module_of = describe_params(question.model, trained, settings.dtype)
     plan = plan_model(facts, module_of, settings, settings.num_shards)
     settings = _on_meta(settings)
     on_meta = [(name, nn.Parameter(torch.empty(0, device=_META), requires_grad=False)) for name, _ in named]
@@ -175,23 +175,23 @@ def _make(question: MemoryQuestion, settings: GeminiSettings, placement: Placeme
     tier = _CountingTier()
     manager = ChunkManager(
         chunks,
-        meeting=_AlikeRanks(settings.meeting_group, 2 + settings.max_prefetch),  # type: ignore[arg-type]
+        meeting=_FakeNegotiation(settings.order_group, 2 + settings.max_prefetch),  # type: ignore[arg-type]
         device=_META,
         placement=placement,
-        agreement_group=settings.agreement_group or settings.data_parallel_group,
+        agreement_group=settings.control_group or settings.data_parallel_group,
         make_tier=lambda: tier,
         max_prefetch=settings.max_prefetch,
         reduces_asynchronously=settings.reduces_asynchronously,
         other_bytes=lambda: 0,
     )
-    found = _Chunks(manager, {slot.name: slot for chunk in chunks for slot in chunk.slots}, settings)
+    found = _Chunks(manager, {slot.name: slot for chunk in chunks for slot in chunk.params}, settings)
     for chunk in chunks:
         _note_updated(found, chunk, question)
     manager.state_bytes = lambda chunk: (
         found.masters[chunk.index] + found.states[chunk.index] if chunk.layout.trains else 0
     )
-    manager.homes = manager.choose_homes()
-    if manager.homes.weights or manager.homes.states:
+    manager.locations = manager.choose_locations()
+    if manager.locations.weights or manager.locations.states:
         manager.needed_tier()
     for chunk in chunks:
         _fill(chunk, manager, settings)
@@ -203,40 +203,40 @@ def _on_meta(settings: GeminiSettings) -> GeminiSettings:
     return GeminiSettings(**(facts | {"device": _META}))
 
 
-def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryQuestion) -> None:
+def _note_updated(found: _Chunks, chunk: Chunk, question: MemoryRequest) -> None:
     """Takes note of what is kept of a chunk for the optimizer on the first rank, which has no waste."""
     layout = chunk.layout
-    dtype = found.settings.main_dtype(layout)
-    found.masters[chunk.index] = layout.piece_numel * dtype.itemsize if dtype != layout.dtype else 0
+    dtype = found.settings.master_dtype(layout)
+    found.masters[chunk.index] = layout.shard_numel * dtype.itemsize if dtype != layout.dtype else 0
     parts = layout.parts(0) if layout.trains else []
     owned = sum(part.span[1] - part.span[0] for part in parts)
-    shapes = [place.shape for place in layout.places] if layout.trains else []
+    shapes = [place.shape for place in layout.regions] if layout.trains else []
     found.shapes[chunk.index] = [(part.span[1] - part.span[0],) for part in parts]
     found.states[chunk.index] = question.state_bytes(shapes, dtype, owned / max(1, layout.used_numel))
 
 
 def _fill(chunk: Chunk, manager: ChunkManager, settings: GeminiSettings) -> None:
     """Gives a chunk its piece as `fill_chunk` does."""
-    is_offloaded = chunk.index in manager.homes.weights
-    for slot in chunk.slots:
-        slot.hide()
-    if chunk.index in manager.homes.kept or (settings.num_shards == 1 and not is_offloaded):
-        chunk.keep(torch.empty(chunk.layout.numel, dtype=chunk.layout.dtype, device=_META))
+    is_offloaded = chunk.index in manager.locations.weights
+    for slot in chunk.params:
+        slot.unbind()
+    if chunk.index in manager.locations.kept_gathered or (settings.num_shards == 1 and not is_offloaded):
+        chunk.keep_gathered(torch.empty(chunk.layout.numel, dtype=chunk.layout.dtype, device=_META))
     else:
         chunk.weights.allocate(manager.tier if is_offloaded else None)
 
 
-def _rehome(manager: ChunkManager) -> None:
+def _migrate(manager: ChunkManager) -> None:
     """Moves the pieces to where the placement wants them after the recorded step."""
-    homes = manager.choose_homes()
-    if homes == manager.homes:
+    homes = manager.choose_locations()
+    if homes == manager.locations:
         return
-    manager.homes, tier = homes, manager.needed_tier()
+    manager.locations, tier = homes, manager.needed_tier()
     for chunk in manager.chunks:
-        move_weights(chunk, tier if chunk.index in homes.weights else None)
+        migrate_weights(chunk, tier if chunk.index in homes.weights else None)
 
 
-class _Course:
+class _ModuleWalk:
     """A forward and backward, as the hooks of a model would tell a manager about it.
 
     Args:
@@ -244,7 +244,7 @@ class _Course:
         model: In which it does.
     """
 
-    def __init__(self, course: Sequence[Stretch], model: nn.Module) -> None:
+    def __init__(self, course: Sequence[MemoryInterval], model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         self._course = course
         self._own = {
@@ -268,8 +268,8 @@ class _Course:
         manager.begin_forward(trains=True)
         worst, held = Moment(0, 0), manager.bytes_in_memory
         for stretch in self._course:
-            self._tell(found, stretch)
-            if manager.phase is Phase.FORWARD:
+            self._notify(found, stretch)
+            if manager.phase is PassKind.FORWARD:
                 others = stretch.begin if is_cpu else stretch.activations
                 manager.note_other_bytes()
             if stretch.event == "gradient" or stretch.name == "" or self._own[stretch.name]:  # else nothing has moved
@@ -280,13 +280,13 @@ class _Course:
         manager.reduction.reset()
         return max(worst, last, key=lambda one: one.total)
 
-    def _tell(self, found: _Chunks, stretch: Stretch) -> None:
+    def _notify(self, found: _Chunks, stretch: MemoryInterval) -> None:
         manager = found.manager
         if stretch.event == "gradient":
             slot = found.slots[stretch.name]
             if slot.chunk.layout.trains:
-                slot.parameter.grad = torch.empty(slot.place.shape, dtype=slot.chunk.layout.dtype, device=_META)
-                manager.reduction.receive(slot)
+                slot.parameter.grad = torch.empty(slot.region.shape, dtype=slot.chunk.layout.dtype, device=_META)
+                manager.reduction.on_grad_ready(slot)
             return
         own = [found.slots[name] for name in self._own[stretch.name]]
         if stretch.event == "enter" and own:
@@ -298,13 +298,13 @@ class _Course:
                 chunk.unpin(slots)
             if stretch.name == "":
                 manager.end_forward(trains=True)
-                manager.phase = Phase.BACKWARD
+                manager.phase = PassKind.BACKWARD
         elif stretch.event == "backward" and stretch.name not in self._looks_up:
             for slot in own:
                 _ask_in_backward(manager, slot)
 
 
-def _ask_in_backward(manager: ChunkManager, slot: Slot) -> None:
+def _ask_in_backward(manager: ChunkManager, slot: ChunkParam) -> None:
     """Does what an operator's backward that saved the weights has done."""
     if not slot.chunk.is_gathered or slot.is_overwritten:
         manager.need((slot,))
@@ -314,16 +314,16 @@ def _ask_in_backward(manager: ChunkManager, slot: Slot) -> None:
     slot.chunk.unpin(())
 
 
-def _by_chunk(slots: Sequence[Slot]) -> Iterator[tuple[Chunk, list[Slot]]]:
+def _by_chunk(slots: Sequence[ChunkParam]) -> Iterator[tuple[Chunk, list[ChunkParam]]]:
     for chunk in dict.fromkeys(slot.chunk for slot in slots):
         yield chunk, [slot for slot in slots if slot.chunk is chunk]
 
 
-def _memory(question: MemoryQuestion, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:
+def _memory(question: MemoryRequest, found: _Chunks, worst: Moment, *, sent: int, num_replicas: int) -> RankMemory:
     manager, settings = found.manager, found.settings
     pieces = sum(chunk.bytes_in_memory for chunk in found.chunks)
-    sums = {chunk.index: chunk.sums.num_bytes for chunk in found.chunks if chunk.layout.trains}
-    in_memory = sum(size for index, size in sums.items() if index not in manager.homes.weights)
+    sums = {chunk.index: chunk.grad_shard.num_bytes for chunk in found.chunks if chunk.layout.trains}
+    in_memory = sum(size for index, size in sums.items() if index not in manager.locations.weights)
     kept = {
         "parameters": pieces,
         "optimizer_states": found.held_of_states(),
@@ -332,28 +332,28 @@ def _memory(question: MemoryQuestion, found: _Chunks, worst: Moment, *, sent: in
     gathered = worst.held - pieces
     shared = 2 * (num_replicas - 1) * sum(sums.values()) // num_replicas
     return RankMemory(
-        kept=MemoryParts(**kept, buffers=buffers),
+        steady_state=MemoryParts(**kept, buffers=buffers),
         backward=MemoryParts(**kept, activations=worst.activations, buffers=buffers + gathered),
         step=MemoryParts(**kept, gradients=in_memory, activations=_step_bytes(question, found), buffers=buffers),
         sent=sent + shared + _sent_of_kept(found),
-        elsewhere=found.elsewhere(),
+        offloaded=found.elsewhere(),
     )
 
 
 def _sent_of_kept(found: _Chunks) -> int:
     """Returns the bytes of weights that are spread after a step."""
     settings = found.settings
-    pieces = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept)
+    pieces = sum(chunk.weights.num_bytes for chunk in found.chunks if chunk.is_kept_gathered)
     return (settings.num_shards - 1) * pieces
 
 
-def _step_bytes(question: MemoryQuestion, found: _Chunks) -> int:
+def _step_bytes(question: MemoryRequest, found: _Chunks) -> int:
     by_dtype: dict[torch.dtype, list[tuple[int, ...]]] = {}
     rounded = 0
     for chunk in found.chunks:
         if chunk.layout.trains:
-            dtype = found.settings.main_dtype(chunk.layout)
+            dtype = found.settings.master_dtype(chunk.layout)
             by_dtype.setdefault(dtype, []).extend(found.shapes[chunk.index])
-            if dtype != chunk.sums.dtype:  # gradients in the format that is updated
-                rounded += chunk.layout.piece_numel * dtype.itemsize
+            if dtype != chunk.grad_shard.dtype:  # gradients in the format that is updated
+                rounded += chunk.layout.shard_numel * dtype.itemsize
     return rounded + max((question.step_bytes(shapes, dtype) for dtype, shapes in by_dtype.items()), default=0)

@@ -14,7 +14,7 @@ from booster.comm import all_gather_equal, broadcast, collective_device, raise_o
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
-from booster.plugins.gemini.chunk import Chunk, Slot, was_written_unseen
+from booster.plugins.gemini.chunk import Chunk, ChunkParam, any_modified_while_sharded
 from booster.plugins.gemini.chunk_manager import ChunkManager
 from booster.plugins.gemini.module_hooks import ModuleHooks
 from booster.plugins.gemini.settings import GeminiSettings
@@ -57,8 +57,8 @@ class GeminiModel(ModelWrapper):
         self.hooks = ModuleHooks(module, manager, self._slots())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
 
-    def _slots(self) -> dict[int, Slot]:
-        return {id(slot.parameter): slot for chunk in self.manager.chunks for slot in chunk.slots}
+    def _slots(self) -> dict[int, ChunkParam]:
+        return {id(slot.parameter): slot for chunk in self.manager.chunks for slot in chunk.params}
 
     def connect(self, clear_gradients: Callable[[bool], None]) -> None:
         """Tells what clears the gradients."""
@@ -87,8 +87,10 @@ class GeminiModel(ModelWrapper):
 
     def weights_changed(self) -> None:
         """Spreads this rank's pieces of kept chunks; graphs from before know that they are too old. Collective."""
-        kept = [chunk for chunk in self.manager.chunks if chunk.is_kept]
-        flights = [start_all_gather(one.payload, self._settings.shard_group) for one in kept if one.payload is not None]
+        kept = [chunk for chunk in self.manager.chunks if chunk.is_kept_gathered]
+        flights = [
+            start_all_gather(one.gathered, self._settings.shard_group) for one in kept if one.gathered is not None
+        ]
         self._outdate_graphs()
         for flight in flights:
             flight.wait()
@@ -109,31 +111,31 @@ class GeminiModel(ModelWrapper):
         Raises:
             ConfigError: The ranks have made different changes: nothing is kept of them.
         """
-        with self._shown() as chunks:
+        with self._summoned() as chunks:
             self.manager.is_whole = True
             try:
                 yield self.module
             finally:
                 self.manager.is_whole = False
-                self._settle(chunks)
+                self._finish_reads(chunks)
                 self._require_same(chunks)
-                self._take_back(chunks)
+                self._release_summoned(chunks)
                 self.notify_loaded()
 
     def _require_same(self, chunks: list[Chunk]) -> None:
         """Raises if the ranks show different weights."""
         digest = 0
         for chunk in chunks:
-            if chunk.payload is not None:
-                used = chunk.payload[: chunk.layout.used_numel].cpu()
+            if chunk.gathered is not None:
+                used = chunk.gathered[: chunk.layout.used_numel].cpu()
                 digest = crc32(used.view(torch.uint8).numpy().data, digest)
-        group = self._settings.agreement_group or self._settings.data_parallel_group
+        group = self._settings.control_group or self._settings.data_parallel_group
         digests = all_gather_equal(torch.tensor([digest], device=collective_device(group)), group).tolist()
         if len(set(digests)) == 1:
             return
         for chunk in chunks:
-            if chunk.is_kept and chunk.payload is not None:
-                broadcast([chunk.payload], self._settings.data_parallel_group)
+            if chunk.is_kept_gathered and chunk.gathered is not None:
+                broadcast([chunk.gathered], self._settings.data_parallel_group)
         raise ConfigError(
             "the weights were changed inside of `with model.gathered():`, and on the ranks"
             f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} otherwise than on rank 0: make the"
@@ -141,37 +143,37 @@ class GeminiModel(ModelWrapper):
         )
 
     @contextmanager
-    def _shown(self) -> Iterator[list[Chunk]]:
+    def _summoned(self) -> Iterator[list[Chunk]]:
         """Shows all weights; changes of chunks that are not kept are lost. Collective at its begin alone."""
-        chunks = [chunk for chunk in self.manager.chunks if chunk.slots]
+        chunks = [chunk for chunk in self.manager.chunks if chunk.params]
         with self.manager.aside():
             for chunk in chunks:
-                self.manager.need(chunk.slots)
-                chunk.pin(chunk.slots)
+                self.manager.need(chunk.params)
+                chunk.pin(chunk.params)
         try:
             yield chunks
         finally:
             for chunk in chunks:
-                chunk.unpin(chunk.slots)
+                chunk.unpin(chunk.params)
             self.manager.release_all()
 
     @torch.no_grad()
-    def _settle(self, chunks: list[Chunk]) -> None:
+    def _finish_reads(self, chunks: list[Chunk]) -> None:
         """Brings what `.data =` has put in the place of weights into the chunks."""
         for chunk in chunks:
-            for slot in chunk.slots if chunk.payload is not None else ():
-                assert chunk.payload is not None
-                shown, place = slot.parameter.detach(), slot.within(chunk.payload)
+            for slot in chunk.params if chunk.gathered is not None else ():
+                assert chunk.gathered is not None
+                shown, place = slot.parameter.detach(), slot.view_in(chunk.gathered)
                 if shown.data_ptr() != place.data_ptr():
                     place.copy_(shown)
                     slot.parameter.data = place
 
     @torch.no_grad()
-    def _take_back(self, chunks: list[Chunk]) -> None:
-        self._settle(chunks)
+    def _release_summoned(self, chunks: list[Chunk]) -> None:
+        self._finish_reads(chunks)
         for chunk in chunks:
-            if chunk.payload is not None and not chunk.is_kept:
-                chunk.weights.store(chunk.payload[chunk.layout.piece(chunk.rank)])
+            if chunk.gathered is not None and not chunk.is_kept_gathered:
+                chunk.weights.store(chunk.gathered[chunk.layout.shard_range(chunk.rank)])
 
     def notify_loaded(self) -> None:
         # Nothing is spread: who changes weights from outside changes kept ones on every rank. So a rank whose load
@@ -186,12 +188,12 @@ class GeminiModel(ModelWrapper):
             ConfigError: The memory of a parameter was replaced, or it was written to while its weights were elsewhere.
         """
         self._require_unmoved()
-        chunks = [chunk for chunk in self.manager.chunks if chunk.slots and not chunk.is_kept]
-        written = chunks if chunks and was_written_unseen(chunks) else []
+        chunks = [chunk for chunk in self.manager.chunks if chunk.params and not chunk.is_kept_gathered]
+        written = chunks if chunks and any_modified_while_sharded(chunks) else []
         for chunk in written:
-            if not chunk.was_written_unseen():
+            if not chunk.was_modified_while_sharded():
                 continue
-            names = [repr(slot.name) for slot in chunk.slots]
+            names = [repr(slot.name) for slot in chunk.params]
             listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ConfigError(
                 f"a parameter was written to while its weights were divided among the ranks, where the change is lost:"
@@ -210,12 +212,12 @@ class GeminiModel(ModelWrapper):
     def moved_parameter(self) -> str | None:
         """Returns the name of a parameter that shows other memory than its chunk's; None: there is none."""
         for chunk in self.manager.chunks:
-            for slot in chunk.slots:
-                parameter, kept = slot.parameter, chunk.payload if chunk.is_kept else None
-                if kept is not None and parameter.numel() > 0 and parameter.data_ptr() != slot.within(kept).data_ptr():
+            for slot in chunk.params:
+                parameter, kept = slot.parameter, chunk.gathered if chunk.is_kept_gathered else None
+                if kept is not None and parameter.numel() > 0 and parameter.data_ptr() != slot.view_in(kept).data_ptr():
                     return slot.name
-                is_hidden = not chunk.is_kept and chunk.payload is None and parameter.numel() > 0
-                if is_hidden and parameter.data_ptr() != chunk.blank.data_ptr():
+                is_hidden = not chunk.is_kept_gathered and chunk.gathered is None and parameter.numel() > 0
+                if is_hidden and parameter.data_ptr() != chunk.placeholder.data_ptr():
                     return slot.name
         return None
 
@@ -245,7 +247,7 @@ class GeminiModel(ModelWrapper):
         kwargs["keep_vars"] = True
         state = self.module.state_dict(*args, **kwargs)
         if any(True for _ in self._derived(state)):
-            with self._shown():
+            with self._summoned():
                 state = self.module.state_dict(*args, **kwargs)
                 copies = {id(one): one.detach().clone() for one in state.values() if isinstance(one, torch.Tensor)}
         else:
@@ -265,7 +267,7 @@ class GeminiModel(ModelWrapper):
         """Returns copies of a state's tensors by the tensors' `id`, gathered chunk by chunk. Collective."""
         slots = self._slots()
         copies: dict[int, torch.Tensor] = {}
-        by_chunk: dict[int, list[Slot]] = {}
+        by_chunk: dict[int, list[ChunkParam]] = {}
         for value in state.values():
             slot = slots.get(id(value))
             if slot is not None:
@@ -298,11 +300,11 @@ class GeminiModel(ModelWrapper):
                 " the old ones: leave assign out, or load before boost()"
             )
         # torch copies what fits before it raises. The pieces are enough to undo that: each rank's own.
-        kept = {chunk: chunk.weights.as_tensor().clone() for chunk in self.manager.chunks if chunk.is_kept}
+        kept = {chunk: chunk.weights.as_tensor().clone() for chunk in self.manager.chunks if chunk.is_kept_gathered}
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         error: Exception | None = None
         result = None
-        with self._shown() as chunks:
+        with self._summoned() as chunks:
             try:
                 result = self.module.load_state_dict(state_dict, strict=strict)
             except Exception as caught:  # raised on all ranks below
@@ -312,7 +314,7 @@ class GeminiModel(ModelWrapper):
             except BaseException:
                 self._undo(kept, buffers)
                 raise
-            self._take_back(chunks)
+            self._release_summoned(chunks)
         self.notify_loaded()
         return result
 
@@ -355,20 +357,20 @@ class GeminiModel(ModelWrapper):
                 slices += self._slices_of(names[0], slot)
         return slices
 
-    def _slices_of(self, name: str, slot: Slot) -> Iterator[TensorSlice]:
+    def _slices_of(self, name: str, slot: ChunkParam) -> Iterator[TensorSlice]:
         chunk = slot.chunk
-        if chunk.is_kept or slot.place.start == slot.place.stop:
+        if chunk.is_kept_gathered or slot.region.start == slot.region.stop:
             yield TensorSlice.whole(name, slot.parameter.detach(), primary=self._is_primary)
             return
         for part in chunk.layout.parts(chunk.rank):
-            if chunk.layout.places[part.place_index] is slot.place:
+            if chunk.layout.regions[part.region_index] is slot.region:
                 yield TensorSlice(
                     name=name,
                     dtype=chunk.layout.dtype,
-                    global_shape=slot.place.shape,
-                    box=tuple((0, size) for size in slot.place.shape),
+                    global_shape=slot.region.shape,
+                    box=tuple((0, size) for size in slot.region.shape),
                     span=part.span,
-                    tensor=chunk.weights.as_tensor()[part.in_piece],
+                    tensor=chunk.weights.as_tensor()[part.in_shard],
                     primary=self._settings.is_primary,
                 )
 
@@ -402,7 +404,7 @@ class _RefuseHidden:
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._manager is None or keep_vars:  # who wants the parameters themselves knows what they are
             return
-        if any(chunk.payload is None and chunk.slots for chunk in self._manager.chunks):
+        if any(chunk.gathered is None and chunk.params for chunk in self._manager.chunks):
             raise ConfigError(
                 f"state_dict() of the {type(module).__name__} that went into boost() has no weights to give, as they"
                 " are divided among the ranks: call it on the model that boost() returned, use booster.save_model(), or"

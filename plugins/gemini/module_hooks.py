@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from booster.errors import ConfigError
-from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.chunk import Chunk, ChunkParam
 from booster.plugins.gemini.chunk_manager import ChunkManager
-from booster.plugins.gemini.meeting import Phase
+from booster.plugins.gemini.meeting import PassKind
 from booster.plugins.gemini.saved_weights import SavedTensors
 from booster.plugins.sharding.compiling import not_compiled
 from booster.plugins.sharding.deep_copies import error_of_divided_copy
@@ -35,7 +35,7 @@ __all__ = ["ModuleHooks"]
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _RunningModule:
     """A module that runs.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Running:
     """
 
     module: nn.Module | None
-    pinned: list[tuple[Chunk, list[Slot]]] = field(default_factory=list)
+    pinned: list[tuple[Chunk, list[ChunkParam]]] = field(default_factory=list)
     error: BaseException | None = None
     packs: bool = False
     version: int = 0
@@ -59,7 +59,7 @@ class _Running:
         self.pinned.clear()
 
 
-class WatchedParameters(dict[str, Any]):
+class HookedParameters(dict[str, Any]):
     """A module's parameters by name, that says when one is read."""
 
     __slots__ = ("_hooks", "_module_class")
@@ -100,11 +100,11 @@ class ModuleHooks:
         slots: What each parameter is in the chunks, by its `id`.
     """
 
-    def __init__(self, model: nn.Module, manager: ChunkManager, slots: dict[int, Slot]) -> None:
+    def __init__(self, model: nn.Module, manager: ChunkManager, slots: dict[int, ChunkParam]) -> None:
         self._manager = manager
-        self._slots = slots
-        self._running: list[_Running] = []
-        self._again = _Running(None)
+        self._params = slots
+        self._running: list[_RunningModule] = []
+        self._again = _RunningModule(None)
         self._saved_bytes = 0
         self._times_saved: Counter[int] = Counter()
         self._saved = SavedTensors(self)
@@ -117,33 +117,33 @@ class ModuleHooks:
         self.watch_gradients()
 
     def _watch(self, module: nn.Module) -> None:
-        own = [self._slots[id(one)] for one in module.parameters(recurse=False) if id(one) in self._slots]
+        own = [self._params[id(one)] for one in module.parameters(recurse=False) if id(one) in self._params]
         if not own and not any(True for _ in module.children()):
             return
         self._handles.append(module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True))
         self._handles.append(module.register_forward_hook(_AfterForward(self, own), always_call=True))
         if own:
-            module._parameters = WatchedParameters(module._parameters, self, type(module))
+            module._parameters = HookedParameters(module._parameters, self, type(module))
             self._watched.append(module)
 
     def hides(self, parameters: Iterable[nn.Parameter | None]) -> bool:
         """Returns whether the weights of some of these parameters are not here now."""
-        slots = [self._slots.get(id(one)) for one in parameters]
-        return any(slot is not None and slot.chunk.payload is None for slot in slots)
+        slots = [self._params.get(id(one)) for one in parameters]
+        return any(slot is not None and slot.chunk.gathered is None for slot in slots)
 
     def watch_gradients(self) -> None:
         """Has the chunks take gradients of parameters that train and were not watched yet."""
-        for slot in self._slots.values():
-            if slot.parameter.requires_grad and slot.chunk.layout.trains and not slot.is_watched:
+        for slot in self._params.values():
+            if slot.parameter.requires_grad and slot.chunk.layout.trains and not slot.has_grad_hook:
                 self._gradient_handles[id(slot.parameter)] = slot.parameter.register_post_accumulate_grad_hook(
                     _GradientArrived(self)
                 )
-                slot.is_watched = True
+                slot.has_grad_hook = True
 
     def gradient_arrived_at(self, parameter: torch.Tensor) -> None:
         """Takes the gradient of a parameter that is watched."""
-        slot = self._slots.get(id(parameter))
-        if slot is not None and slot.is_watched:
+        slot = self._params.get(id(parameter))
+        if slot is not None and slot.has_grad_hook:
             self.gradient_arrived(slot)
 
     def remove(self) -> None:
@@ -153,8 +153,8 @@ class ModuleHooks:
         self._gradient_handles.clear()  # graphs from before still come here
         for module in self._watched:
             module._parameters = dict(module._parameters)
-        for slot in self._slots.values():
-            slot.is_watched = False
+        for slot in self._params.values():
+            slot.has_grad_hook = False
 
     # Forward.
 
@@ -163,12 +163,12 @@ class ModuleHooks:
         """Whether some module runs, or a backward does."""
         return bool(self._running) or self._is_in_backward or _is_autograd_running()
 
-    def enter(self, module: nn.Module, own: Sequence[Slot]) -> None:
+    def enter(self, module: nn.Module, own: Sequence[ChunkParam]) -> None:
         """Called before a module runs."""
         with _unseen():
             if not self._running:
                 self._begin_outermost()
-            running = _Running(module, error=sys.exc_info()[1])
+            running = _RunningModule(module, error=sys.exc_info()[1])
             self._running.append(running)
             if own:
                 self._manager.need(own)
@@ -176,7 +176,7 @@ class ModuleHooks:
                 running.version = _version_of(own)
             running.packs = self._saved.begin()
 
-    def exit(self, module: nn.Module, own: Sequence[Slot], output: Any) -> None:
+    def exit(self, module: nn.Module, own: Sequence[ChunkParam], output: Any) -> None:
         """Called when a module has ended, by an exception too.
 
         Raises:
@@ -198,15 +198,15 @@ class ModuleHooks:
             if not self._running:
                 self._end_outermost(has_failed=has_failed)
 
-    def _returned(self, output: Any) -> list[Slot]:
+    def _returned(self, output: Any) -> list[ChunkParam]:
         """Returns the model's own parameters in a module's output."""
-        slots = (self._slots.get(id(one)) for one in _parameters_in(output))
+        slots = (self._params.get(id(one)) for one in _parameters_in(output))
         return [slot for slot in slots if slot is not None]
 
     @not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
         """Called when a module's parameter is read; see Note [Whose weights]."""
-        slot = self._slots.get(id(parameter))
+        slot = self._params.get(id(parameter))
         if slot is None or (slot.num_pins > 0 and not slot.is_overwritten and slot.chunk.is_gathered):
             return
         with _unseen():
@@ -215,8 +215,8 @@ class ModuleHooks:
             self._manager.need((slot,))
             self._pin(self._running[-1] if self._running else self._again, (slot,))
 
-    def _pin(self, running: _Running, slots: Sequence[Slot]) -> None:
-        by_chunk: dict[int, tuple[Chunk, list[Slot]]] = {}
+    def _pin(self, running: _RunningModule, slots: Sequence[ChunkParam]) -> None:
+        by_chunk: dict[int, tuple[Chunk, list[ChunkParam]]] = {}
         for slot in slots:
             by_chunk.setdefault(slot.chunk.index, (slot.chunk, []))[1].append(slot)
         for chunk, members in by_chunk.values():
@@ -228,7 +228,7 @@ class ModuleHooks:
             self._note_backward()
             return
         if self._is_in_backward:
-            self._give_up_backward()
+            self._abort_backward()
         self._manager.begin_forward(trains=torch.is_grad_enabled())
         self._saved.counts = self._manager.is_recording
 
@@ -236,7 +236,7 @@ class ModuleHooks:
         if self._is_in_backward:
             return
         if has_failed:
-            self._manager.give_up_forward()
+            self._manager.abort_forward()
         else:
             self._manager.end_forward(trains=torch.is_grad_enabled())
 
@@ -246,20 +246,20 @@ class ModuleHooks:
     def backward(self) -> Iterator[None]:
         """Surrounds autograd. Collective."""
         if self._is_in_backward:
-            self._give_up_backward()
+            self._abort_backward()
         self._begin_backward()
         try:
             yield
         except BaseException:
-            self._give_up_backward()
+            self._abort_backward()
             raise
         self._end_backward()
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
-        self._manager.phase = Phase.BACKWARD
+        self._manager.phase = PassKind.BACKWARD
         for key, handle in self._gradient_handles.items():
-            hooks = self._slots[key].parameter._post_accumulate_grad_hooks
+            hooks = self._params[key].parameter._post_accumulate_grad_hooks
             hooks[handle.id] = hooks.pop(handle.id)  # behind the user's of later: it takes the gradient
 
     def _end_backward(self) -> None:
@@ -267,11 +267,11 @@ class ModuleHooks:
         self._again.unpin()
         self._manager.end_backward()
 
-    def _give_up_backward(self) -> None:
+    def _abort_backward(self) -> None:
         """Called when a backward has failed; of a plain loss.backward() that shows when the next thing begins."""
         self._is_in_backward = False
         self._again.unpin()
-        self._manager.give_up_backward()
+        self._manager.abort_backward()
 
     def _note_backward(self) -> None:
         """Begins a backward that was called past `backward`, by a plain loss.backward()."""
@@ -279,11 +279,11 @@ class ModuleHooks:
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def gradient_arrived(self, slot: Slot) -> None:
+    def gradient_arrived(self, slot: ChunkParam) -> None:
         """Called when a gradient is complete in `.grad`."""
         self._note_backward()
         self._again.unpin()
-        self._manager.reduction.receive(slot)
+        self._manager.reduction.on_grad_ready(slot)
 
     # What `SavedTensors` asks.
 
@@ -291,7 +291,7 @@ class ModuleHooks:
         """Returns the chunk whose payload begins at an address."""
         return self._manager.chunk_at(address)
 
-    def gather_for_backward(self, slot: Slot) -> torch.Tensor:
+    def gather_for_backward(self, slot: ChunkParam) -> torch.Tensor:
         """Returns the payload with the weights of a parameter."""
         chunk = slot.chunk
         with _unseen():
@@ -304,8 +304,8 @@ class ModuleHooks:
                 chunk.pin(())  # or it might have to make room for what is gathered ahead
                 self._manager.note_use(chunk)
                 chunk.unpin(())
-        assert chunk.payload is not None
-        return chunk.payload
+        assert chunk.gathered is not None
+        return chunk.gathered
 
     def note_saved(self, address: int, num_bytes: int) -> None:
         """Counts what autograd keeps, memory that is saved several times once."""
@@ -314,7 +314,7 @@ class ModuleHooks:
             self._saved_bytes += num_bytes
             self._manager.note_other_bytes()
 
-    def note_let_go(self, address: int, num_bytes: int) -> None:
+    def note_released(self, address: int, num_bytes: int) -> None:
         """Counts what autograd lets go."""
         self._times_saved[address] -= 1
         if self._times_saved[address] == 0:
@@ -330,7 +330,7 @@ class ModuleHooks:
 class _BeforeForward:
     """Hooks are objects with weights of their own left out, so that a model with hooks can be copied."""
 
-    def __init__(self, hooks: ModuleHooks, own: Sequence[Slot]) -> None:
+    def __init__(self, hooks: ModuleHooks, own: Sequence[ChunkParam]) -> None:
         self._hooks: ModuleHooks | None = hooks
         self._own = own
 
@@ -346,7 +346,7 @@ class _BeforeForward:
 
 
 class _AfterForward:
-    def __init__(self, hooks: ModuleHooks, own: Sequence[Slot]) -> None:
+    def __init__(self, hooks: ModuleHooks, own: Sequence[ChunkParam]) -> None:
         self._hooks: ModuleHooks | None = hooks
         self._own = own
 
@@ -374,11 +374,11 @@ class _GradientArrived:
             hooks.gradient_arrived_at(parameter)
 
 
-def _version_of(slots: Sequence[Slot]) -> int:
+def _version_of(slots: Sequence[ChunkParam]) -> int:
     return sum(slot.parameter._version for slot in slots)
 
 
-def _error_of_writing(module: nn.Module, own: Sequence[Slot]) -> ConfigError:
+def _error_of_writing(module: nn.Module, own: Sequence[ChunkParam]) -> ConfigError:
     names = ", ".join(repr(slot.name) for slot in own)
     return ConfigError(
         f"the forward of {type(module).__name__} wrote to its weights ({names}), as nn.Embedding does with max_norm:"

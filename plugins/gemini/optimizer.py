@@ -15,9 +15,9 @@ from booster.comm import all_reduce_max, all_reduce_sum, collective_device, grou
 from booster.errors import ConfigError
 from booster.interface import Shard, Shards
 from booster.interface.mixed_precision import LossScaler
-from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.chunk import Chunk, ChunkParam
 from booster.plugins.gemini.model import GeminiModel
-from booster.plugins.gemini.rehoming import is_updated_elsewhere, move_main, move_states, move_weights
+from booster.plugins.gemini.rehoming import migrate_master, migrate_states, migrate_weights, needs_other_master
 from booster.plugins.gemini.settings import GeminiSettings
 from booster.plugins.gemini.shard_update import ChunkUpdate, OwnedShard, all_shards, moved_state
 from booster.plugins.gemini.states import GeminiOptimizerState
@@ -73,7 +73,7 @@ class GeminiOptimizer(ShardedOptimizer):
         self._shard_chunks(self._manager.chunks)
         model.connect(self.zero_grad)
         self._manager.state_bytes = self._state_bytes
-        self._manager.on_record = self._rehome
+        self._manager.on_trace = self._migrate_chunks
         self._has_stepped = False
 
     # Sharding.
@@ -93,53 +93,53 @@ class GeminiOptimizer(ShardedOptimizer):
     def _note_shards(self) -> None:
         updates = list(self._updates.values())
         self._update_of = {id(one.shard.parameter): update for update in updates for one in update.owned}
-        shapes = {slot.name: slot.place.shape for slot in self._trained_slots()}
+        shapes = {slot.name: slot.region.shape for slot in self._trained_params()}
         self._use_shards(Shards(all_shards(updates), list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _replace_in_groups(self, update: ChunkUpdate) -> None:
         owned: dict[int, list[nn.Parameter]] = {}
         for one in update.owned:
-            owned.setdefault(id(one.slot.parameter), []).append(one.shard.parameter)
-        for slot in update.chunk.slots:
-            shard_state(self.optim, slot.parameter, [o.shard for o in update.owned if o.slot is slot])
-        whole = {id(slot.parameter) for slot in update.chunk.slots}
+            owned.setdefault(id(one.param.parameter), []).append(one.shard.parameter)
+        for slot in update.chunk.params:
+            shard_state(self.optim, slot.parameter, [o.shard for o in update.owned if o.param is slot])
+        whole = {id(slot.parameter) for slot in update.chunk.params}
         for group in self.param_groups:
             members = group["params"]
             found = [one for one in members if id(one) in whole]
             if found:
                 shards = [shard for one in found for shard in owned.get(id(one), ())]
                 members[:] = [one for one in members if id(one) not in whole] + shards
-        self._working_of |= {id(one.shard.parameter): one.shard.working for one in update.owned}
+        self._working_of |= {id(one.shard.parameter): one.shard.model_param for one in update.owned}
         # A rank may own nothing of a parameter, which all the same is no new one.
-        self._working_of |= {key: slot.parameter for slot in update.chunk.slots for key in [id(slot.parameter)]}
+        self._working_of |= {key: slot.parameter for slot in update.chunk.params for key in [id(slot.parameter)]}
 
     def _move_states(self, update: ChunkUpdate) -> None:
         tier = self._manager.tier
-        if tier is not None and tier.name == "disk" and update.chunk.index in self._manager.homes.states:
+        if tier is not None and tier.name == "disk" and update.chunk.index in self._manager.locations.states:
             update.offload_states(self.optim, tier)
 
-    def _rehome(self) -> None:
+    def _migrate_chunks(self) -> None:
         """Moves everything to where the placement wants it now. Collective over the shard group."""
         manager, settings = self._manager, self._settings
-        homes = manager.choose_homes()
-        if homes == manager.homes:
+        homes = manager.choose_locations()
+        if homes == manager.locations:
             return
-        manager.homes, tier = homes, manager.needed_tier()
+        manager.locations, tier = homes, manager.needed_tier()
         for chunk in manager.chunks:
             weights_tier = tier if chunk.index in homes.weights else None
             states_tier = tier if chunk.index in homes.states else None
-            move_weights(chunk, weights_tier)
+            migrate_weights(chunk, weights_tier)
             update = self._updates.get(chunk.index)
             if update is None:
                 continue
-            dtype, device = settings.main_dtype(chunk.layout), settings.main_device(states_tier)
-            moves = is_updated_elsewhere(chunk, dtype, device)
-            move_main(update, dtype, device, states_tier)
+            dtype, device = settings.master_dtype(chunk.layout), settings.master_device(states_tier)
+            moves = needs_other_master(chunk, dtype, device)
+            migrate_master(update, dtype, device, states_tier)
             if moves:
                 self._replace_shards(update)
             else:
                 update.point()
-            move_states(self._updates[chunk.index], self.optim, states_tier)
+            migrate_states(self._updates[chunk.index], self.optim, states_tier)
         manager.note_filled()
         self._note_shards()
 
@@ -160,11 +160,11 @@ class GeminiOptimizer(ShardedOptimizer):
                     key: moved_state(value, before.shard.parameter, after.shard.parameter)
                     for key, value in state.items()
                 }
-            self._working_of[id(after.shard.parameter)] = after.shard.working
+            self._working_of[id(after.shard.parameter)] = after.shard.model_param
         self._updates[old.chunk.index] = new
 
-    def _trained_slots(self) -> list[Slot]:
-        return [slot for update in self._updates.values() for slot in update.chunk.slots]
+    def _trained_params(self) -> list[ChunkParam]:
+        return [slot for update in self._updates.values() for slot in update.chunk.params]
 
     def _reshard(self, indices: Sequence[int]) -> None:
         whole = [
@@ -192,7 +192,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     # Backward.
 
-    def _collecting_gradients(self) -> AbstractContextManager[None]:
+    def _backward_context(self) -> AbstractContextManager[None]:
         return self.model.hooks.backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -215,53 +215,53 @@ class GeminiOptimizer(ShardedOptimizer):
 
         Reduces gradients that came by another way than a backward. Collective over the data-parallel ranks.
         """
-        slots, updates = self._trained_slots(), list(self._updates.values())
-        facts = [slot.is_used for slot in slots] + [update.chunk.has_sums for update in updates]
+        slots, updates = self._trained_params(), list(self._updates.values())
+        facts = [slot.is_used for slot in slots] + [update.chunk.has_grad_shard for update in updates]
         *agreed, has_local = self._any_rank([*facts, self._manager.reduction.has_local])
         if has_local:
             self._manager.reduction.reduce_local()
-            *agreed, _ = self._any_rank([*facts[: len(slots)], *(one.chunk.has_sums for one in updates), False])
+            *agreed, _ = self._any_rank([*facts[: len(slots)], *(one.chunk.has_grad_shard for one in updates), False])
         for slot, is_used in zip(slots, agreed, strict=False):
             slot.is_used = is_used
         return [update for update, has_sums in zip(updates, agreed[len(slots) :], strict=True) if has_sums]
 
-    def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
-        group = self._settings.agreement_group or self.data_parallel_group
-        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        group = self._settings.control_group or self.data_parallel_group
+        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(group))
         return [bool(fact) for fact in all_reduce_max(mask, group).tolist()]
 
     def _sum_over_replicas(self, chunk: Chunk) -> None:
         self._manager.reduction.allocate_sums(chunk)
-        sums = chunk.sums.as_tensor()
-        if not chunk.has_sums:
+        sums = chunk.grad_shard.as_tensor()
+        if not chunk.has_grad_shard:
             sums.zero_()
-            chunk.has_sums = True
+            chunk.has_grad_shard = True
         home = collective_device(self._settings.replica_group)
         summed = all_reduce_sum(sums.to(home), self._settings.replica_group)
         if summed.data_ptr() != sums.data_ptr():
             sums.copy_(summed)
 
     def _has_gradients(self) -> bool:
-        return any(slot.is_used for slot in self._trained_slots())
+        return any(slot.is_used for slot in self._trained_params())
 
     # Step.
 
     def _update_parameters(self) -> None:
         self._is_stepping = True
         try:
-            self._run_together(self._step_chunks)
+            self._run_on_all_ranks(self._step_chunks)
         finally:
             self._is_stepping = False
-        if self._window.num_backwards == 0:
+        if self._accumulation.num_backwards == 0:
             return
         self.model.weights_changed()
         if not self._has_stepped:  # now the states are there, and their size is known
             self._has_stepped = True
-            self._rehome()
+            self._migrate_chunks()
 
     def _step_chunks(self) -> None:
         tier = self._manager.tier
-        on_disk = self._manager.homes.states if tier is not None and tier.name == "disk" else frozenset()
+        on_disk = self._manager.locations.states if tier is not None and tier.name == "disk" else frozenset()
         together = [update for index, update in self._updates.items() if index not in on_disk]
         calls = [together] if together or not on_disk else []
         calls += [[update] for index, update in self._updates.items() if index in on_disk]
@@ -273,27 +273,27 @@ class GeminiOptimizer(ShardedOptimizer):
             if tier is not None and members and members[0].chunk.index in on_disk:
                 members[0].offload_states(self.optim, tier)
         _show_gradients(self._updates.values(), list(self._updates.values()), kept)
-        if len(calls) > 1 and self._has_hooks() and self._window.num_backwards > 0:
+        if len(calls) > 1 and self._has_hooks() and self._accumulation.num_backwards > 0:
             for update in self._updates.values():  # a hook of the last call may have written any of them
                 update.write_weights()
 
     def _step_some(self, members: Sequence[ChunkUpdate]) -> None:
-        if self._window.factors is None:
+        if self._accumulation.factors is None:
             self._step_parts()
         else:
             fused = [update for update in members if update.rounds_in_place]
             self._step_fused({shard: copy for one in fused for shard, copy in one.working_copies().items()}, {})
-        if self._window.num_backwards == 0:
+        if self._accumulation.num_backwards == 0:
             return
         self._restore_memory()
         for update in members:
-            if self._window.factors is None or not update.rounds_in_place:
+            if self._accumulation.factors is None or not update.rounds_in_place:
                 update.write_weights()
 
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for update in self._updates.values():
-            main = update.chunk.main.as_tensor()
-            yield from ((one.shard.parameter, main[one.part.in_piece]) for one in update.owned)
+            main = update.chunk.master.as_tensor()
+            yield from ((one.shard.parameter, main[one.part.in_shard]) for one in update.owned)
 
     def _publish_weights(self) -> None:
         for update in self._updates.values():
@@ -307,7 +307,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
-        if self._holds_gradients:
+        if self._is_accumulating:
             return
         super().zero_grad()
         self._manager.reduction.reset(keeps_use=not set_to_none)
@@ -324,13 +324,13 @@ class GeminiOptimizer(ShardedOptimizer):
             tier is None
             or tier.name != "disk"
             or update is None
-            or update.chunk.index not in self._manager.homes.states
+            or update.chunk.index not in self._manager.locations.states
         ):
             return None
         return update.new_state(parameter, key, dtype, tier)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        found = {slot.name: slot.chunk.local_gradient(slot) for slot in self._trained_slots()}
+        found = {slot.name: slot.chunk.local_gradient(slot) for slot in self._trained_params()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
@@ -340,31 +340,31 @@ class GeminiOptimizer(ShardedOptimizer):
             self._make_sums(allocate)
         found: list[tuple[Shard, torch.Tensor]] = []
         for update in self._updates.values():
-            sums = update.chunk.sums.as_tensor() if update.chunk.has_sums else None
-            found += [(one.shard, sums[one.part.in_piece]) for one in _used(update) if sums is not None]
+            sums = update.chunk.grad_shard.as_tensor() if update.chunk.has_grad_shard else None
+            found += [(one.shard, sums[one.part.in_shard]) for one in _used(update) if sums is not None]
         return found
 
     def _make_sums(self, names: Collection[str]) -> None:
         self._manager.reduction.reset()
         for update in self._updates.values():
             chunk = update.chunk
-            used = [slot for slot in chunk.slots if slot.name in names]
+            used = [slot for slot in chunk.params if slot.name in names]
             for slot in used:
                 slot.is_used = True
             if used:
                 self._manager.reduction.allocate_sums(chunk)
-                chunk.sums.as_tensor().zero_()
-                chunk.has_sums = True
+                chunk.grad_shard.as_tensor().zero_()
+                chunk.has_grad_shard = True
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        slot = next(slot for slot in self._trained_slots() if slot.name == name)
+        slot = next(slot for slot in self._trained_params() if slot.name == name)
         parameter = slot.parameter
-        parameter.grad = torch.empty(slot.place.shape, dtype=parameter.dtype, device=parameter.device).copy_(gradient)
-        slot.chunk.receive(slot, self._manager.take_buffer)
+        parameter.grad = torch.empty(slot.region.shape, dtype=parameter.dtype, device=parameter.device).copy_(gradient)
+        slot.chunk.on_grad_ready(slot, self._manager.take_buffer)
 
 
 def _used(update: ChunkUpdate) -> Iterator[OwnedShard]:
-    return (one for one in update.owned if one.slot.is_used)
+    return (one for one in update.owned if one.param.is_used)
 
 
 def _show_gradients(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from booster.plugins.gemini.tiers import Block, Tier
+from booster.plugins.gemini.tiers import Tier, TierBlock
 
-__all__ = ["Piece"]
+__all__ = ["ChunkShard"]
 
 
-class Piece:
+class ChunkShard:
     """Flat shard of weights, gradients or optimizer states, in memory or in the offload tier.
 
     Args:
@@ -26,8 +26,8 @@ class Piece:
         self.dtype = dtype
         self.device = device
         self.tensor: torch.Tensor | None = None
-        self._block: Block | None = None
-        self._takes_host_memory = False
+        self._block: TierBlock | None = None
+        self._needs_host_copy = False
         self._mapped: torch.Tensor | None = None
 
     @property
@@ -52,8 +52,8 @@ class Piece:
         else:
             self._use_block(tier)
 
-    def _use_block(self, tier: Tier) -> Block:
-        self._takes_host_memory = tier.name == "disk"
+    def _use_block(self, tier: Tier) -> TierBlock:
+        self._needs_host_copy = tier.name == "disk"
         self._block = tier.new_block(self.num_bytes)
         return self._block
 
@@ -63,7 +63,7 @@ class Piece:
             target.copy_(self.tensor)
             return
         assert self._block is not None, "nothing was made yet"
-        if self._takes_host_memory and target.device.type != "cpu":
+        if self._needs_host_copy and target.device.type != "cpu":
             host = torch.empty_like(target, device="cpu")
             self._block.read_into(host).wait()
             target.copy_(host)
@@ -76,7 +76,7 @@ class Piece:
             self.tensor.copy_(source)
             return
         assert self._block is not None, "nothing was made yet"
-        self._block.write_from(source.cpu() if self._takes_host_memory else source).wait()
+        self._block.write_from(source.cpu() if self._needs_host_copy else source).wait()
 
     def as_tensor(self) -> torch.Tensor:
         """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy."""

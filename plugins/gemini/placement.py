@@ -10,32 +10,32 @@ from typing import Any, Protocol
 from booster.errors import ConfigError
 from booster.plugins.gemini.budgets import (
     ChunkBytes,
-    Homes,
-    all_payload_bytes,
-    bytes_at_home,
+    ChunkLocations,
+    all_gathered_bytes,
     check_fit,
-    homes_within,
+    event_at,
+    fit_to_budget,
     largest_gathered,
     last_of,
-    least_bytes,
-    least_room,
-    moment_at,
+    min_budget_bytes,
+    min_gather_bytes,
     other_bytes_at,
     resident_bytes,
+    resident_shard_bytes,
     share_of,
 )
-from booster.plugins.gemini.tracer import Record
+from booster.plugins.gemini.tracer import Trace
 
 __all__ = [
     "AutoPlacement",
     "ChunkBytes",
+    "ChunkLocations",
     "ConstPlacement",
-    "Homes",
     "Placement",
     "StaticPlacement",
-    "bytes_at_home",
     "evictions",
     "make_placement",
+    "resident_shard_bytes",
 ]
 
 
@@ -51,26 +51,28 @@ class Placement(Protocol):
     def name(self) -> str:
         """What users call it."""
 
-    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
+    def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
         """Returns where chunks live.
 
         Args:
             sizes: Of each chunk, by number.
-            record: Of an iteration; None before there is one.
+            trace: Of an iteration; None before there is one.
 
         Raises:
             ConfigError: The budget is too small for any division.
         """
 
-    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+    def gather_budget(
+        self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
+    ) -> int:
         """Returns how many bytes of payloads may be in the compute tier at a moment, in O(chunks).
 
         Gathered weights and gradient buffers count, the weights of chunks that stay gathered don't.
 
         Args:
             sizes: Of each chunk, by number.
-            homes: What `homes` returned for the same sizes and the same record.
-            record: Of an iteration; None before there is one.
+            locations: What `locations` returned for the same sizes and the same record.
+            trace: Of an iteration; None before there is one.
             now: Number of the moment in the record; at its end and beyond, or without one, any moment.
 
         Raises:
@@ -117,28 +119,28 @@ class StaticPlacement:
                 f" {self.offload_param_frac}, such as 1.0"
             )
 
-    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
-        """See `Placement.homes`."""
+    def homes(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
+        """See `Placement.locations`."""
         chunks = range(len(sizes))
         training = [chunk for chunk in chunks if sizes[chunk].trains]
-        homes = Homes(
+        locations = ChunkLocations(
             weights=last_of(chunks, sizes, self.offload_param_frac),
             states=last_of(training, sizes, self.offload_optim_frac),
-            kept=frozenset(chunks) - last_of(chunks, sizes, self.shard_param_frac),
+            kept_gathered=frozenset(chunks) - last_of(chunks, sizes, self.shard_param_frac),
         )
         if self.budget is not None:
-            resident = resident_bytes(sizes, homes)
-            check_fit(self.budget, least_bytes(sizes, homes.kept, record), resident=resident)
-        return homes
+            resident = resident_bytes(sizes, locations)
+            check_fit(self.budget, min_budget_bytes(sizes, locations.kept_gathered, trace), resident=resident)
+        return locations
 
-    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+    def room(self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int) -> int:
         """See `Placement.room`."""
-        least = least_room(sizes, homes.kept, moment_at(record, now))
-        wanted = least + self.max_prefetch * largest_gathered(sizes, homes.kept)
+        least = min_gather_bytes(sizes, locations.kept_gathered, event_at(trace, now))
+        wanted = least + self.max_prefetch * largest_gathered(sizes, locations.kept_gathered)
         if self.budget is None:
             return wanted
-        resident = resident_bytes(sizes, homes)
-        other = other_bytes_at(record, now)
+        resident = resident_bytes(sizes, locations)
+        other = other_bytes_at(trace, now)
         check_fit(self.budget, least + other, resident=resident)
         return min(wanted, self.budget - resident - other)
 
@@ -169,20 +171,22 @@ class ConstPlacement:
         """What users call it."""
         return "const"
 
-    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
-        """See `Placement.homes`."""
+    def homes(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
+        """See `Placement.locations`."""
         if self.budget is None:
-            return Homes()
-        least = least_bytes(sizes, frozenset(), record, counts_others=False)
+            return ChunkLocations()
+        least = min_budget_bytes(sizes, frozenset(), trace, counts_others=False)
         check_fit(self.budget, least)
-        return homes_within(self.budget - least, sizes, record, max_prefetch=self.max_prefetch)
+        return fit_to_budget(self.budget - least, sizes, trace, max_prefetch=self.max_prefetch)
 
-    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+    def room(self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int) -> int:
         """See `Placement.room`."""
         if self.budget is None:
-            return all_payload_bytes(sizes)
-        resident = resident_bytes(sizes, homes)
-        check_fit(self.budget, least_room(sizes, homes.kept, moment_at(record, now)), resident=resident)
+            return all_gathered_bytes(sizes)
+        resident = resident_bytes(sizes, locations)
+        check_fit(
+            self.budget, min_gather_bytes(sizes, locations.kept_gathered, event_at(trace, now)), resident=resident
+        )
         return self.budget - resident
 
 
@@ -227,38 +231,38 @@ class AutoPlacement:
         """What users call it."""
         return "auto"
 
-    def homes(self, sizes: Sequence[ChunkBytes], record: Record | None) -> Homes:
-        """See `Placement.homes`."""
+    def homes(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
+        """See `Placement.locations`."""
         if self.budget is None:
-            return Homes()
-        least = least_bytes(sizes, frozenset(), record)
-        if record is None:
-            return homes_within(self._warmup_bytes(sizes) - least, sizes, None, max_prefetch=self.max_prefetch)
+            return ChunkLocations()
+        least = min_budget_bytes(sizes, frozenset(), trace)
+        if trace is None:
+            return fit_to_budget(self._warmup_bytes(sizes) - least, sizes, None, max_prefetch=self.max_prefetch)
         check_fit(self.budget, least, ratio=self.steady_ratio)
-        return homes_within(
+        return fit_to_budget(
             share_of(self.budget, self.steady_ratio) - least,
             sizes,
-            record,
+            trace,
             max_prefetch=self.max_prefetch,
             state_ratio=self.gpu_margin_mem_ratio or 1.0,
         )
 
-    def room(self, sizes: Sequence[ChunkBytes], homes: Homes, record: Record | None, now: int) -> int:
+    def room(self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int) -> int:
         """See `Placement.room`."""
         if self.budget is None:
-            return all_payload_bytes(sizes)
-        resident = resident_bytes(sizes, homes)
-        if record is None:
+            return all_gathered_bytes(sizes)
+        resident = resident_bytes(sizes, locations)
+        if trace is None:
             return self._warmup_bytes(sizes) - resident
-        other = other_bytes_at(record, now)
-        least = least_room(sizes, homes.kept, moment_at(record, now))
+        other = other_bytes_at(trace, now)
+        least = min_gather_bytes(sizes, locations.kept_gathered, event_at(trace, now))
         check_fit(self.budget, least + other, resident=resident, ratio=self.steady_ratio)
         return share_of(self.budget, self.steady_ratio) - resident - other
 
     def _warmup_bytes(self, sizes: Sequence[ChunkBytes]) -> int:
         """Returns what model data may take while nothing is known of the rest."""
         assert self.budget is not None
-        least = least_room(sizes, frozenset(), None)
+        least = min_gather_bytes(sizes, frozenset(), None)
         check_fit(self.budget, least)
         wanted = least + self.max_prefetch * largest_gathered(sizes, frozenset())
         return min(self.budget, max(wanted, self.budget - share_of(self.budget, self.warmup_ratio)))

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import group_size, new_cpu_group, new_mesh, patience
+from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.data import shard_dataloader
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.interface.plain_torch import refuse_plain_training
 from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
-from booster.placement import require_values
+from booster.placement import check_materialized
 from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
-from booster.plugins.gemini.assembly import Assembly, place_buffers
+from booster.plugins.gemini.assembly import GeminiModelBuilder, place_buffers
 from booster.plugins.gemini.memory import gemini_memory
 from booster.plugins.gemini.optimizer import GeminiOptimizer
 from booster.plugins.gemini.placement import Placement
@@ -111,7 +111,7 @@ class GeminiPlugin(DistributedPlugin):
         DesyncError: The ranks' arguments differ.
     """
 
-    @patience("setup")
+    @timeout_scope("setup")
     def __init__(
         self,
         chunk_config_dict: Mapping[str, Any] | None = None,
@@ -168,8 +168,8 @@ class GeminiPlugin(DistributedPlugin):
         self._make_placement()
         self._loss_scale.check()
 
-    def agreement_facts(self) -> list[str]:
-        return [*self._arguments.facts, *self._placement_arguments.facts, *self._loss_scale.facts]
+    def config_fingerprint(self) -> list[str]:
+        return [*self._arguments.fingerprint, *self._placement_arguments.fingerprint, *self._loss_scale.facts]
 
     def _make_placement(self) -> Placement:
         return self._placement_arguments.make(
@@ -206,7 +206,7 @@ class GeminiPlugin(DistributedPlugin):
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
             require_elementwise(optimizer)
-        require_values(model)
+        check_materialized(model)
         check_memory_is_apart(model, list(model.parameters()))
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -227,9 +227,11 @@ class GeminiPlugin(DistributedPlugin):
         trained = (
             set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
         )
-        assembly = Assembly(settings, self._placement, offload_dir=arguments.offload_dir, pins=arguments.pin_memory)
+        assembly = GeminiModelBuilder(
+            settings, self._placement, offload_dir=arguments.offload_dir, pins=arguments.pin_memory
+        )
         broadcasts = arguments.broadcast_buffers and self.dp_size > 1
-        boosted = assembly.assemble(
+        boosted = assembly.build(
             model, trained, is_primary=is_primary, broadcasts_buffers=broadcasts, verbose=arguments.verbose
         )
         wrapped = None
@@ -257,10 +259,10 @@ class GeminiPlugin(DistributedPlugin):
             is_primary=self._mesh.get_local_rank("replica") == 0,
             device=self._device,
             dtype=arguments.dtype,
-            keeps_masters=arguments.master_weights,
-            agreement_group=self._agreement_group,
+            keeps_master_weights=arguments.master_weights,
+            control_group=self._agreement_group,
             shard_group=self._mesh.get_group("shard") if has_replicas else None,
-            meeting_group=self._meeting_group,
+            order_group=self._meeting_group,
             replica_group=self._mesh.get_group("replica") if has_replicas else None,
             max_prefetch=arguments.max_prefetch,
             reduces_asynchronously=arguments.enable_async_reduce,
@@ -274,9 +276,9 @@ class GeminiPlugin(DistributedPlugin):
         """Returns a context that changes nothing: every backward reduces, as no rank has room for whole gradients."""
         return nullcontext()
 
-    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         return gemini_memory(
-            question,
+            request,
             self._settings(),
             self._placement,
             num_replicas=self._mesh.size(0),

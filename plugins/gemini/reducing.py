@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from booster.comm import all_reduce_max, broadcast, collective_device
-from booster.plugins.gemini.chunk import Chunk, Slot
-from booster.plugins.gemini.meeting import Post
+from booster.plugins.gemini.chunk import Chunk, ChunkParam
+from booster.plugins.gemini.meeting import RankRequest
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,7 +38,7 @@ class GradientReduction:
     def __init__(self, manager: ChunkManager, *, is_asynchronous: bool) -> None:
         self._manager = manager
         self._is_asynchronous = is_asynchronous
-        self._flights: deque[Chunk] = deque()
+        self._in_flight: deque[Chunk] = deque()
         self._order = [chunk.index for chunk in reversed(manager.chunks) if chunk.layout.trains]
         self._completed: list[int] = []
         self._is_ready = [False] * len(manager.chunks)
@@ -55,13 +55,13 @@ class GradientReduction:
 
     # During backward.
 
-    def receive(self, slot: Slot) -> None:
+    def on_grad_ready(self, param: ChunkParam) -> None:
         """Handle a gradient that has arrived in `.grad`."""
-        chunk, manager = slot.chunk, self._manager
-        self._has_news = self._has_news or not slot.is_expected
+        chunk, manager = param.chunk, self._manager
+        self._has_news = self._has_news or not param.is_expected
         if chunk.is_reducing:  # a second gradient in the same backward must not change a buffer in flight
             self._finish_all()
-        chunk.receive(slot, manager.take_buffer)
+        chunk.on_grad_ready(param, manager.take_buffer)
         if chunk.is_complete and not self._is_ready[chunk.index]:
             self._complete(chunk)
 
@@ -76,7 +76,7 @@ class GradientReduction:
         while self.num_ready < len(self._order) and self._is_ready[self._order[self.num_ready]]:
             self.num_ready += 1
         if self.num_ready > before:
-            manager.meet(())
+            manager.negotiate(())
 
     def start_agreed(self, num_ready: int) -> None:
         """Start the reductions for which every rank is ready. Collective: `num_ready` is the same on all ranks."""
@@ -90,20 +90,20 @@ class GradientReduction:
             self._finish_all()
         self.allocate_sums(chunk)
         chunk.start_reduce(self._manager.take_buffer)
-        self._flights.append(chunk)
+        self._in_flight.append(chunk)
         if not self._is_asynchronous:
             self._finish_all()
 
     def allocate_sums(self, chunk: Chunk) -> None:
         """Allocate a chunk's gradient shard uninitialized, unless it exists."""
-        if chunk.sums.tensor is None and not chunk.sums.is_offloaded:
-            chunk.sums.allocate(self._manager.sums_tier(chunk))
+        if chunk.grad_shard.tensor is None and not chunk.grad_shard.is_offloaded:
+            chunk.grad_shard.allocate(self._manager.sums_tier(chunk))
 
     def finish_oldest(self) -> bool:
         """Wait for the oldest reduction in flight; return False if there is none."""
-        if not self._flights:
+        if not self._in_flight:
             return False
-        chunk = self._flights.popleft()
+        chunk = self._in_flight.popleft()
         for buffer in chunk.finish_reduce():
             self._manager.pool.give_back(buffer)
         return True
@@ -115,14 +115,14 @@ class GradientReduction:
     # At the end of backward.
 
     @property
-    def has_leftovers(self) -> bool:
+    def has_late_grads(self) -> bool:
         """Whether the ranks have to synchronize gradients at the end of backward."""
         is_left = any(chunk.has_gradients and not chunk.is_reducing for chunk in self._manager.chunks)
         return is_left or self._has_news or not self._knows_order
 
-    def reduce_leftovers(self, posts: Sequence[Post]) -> None:
+    def reduce_late_grads(self, posts: Sequence[RankRequest]) -> None:
         """Reduce late gradients of any rank. Collective over the shard group."""
-        if any(post.has_leftovers for post in posts):
+        if any(post.has_late_grads for post in posts):
             for index in self._agree():
                 self._start(self._manager.chunks[index])
         self._finish_all()
@@ -130,20 +130,20 @@ class GradientReduction:
     def _agree(self) -> list[int]:
         """Return the chunks with late gradients on any rank, and synchronize which gradients are expected."""
         chunks = self._manager.chunks
-        slots = [slot for chunk in chunks for slot in chunk.slots]
+        slots = [param for chunk in chunks for param in chunk.params]
         left = [chunk.has_gradients and not chunk.is_reducing for chunk in chunks]
         learns = not self._knows_order and bool(self._completed)
         if learns:
-            for slot in slots:
-                slot.is_expected = slot.is_used
-        facts = left + [slot.is_expected or slot.is_used for slot in slots]
-        group = self._manager.meeting.group
+            for param in slots:
+                param.is_expected = param.is_used
+        facts = left + [param.is_expected or param.is_used for param in slots]
+        group = self._manager.negotiation.group
         mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
         agreed = all_reduce_max(mask, group).tolist()
-        for slot, is_expected in zip(slots, agreed[len(chunks) :], strict=True):
-            slot.is_expected = bool(is_expected)
+        for param, is_expected in zip(slots, agreed[len(chunks) :], strict=True):
+            param.is_expected = bool(is_expected)
         for chunk in chunks:
-            chunk.expect()
+            chunk.update_expected()
         if not self._knows_order:
             self._agree_on_order(group)
         return [index for index, is_left in enumerate(agreed[: len(chunks)]) if is_left]
@@ -164,10 +164,10 @@ class GradientReduction:
         self._order = [index for index in self._order if self._is_expected(index)] + [
             index for index in self._order if not self._is_expected(index)
         ]
-        self.give_up()
+        self.abort()
         self._has_news = False
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Reset the progress of the backward. Gradients that have arrived are kept."""
         self._completed.clear()
         self._is_ready = [False] * len(self._manager.chunks)
@@ -195,11 +195,11 @@ class GradientReduction:
         """
         self._finish_all()
         for chunk in self._manager.chunks:
-            buffer = chunk.forget_gradients()
+            buffer = chunk.drop_gradients()
             if buffer is not None:
                 self._manager.pool.give_back(buffer)
-            for slot in chunk.slots:
-                slot.is_used = slot.is_used and keeps_use
+            for param in chunk.params:
+                param.is_used = param.is_used and keeps_use
 
     def _is_expected(self, index: int) -> bool:
-        return any(slot.is_expected for slot in self._manager.chunks[index].slots)
+        return any(param.is_expected for param in self._manager.chunks[index].params)

@@ -6,31 +6,31 @@ import torch
 from torch.optim import Optimizer
 
 from booster.plugins.gemini.chunk import Chunk
-from booster.plugins.gemini.pieces import Piece
+from booster.plugins.gemini.pieces import ChunkShard
 from booster.plugins.gemini.shard_update import ChunkUpdate
 from booster.plugins.gemini.tiers import Tier
 
-__all__ = ["is_updated_elsewhere", "move_main", "move_states", "move_weights"]
+__all__ = ["migrate_master", "migrate_states", "migrate_weights", "needs_other_master"]
 
 
-def move_weights(chunk: Chunk, tier: Tier | None) -> None:
+def migrate_weights(chunk: Chunk, tier: Tier | None) -> None:
     """Move a chunk's weight shard to `tier` or, if that is None, to memory. Must not run during a backward."""
     if tier is None and chunk.weights.is_offloaded:
         chunk.weights.fetch()
         if chunk.layout.num_shards == 1 and chunk.weights.tensor is not None:
-            chunk.keep(chunk.weights.tensor)
+            chunk.keep_gathered(chunk.weights.tensor)
     elif tier is not None and not chunk.weights.is_offloaded:
-        if chunk.is_kept:
-            chunk.stop_keeping()
+        if chunk.is_kept_gathered:
+            chunk.stop_keeping_gathered()
         chunk.weights.offload(tier)
 
 
-def is_updated_elsewhere(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> bool:
+def needs_other_master(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the master shard of a chunk must change its dtype or device."""
-    return chunk.main.dtype != dtype or chunk.main.device != device
+    return chunk.master.dtype != dtype or chunk.master.device != device
 
 
-def move_main(update: ChunkUpdate, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
+def migrate_master(update: ChunkUpdate, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> None:
     """Move the master shard of a chunk, unless the weights themselves are updated.
 
     Args:
@@ -40,23 +40,23 @@ def move_main(update: ChunkUpdate, dtype: torch.dtype, device: torch.device, tie
         tier: Tier that stores the master shard, or None for memory.
     """
     chunk = update.chunk
-    if is_updated_elsewhere(chunk, dtype, device):
-        values = chunk.main.as_tensor().to(device=device, dtype=dtype)
+    if needs_other_master(chunk, dtype, device):
+        values = chunk.master.as_tensor().to(device=device, dtype=dtype)
         if dtype == chunk.layout.dtype and device == chunk.weights.device:
-            chunk.main = chunk.weights  # which have the same values
+            chunk.master = chunk.weights  # which have the same values
             return
-        chunk.main = Piece(chunk.layout.piece_numel, dtype, device)
-        chunk.main.tensor = values
+        chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
+        chunk.master.tensor = values
         return
-    if chunk.main is chunk.weights:
+    if chunk.master is chunk.weights:
         return
     if tier is None or tier.name == "host":
-        chunk.main.fetch()
-    elif not chunk.main.is_offloaded:
-        chunk.main.offload(tier)
+        chunk.master.fetch()
+    elif not chunk.master.is_offloaded:
+        chunk.master.offload(tier)
 
 
-def move_states(update: ChunkUpdate, optimizer: Optimizer, tier: Tier | None) -> None:
+def migrate_states(update: ChunkUpdate, optimizer: Optimizer, tier: Tier | None) -> None:
     """Move per-element states to a disk tier or, for any other tier, to the device of the shards."""
     if tier is not None and tier.name == "disk":
         update.offload_states(optimizer, tier)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from booster.plugins.gemini.chunk import Chunk, Slot
+from booster.plugins.gemini.chunk import Chunk, ChunkParam
 from booster.plugins.sharding.compiling import not_compiled
 
 __all__ = ["SavedTensors", "WeightSource"]
@@ -35,7 +35,7 @@ class WeightSource(Protocol):
         """Returns the chunk whose payload begins at an address in memory."""
         ...
 
-    def gather_for_backward(self, slot: Slot) -> torch.Tensor:
+    def gather_for_backward(self, slot: ChunkParam) -> torch.Tensor:
         """Returns the payload with the weights of a parameter."""
         ...
 
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
         """Takes note of memory that autograd keeps."""
         ...
 
-    def note_let_go(self, address: int, num_bytes: int) -> None:
+    def note_released(self, address: int, num_bytes: int) -> None:
         """Takes note that autograd lets go of it once."""
         ...
 
@@ -51,26 +51,26 @@ class WeightSource(Protocol):
 class _SavedWeight:
     """A view of a parameter's weights."""
 
-    __slots__ = ("_offset", "_size", "_slot", "_source", "_stride", "_version")
+    __slots__ = ("_offset", "_param", "_size", "_source", "_stride", "_version")
 
-    def __init__(self, source: WeightSource, slot: Slot, tensor: torch.Tensor, offset: int) -> None:
+    def __init__(self, source: WeightSource, slot: ChunkParam, tensor: torch.Tensor, offset: int) -> None:
         self._source = source
-        self._slot = slot
+        self._param = slot
         self._version = slot.chunk.version
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), offset
         slot.num_saved += 1
 
     def __del__(self) -> None:
-        self._slot.num_saved -= 1
+        self._param.num_saved -= 1
 
     def unpack(self) -> torch.Tensor:
         """Returns the weights, gathered if they are not here."""
-        if self._slot.chunk.version != self._version:
+        if self._param.chunk.version != self._version:
             raise RuntimeError(
-                f"backward needs {self._slot.name!r} as it was in the forward, and the weights have been changed since,"
+                f"backward needs {self._param.name!r} as it was in the forward, and the weights have been changed since,"
                 " by optimizer.step() or by loading a checkpoint: call backward() before that"
             )
-        payload = self._source.gather_for_backward(self._slot)
+        payload = self._source.gather_for_backward(self._param)
         return payload.as_strided(self._size, self._stride, self._offset)
 
 
@@ -106,7 +106,7 @@ class _CountedOther(_SavedOther):
         source.note_saved(*self._memory)
 
     def __del__(self) -> None:
-        self._source.note_let_go(*self._memory)
+        self._source.note_released(*self._memory)
 
 
 class SavedTensors:
@@ -148,7 +148,7 @@ class SavedTensors:
         chunk = self._source.chunk_at(storage.data_ptr())
         if chunk is not None:
             offset = int(tensor.storage_offset())
-            slot = _slot_at(chunk, offset * tensor.itemsize // chunk.layout.dtype.itemsize)
+            slot = _param_at(chunk, offset * tensor.itemsize // chunk.layout.dtype.itemsize)
             if slot is not None:
                 return _SavedWeight(self._source, slot, tensor, offset)
         outer = self._outer[-1]
@@ -173,14 +173,14 @@ def _may_pack() -> bool:
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
-def _slot_at(chunk: Chunk, element: int) -> Slot | None:
+def _param_at(chunk: Chunk, element: int) -> ChunkParam | None:
     """Returns the parameter in whose place an element lies."""
     index = bisect_right(chunk.starts, element) - 1
     while index >= 0:  # parameters without elements begin where another one does
-        slot = chunk.slots[index]
-        if slot.place.start <= element < slot.place.stop:
+        slot = chunk.params[index]
+        if slot.region.start <= element < slot.region.stop:
             return slot
-        if slot.place.stop > slot.place.start:
+        if slot.region.stop > slot.region.start:
             return None
         index -= 1
     return None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from booster.errors import ConfigError
-from booster.plugins.gemini.layout import ChunkLayout, ChunkPlan, ParameterFacts, Place, WasteReport, unit_numel
+from booster.plugins.gemini.layout import ChunkLayout, ChunkPlan, ParamInfo, ParamRegion, WasteReport, unit_numel
 
 __all__ = ["SearchResult", "default_step", "plan_chunks", "search_chunk_numel"]
 
@@ -59,7 +59,7 @@ class SearchResult:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _ParamGroup:
     """Parameters that may share a chunk, as indices.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Kind:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _ChunkDraft:
     """A chunk on its way: indices of its parameters, and its size once it is closed."""
 
     indices: list[int]
@@ -86,7 +86,7 @@ class _Draft:
 
 
 def plan_chunks(
-    parameters: Sequence[ParameterFacts],
+    parameters: Sequence[ParamInfo],
     *,
     num_shards: int,
     chunk_numel: int,
@@ -124,7 +124,7 @@ def plan_chunks(
 
 
 def search_chunk_numel(
-    parameters: Sequence[ParameterFacts],
+    parameters: Sequence[ParamInfo],
     *,
     num_shards: int,
     search_range_numel: int,
@@ -175,7 +175,7 @@ def search_chunk_numel(
     )
 
 
-def default_step(parameters: Iterable[ParameterFacts]) -> int:
+def default_step(parameters: Iterable[ParamInfo]) -> int:
     """Returns the step of the search for a user who names none: the most frequent last dimension of the matrices.
 
     In a transformer that is the hidden dimension, which divides the sizes of nearly all parameters. The smallest of
@@ -210,18 +210,18 @@ def _outlier_numel(numels: Sequence[int], min_chunk_numel: int, deviations: floa
 
 
 def _kinds(
-    parameters: Sequence[ParameterFacts],
+    parameters: Sequence[ParamInfo],
     numels: Sequence[int],
     num_shards: int,
     module_of: Sequence[int] | None,
     outlier_numel: int | None,
-) -> list[_Kind]:
+) -> list[_ParamGroup]:
     """Sorts parameters into kinds, in the order of the first of each kind."""
     assert module_of is None or len(module_of) == len(parameters), "module_of has one number for each parameter"
-    kinds: dict[tuple[torch.dtype, bool], _Kind] = {}
+    kinds: dict[tuple[torch.dtype, bool], _ParamGroup] = {}
     for index, (facts, numel) in enumerate(zip(parameters, numels, strict=True)):
         key = (facts.dtype, facts.trains)
-        kind = kinds.setdefault(key, _Kind(*key, unit_numel(facts.dtype, num_shards)))
+        kind = kinds.setdefault(key, _ParamGroup(*key, unit_numel(facts.dtype, num_shards)))
         if numel == 0:
             kind.empty.append(index)
         elif outlier_numel is not None and numel > outlier_numel:
@@ -233,29 +233,32 @@ def _kinds(
     return list(kinds.values())
 
 
-def _fill(kind: _Kind, numels: Sequence[int], chunk_numel: int) -> list[_Draft]:
+def _fill(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> list[_ChunkDraft]:
     """Returns the chunks of a kind. See Note [Filling chunks]; `_held` is the same for many sizes at once."""
-    drafts = [_Draft([index], _round_up(numels[index], kind.unit)) for index in kind.outliers]
-    last, used = _Draft([], chunk_numel), chunk_numel  # as if a full one were open: the first parameter opens the first
+    drafts = [_ChunkDraft([index], _round_up(numels[index], kind.unit)) for index in kind.outliers]
+    last, used = (
+        _ChunkDraft([], chunk_numel),
+        chunk_numel,
+    )  # as if a full one were open: the first parameter opens the first
     for group in _groups(kind, numels, chunk_numel):
         numel = _total(numels, group)
         if numel > chunk_numel:
-            drafts.append(_Draft(group, _round_up(numel, kind.unit)))
+            drafts.append(_ChunkDraft(group, _round_up(numel, kind.unit)))
             continue
         if used + numel > chunk_numel:
-            last, used = _Draft([], chunk_numel), 0
+            last, used = _ChunkDraft([], chunk_numel), 0
             drafts.append(last)
         last.indices += group
         used += numel
     last.numel = _round_up(used, kind.unit)
     if not drafts:
         # One unit rather than nothing: a chunk without elements would be a case of its own everywhere.
-        drafts.append(_Draft([], kind.unit))
+        drafts.append(_ChunkDraft([], kind.unit))
     _add_empty(kind, drafts)
     return drafts
 
 
-def _groups(kind: _Kind, numels: Sequence[int], chunk_numel: int) -> Iterator[list[int]]:
+def _groups(kind: _ParamGroup, numels: Sequence[int], chunk_numel: int) -> Iterator[list[int]]:
     """Yields what goes into a chunk together: a module's parameters, or one where all are too large for a chunk."""
     for run in kind.runs:
         if _total(numels, run) <= chunk_numel:
@@ -264,7 +267,7 @@ def _groups(kind: _Kind, numels: Sequence[int], chunk_numel: int) -> Iterator[li
             yield from ([index] for index in run)
 
 
-def _add_empty(kind: _Kind, drafts: list[_Draft]) -> None:
+def _add_empty(kind: _ParamGroup, drafts: list[_ChunkDraft]) -> None:
     """Puts each parameter without elements behind the one that comes before it, or to the first one of the kind."""
     full = sorted((index, number) for number, draft in enumerate(drafts) for index in draft.indices)
     position = 0
@@ -276,11 +279,11 @@ def _add_empty(kind: _Kind, drafts: list[_Draft]) -> None:
         draft.indices.sort()
 
 
-def _places(parameters: Sequence[ParameterFacts], indices: Sequence[int]) -> tuple[Place, ...]:
+def _places(parameters: Sequence[ParamInfo], indices: Sequence[int]) -> tuple[ParamRegion, ...]:
     places, start = [], 0
     for index in indices:
         stop = start + parameters[index].numel
-        places.append(Place(index, parameters[index].shape, start, stop))
+        places.append(ParamRegion(index, parameters[index].shape, start, stop))
         start = stop
     return tuple(places)
 
@@ -293,7 +296,7 @@ def _candidates(smallest: int, search_range: int, step: int, unit: int, largest:
     return np.unique(np.minimum(-(-sizes // unit) * unit, largest))
 
 
-def _held(kind: _Kind, numels: Sequence[int], candidates: _Numels) -> _Numels:
+def _held(kind: _ParamGroup, numels: Sequence[int], candidates: _Numels) -> _Numels:
     """Returns the elements of all chunks of a kind, waste included, for each candidate. See `_fill`.
 
     Candidates ascend. So those that can hold a parameter, or a run of them, are a slice at the end.
@@ -322,7 +325,7 @@ def _put(numel: int, where: slice, candidates: _Numels, held: _Numels, left: _Nu
     room -= numel
 
 
-def _common_unit(kinds: Sequence[_Kind], num_shards: int) -> int:
+def _common_unit(kinds: Sequence[_ParamGroup], num_shards: int) -> int:
     """Returns what chunks of every kind can be a multiple of: the units are powers of two times the shards."""
     return max((kind.unit for kind in kinds), default=unit_numel(torch.float32, num_shards))
 

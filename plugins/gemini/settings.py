@@ -15,7 +15,7 @@ from booster.errors import ConfigError
 from booster.plugins.gemini.layout import ChunkLayout
 from booster.plugins.gemini.placement import Placement, make_placement
 from booster.plugins.gemini.tiers import Tier
-from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas, is_number
+from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas, is_non_nan_number
 from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["ChunkSettings", "GeminiArguments", "GeminiSettings", "PlacementArguments"]
@@ -99,7 +99,7 @@ class GeminiArguments:
         )
 
     @property
-    def facts(self) -> list[str]:
+    def fingerprint(self) -> list[str]:
         """Returns what must be the same on all ranks, each of which does its part of the work by it."""
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name not in _OF_ONE_RANK]
 
@@ -143,12 +143,12 @@ class GeminiArguments:
             )
 
     def _check_sizes(self) -> None:
-        if not is_number(self.min_chunk_size_m) or not 0 < self.min_chunk_size_m < float("inf"):
+        if not is_non_nan_number(self.min_chunk_size_m) or not 0 < self.min_chunk_size_m < float("inf"):
             raise ConfigError(
                 f"min_chunk_size_m={self.min_chunk_size_m!r} holds no parameter: give a number of 2**20 elements above"
                 " 0, such as 32"
             )
-        if not is_number(self.search_range_m) or not 0 <= self.search_range_m < float("inf"):
+        if not is_non_nan_number(self.search_range_m) or not 0 <= self.search_range_m < float("inf"):
             raise ConfigError(
                 f"search_range_m={self.search_range_m!r} is no range of chunk sizes: give a number of 2**20 elements,"
                 " such as 32, or 0 for chunks of min_chunk_size_m"
@@ -189,7 +189,7 @@ class PlacementArguments:
     strict_ddp_mode: bool
 
     @property
-    def facts(self) -> list[str]:
+    def fingerprint(self) -> list[str]:
         """Returns what must be the same on all ranks, as they keep the same chunks."""
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
@@ -277,23 +277,23 @@ class GeminiSettings:
     is_primary: bool
     device: torch.device
     dtype: torch.dtype | None
-    keeps_masters: bool
+    keeps_master_weights: bool
     data_parallel_group: dist.ProcessGroup | None = None
-    agreement_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
     shard_group: dist.ProcessGroup | None = None
-    meeting_group: dist.ProcessGroup | None = None
+    order_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     max_prefetch: int = 0
     reduces_asynchronously: bool = True
     max_norm: float = 0.0
     norm_type: float = 2.0
 
-    def main_dtype(self, layout: ChunkLayout) -> torch.dtype:
+    def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
         """Returns the format in which an optimizer updates a chunk, or of the weights where none does."""
         is_low = layout.dtype in _LOW_PRECISION
-        return torch.float32 if is_low and self.keeps_masters and layout.trains else layout.dtype
+        return torch.float32 if is_low and self.keeps_master_weights and layout.trains else layout.dtype
 
-    def main_device(self, states_tier: Tier | None) -> torch.device:
+    def master_device(self, states_tier: Tier | None) -> torch.device:
         """Returns where an optimizer updates a chunk whose states are in a tier (None: in memory)."""
         return self.device if states_tier is None else torch.device("cpu")  # a disk's states are host memory too
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface import Shard
-from booster.plugins.gemini.chunk import Chunk, Slot
-from booster.plugins.gemini.layout import Part
-from booster.plugins.gemini.pieces import Piece
+from booster.plugins.gemini.chunk import Chunk, ChunkParam
+from booster.plugins.gemini.layout import ShardRegionInChunk
+from booster.plugins.gemini.pieces import ChunkShard
 from booster.plugins.gemini.tiers import Tier
 from booster.plugins.sharding.masters import take_over
 
@@ -25,8 +25,8 @@ class OwnedShard:
     """A shard and where it lies."""
 
     shard: Shard
-    part: Part
-    slot: Slot
+    part: ShardRegionInChunk
+    param: ChunkParam
 
 
 class ChunkUpdate:
@@ -44,22 +44,24 @@ class ChunkUpdate:
 
     def __init__(self, chunk: Chunk, group_of: Mapping[int, int], *, is_primary: bool) -> None:
         self.chunk = chunk
-        self.states: dict[str, Piece] = {}
-        main = chunk.main.as_tensor()
+        self.states: dict[str, ChunkShard] = {}
+        main = chunk.master.as_tensor()
         self.owned = [
-            self._own(part, main[part.in_piece], group_of, is_primary) for part in chunk.layout.parts(chunk.rank)
+            self._own(part, main[part.in_shard], group_of, is_primary) for part in chunk.layout.parts(chunk.rank)
         ]
 
-    def _own(self, part: Part, memory: torch.Tensor, group_of: Mapping[int, int], is_primary: bool) -> OwnedShard:
-        slot = self.chunk.slots[part.place_index]
+    def _own(
+        self, part: ShardRegionInChunk, memory: torch.Tensor, group_of: Mapping[int, int], is_primary: bool
+    ) -> OwnedShard:
+        slot = self.chunk.params[part.region_index]
         shard = Shard(
             name=slot.name,
-            global_shape=slot.place.shape,
+            global_shape=slot.region.shape,
             span=part.span,
             parameter=nn.Parameter(memory, requires_grad=True),
-            working=slot.parameter,
+            model_param=slot.parameter,
             group_index=group_of[id(slot.parameter)],
-            has_master=self.chunk.main.dtype != self.chunk.layout.dtype,
+            has_master=self.chunk.master.dtype != self.chunk.layout.dtype,
             is_primary=is_primary,
         )
         return OwnedShard(shard, part, slot)
@@ -67,30 +69,30 @@ class ChunkUpdate:
     @property
     def has_copy(self) -> bool:
         """Whether the weights are rounded from, or copies of, what is updated."""
-        return self.chunk.main is not self.chunk.weights
+        return self.chunk.master is not self.chunk.weights
 
     @property
     def rounds_in_place(self) -> bool:
         """Whether an optimizer may write this rank's piece of the weights while it updates their masters."""
-        return self.has_copy and self.chunk.main.device == self.chunk.weights.device
+        return self.has_copy and self.chunk.master.device == self.chunk.weights.device
 
     def point(self) -> None:
         """Lets the shards look at where the piece is now; a piece may have moved to another tier."""
-        main = self.chunk.main.as_tensor()
+        main = self.chunk.master.as_tensor()
         for one in self.owned:
-            one.shard.parameter.data = main[one.part.in_piece]
+            one.shard.parameter.data = main[one.part.in_shard]
 
     def point_gradients(self) -> None:
         """Gives every shard that was used its sums as gradient, and the others none."""
-        sums = self.chunk.sums.as_tensor() if self.chunk.has_sums else None
+        sums = self.chunk.grad_shard.as_tensor() if self.chunk.has_grad_shard else None
         for one in self.owned:
             parameter = one.shard.parameter
-            if not one.slot.is_used:
+            if not one.param.is_used:
                 parameter.grad = None
             elif sums is None:  # zero_grad(set_to_none=False), and nothing since
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             else:
-                parameter.grad = sums[one.part.in_piece].to(device=parameter.device, dtype=parameter.dtype)
+                parameter.grad = sums[one.part.in_shard].to(device=parameter.device, dtype=parameter.dtype)
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Returns the shards' gradients by the number of the shard."""
@@ -100,24 +102,24 @@ class ChunkUpdate:
     def working_copies(self) -> dict[nn.Parameter, torch.Tensor]:
         """Returns this rank's weights by the shard that they follow."""
         weights = self.chunk.weights.as_tensor()
-        return {one.shard.parameter: weights[one.part.in_piece] for one in self.owned}
+        return {one.shard.parameter: weights[one.part.in_shard] for one in self.owned}
 
     @torch.no_grad()
     def write_weights(self) -> None:
         """Rounds what was updated into this rank's piece of the weights."""
         if self.has_copy:
-            self.chunk.weights.as_tensor().copy_(self.chunk.main.as_tensor())
+            self.chunk.weights.as_tensor().copy_(self.chunk.master.as_tensor())
 
     def follow(self) -> None:
         """Takes over weights that were changed from outside."""
         if self.has_copy:
-            take_over(self.chunk.main.as_tensor(), self.chunk.weights.as_tensor())
+            take_over(self.chunk.master.as_tensor(), self.chunk.weights.as_tensor())
 
     def follow_shard(self, shard: Shard) -> None:
         """Does so for one shard."""
         part = next(one.part for one in self.owned if one.shard is shard)
         if self.has_copy:
-            weights = self.chunk.weights.as_tensor()[part.in_piece]
+            weights = self.chunk.weights.as_tensor()[part.in_shard]
             take_over(shard.parameter.detach(), weights)
 
     # Optimizer states in a tier.
@@ -128,19 +130,19 @@ class ChunkUpdate:
         for key in self._new_states(optimizer):
             states = [optimizer.state[one.shard.parameter].get(key) for one in self.owned]
             dtype = next(state.dtype for state in states if state is not None)
-            piece = self._new_piece(key, dtype, tier)
-            memory = piece.as_tensor()
+            state_shard = self._new_state_shard(key, dtype, tier)
+            memory = state_shard.as_tensor()
             for one, state in zip(self.owned, states, strict=True):
                 if state is not None:
-                    view = memory[one.part.in_piece]
+                    view = memory[one.part.in_shard]
                     view.copy_(state)
                     optimizer.state[one.shard.parameter][key] = view
 
-    def _new_piece(self, key: str, dtype: torch.dtype, tier: Tier) -> Piece:
+    def _new_state_shard(self, key: str, dtype: torch.dtype, tier: Tier) -> ChunkShard:
         old = self.states.pop(key, None)
         if old is not None:
             old.drop()
-        piece = self.states[key] = Piece(self.chunk.layout.piece_numel, dtype, self.chunk.main.device)
+        piece = self.states[key] = ChunkShard(self.chunk.layout.shard_numel, dtype, self.chunk.master.device)
         piece.allocate(tier)
         return piece
 
@@ -175,23 +177,23 @@ class ChunkUpdate:
         """Returns room in a tier for a state of a shard that is about to be filled."""
         piece = self.states.get(key)
         if piece is None or piece.dtype != dtype:
-            piece = self._new_piece(key, dtype, tier)
+            piece = self._new_state_shard(key, dtype, tier)
         part = next(one.part for one in self.owned if one.shard.parameter is parameter)
-        return piece.as_tensor()[part.in_piece]
+        return piece.as_tensor()[part.in_shard]
 
     def state_bytes(self, optimizer: Optimizer | None) -> int:
         """Returns the bytes of masters and per-element states, wherever they are; an estimate before the first step.
 
         The same on all ranks, which decide by it what they gather together: so of the whole piece, waste included.
         """
-        masters = self.chunk.main.num_bytes if self.has_copy else 0
+        masters = self.chunk.master.num_bytes if self.has_copy else 0
         if optimizer is None or not optimizer.state:
-            return masters + 2 * self.chunk.main.num_bytes  # Adam's two moments
-        return masters + self.chunk.layout.piece_numel * _bytes_per_element(optimizer)
+            return masters + 2 * self.chunk.master.num_bytes  # Adam's two moments
+        return masters + self.chunk.layout.shard_numel * _bytes_per_element(optimizer)
 
     def state_bytes_in_memory(self, optimizer: Optimizer) -> int:
         """Returns those that are in the compute tier."""
-        masters = self.chunk.main.bytes_in_memory if self.has_copy else 0
+        masters = self.chunk.master.bytes_in_memory if self.has_copy else 0
         return masters + sum(
             int(value.nbytes)
             for one in self.owned

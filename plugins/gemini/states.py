@@ -32,9 +32,9 @@ class GeminiOptimizerState(ShardedOptimizerState):
         is_converted = own.dtype.is_floating_point and parameter.is_floating_point()  # as in memory
         dtype = parameter.dtype if is_converted else own.dtype
         if self._allocator is not None:
-            given = super()._new_state_tensor(parameter, key, spec)
-            if self._allocator.can_fail_alone:  # the allocator uses a separate disk
-                return given
-            dtype = given.dtype
-        room = self.optimizer.new_state(parameter, key, dtype)
-        return super()._new_state_tensor(parameter, key, spec) if room is None else room
+            allocated = super()._new_state_tensor(parameter, key, spec)
+            if self._allocator.may_fail_locally:  # the allocator uses a separate disk
+                return allocated
+            dtype = allocated.dtype
+        state = self.optimizer.new_state(parameter, key, dtype)
+        return super()._new_state_tensor(parameter, key, spec) if state is None else state

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from booster.device import device_type
 
-__all__ = ["Block", "HostTier", "Tier", "Transfer", "bytes_of"]
+__all__ = ["HostTier", "Tier", "TierBlock", "Transfer", "bytes_of"]
 
 
 class Transfer(Protocol):
@@ -23,7 +23,7 @@ class Transfer(Protocol):
         """
 
 
-class Block(Protocol):
+class TierBlock(Protocol):
     """Room in a tier for one piece of a chunk.
 
     What is asked of one block happens in the order in which it is asked: a read sees every write before it, whether
@@ -82,7 +82,7 @@ class Tier(Protocol):
     def bytes_held(self) -> int:
         """The bytes of all blocks that are not freed."""
 
-    def new_block(self, num_bytes: int) -> Block:
+    def new_block(self, num_bytes: int) -> TierBlock:
         """Returns an empty block.
 
         Raises:
@@ -115,7 +115,7 @@ class HostTier:
         self.bytes_held = 0
         self._is_pinned = pin_memory and device_type() != "cpu"
 
-    def new_block(self, num_bytes: int) -> Block:
+    def new_block(self, num_bytes: int) -> TierBlock:
         """Returns an empty block."""
         block = _HostBlock(self, torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned))
         self.bytes_held += num_bytes
@@ -138,7 +138,7 @@ class _HostTransfer:
             self._event.synchronize()
         self._event = self._tensor = None
 
-    def hold_back_stream(self) -> None:
+    def make_stream_wait(self) -> None:
         """Lets what the accelerator's current stream is given from now on run after the copy."""
         if self._event is not None:
             self._event.wait()
@@ -193,7 +193,7 @@ class _HostBlock:
         if other_side.device.type == "cpu":
             self._last.wait()
         else:  # the stream waits, and Python goes on
-            self._last.hold_back_stream()
+            self._last.make_stream_wait()
 
     def _begun(self, other_side: Tensor) -> Transfer:
         event = None

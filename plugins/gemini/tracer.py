@@ -6,14 +6,14 @@ from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Cursor", "Moment", "Record", "Tracer"]
+__all__ = ["Cursor", "Trace", "TraceEvent", "Tracer"]
 
 # The first iteration is traced as a sequence of module starts with the chunks that they need. Later iterations look
 # ahead in it. They may deviate (conditional modules), so a lookup never affects results: a wrong guess only costs time.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class TraceEvent:
     """Start of a module's forward or backward, with its memory use.
 
     Attributes:
@@ -30,7 +30,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Trace:
     """Trace of one iteration. Events are numbered from 0.
 
     Attributes:
@@ -38,7 +38,7 @@ class Record:
         completed: Indices of the chunks, in the order in which their gradients were complete.
     """
 
-    moments: tuple[Moment, ...]
+    events: tuple[TraceEvent, ...]
     completed: tuple[int, ...]
     # Per chunk: the events that need it, ascending.
     _uses: dict[int, list[int]] = field(init=False, repr=False, compare=False)
@@ -49,8 +49,8 @@ class Record:
     def __post_init__(self) -> None:
         uses: dict[int, list[int]] = {}
         arrivals = []
-        for now, moment in enumerate(self.moments):
-            for chunk in moment.chunks:
+        for now, event in enumerate(self.events):
+            for chunk in event.chunks:
                 positions = uses.setdefault(chunk, [])
                 if not positions or positions[-1] < now - 1:
                     arrivals.append((now, chunk))
@@ -75,7 +75,7 @@ class Record:
         if positions is None:
             return None
         index = bisect_left(positions, now)
-        return positions[index] if index < len(positions) else len(self.moments) + positions[0]
+        return positions[index] if index < len(positions) else len(self.events) + positions[0]
 
     def upcoming(self, now: int, limit: int, skip: Container[int]) -> list[int]:
         """Return the next chunks needed in this iteration, in order of use.
@@ -96,12 +96,12 @@ class Record:
 
     def peak_other_bytes(self, now: int, until: int) -> int:
         """Return the largest `other_bytes` of the events in `[now, until)`, 0 if there are none."""
-        return max((moment.other_bytes for moment in self.moments[now:until]), default=0)
+        return max((event.other_bytes for event in self.events[now:until]), default=0)
 
     def _chunks_from(self, now: int) -> Iterator[int]:
         """Chunks needed from an event on, with duplicates."""
-        if now < len(self.moments):
-            yield from self.moments[now].chunks
+        if now < len(self.events):
+            yield from self.events[now].chunks
         for index in range(bisect_left(self._arrivals, (now + 1, -1)), len(self._arrivals)):
             yield self._arrivals[index][1]
 
@@ -111,7 +111,7 @@ class Tracer:
 
     def __init__(self) -> None:
         self._is_recording = False
-        self._moments: list[Moment] = []
+        self._events: list[TraceEvent] = []
         self._completed: dict[int, None] = {}
         self._early_bytes = 0
 
@@ -123,11 +123,11 @@ class Tracer:
     def begin(self) -> None:
         """Begin an iteration. An unfinished one, such as after a failed forward, is dropped."""
         self._is_recording = True
-        self._moments = []
+        self._events = []
         self._completed = {}
         self._early_bytes = 0
 
-    def note_use(self, chunks: Iterable[int], is_backward: bool, model_bytes: int) -> None:
+    def record_use(self, chunks: Iterable[int], is_backward: bool, model_bytes: int) -> None:
         """Record the start of a module that needs chunks.
 
         Args:
@@ -136,36 +136,36 @@ class Tracer:
             model_bytes: Current bytes of weights, gradients and optimizer states in the compute tier.
         """
         assert self._is_recording, "an event was recorded outside of an iteration"
-        self._moments.append(
-            Moment(
+        self._events.append(
+            TraceEvent(
                 chunks=_once_each(chunks),
                 is_backward=is_backward,
                 model_bytes=model_bytes,
-                other_bytes=0 if self._moments else self._early_bytes,
+                other_bytes=0 if self._events else self._early_bytes,
             )
         )
 
-    def note_other_bytes(self, num_bytes: int) -> None:
+    def record_other_bytes(self, num_bytes: int) -> None:
         """Record the other memory in the compute tier; an event keeps its peak.
 
         Values from before the first event count for the first, as that memory is in use when its module starts.
         """
         assert self._is_recording, "bytes were recorded outside of an iteration"
-        if not self._moments:
+        if not self._events:
             self._early_bytes = max(self._early_bytes, num_bytes)
-        elif num_bytes > self._moments[-1].other_bytes:
-            self._moments[-1] = replace(self._moments[-1], other_bytes=num_bytes)
+        elif num_bytes > self._events[-1].other_bytes:
+            self._events[-1] = replace(self._events[-1], other_bytes=num_bytes)
 
-    def note_complete(self, chunk: int) -> None:
+    def record_complete(self, chunk: int) -> None:
         """Record that the gradients of a chunk are complete; repeated calls are ignored."""
         assert self._is_recording, "a complete chunk was recorded outside of an iteration"
         self._completed.setdefault(chunk)
 
-    def finish(self) -> Record:
+    def finish(self) -> Trace:
         """Finish the iteration and return its trace."""
         assert self._is_recording, "no iteration was begun"
         self._is_recording = False
-        return Record(tuple(self._moments), tuple(self._completed))
+        return Trace(tuple(self._events), tuple(self._completed))
 
 
 class Cursor:
@@ -180,11 +180,11 @@ class Cursor:
         lookahead: Search distance in events.
     """
 
-    def __init__(self, record: Record, lookahead: int = 64) -> None:
+    def __init__(self, trace: Trace, lookahead: int = 64) -> None:
         self._lookahead = lookahead
         self._positions: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-        for now, moment in enumerate(record.moments):
-            self._positions.setdefault((moment.chunks, moment.is_backward), []).append(now)
+        for now, event in enumerate(trace.events):
+            self._positions.setdefault((event.chunks, event.is_backward), []).append(now)
         self.restart()
 
     @property

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.errors import ConfigError
-from booster.plugins.sharding.checks import is_number
+from booster.plugins.sharding.checks import is_non_nan_number
 
-__all__ = ["GradientCheckpointConfig", "checkpoint_layers", "checkpointing_of", "require_stacks"]
+__all__ = ["GradientCheckpointConfig", "check_stacks", "checkpoint_layers", "parse_checkpoint_config"]
 
 # Only a layer's forward is recomputed, not its hooks: a hook that shards hidden states runs once, outside. Collectives
 # in the forward are repeated on all ranks. Random numbers repeat: torch restores the default generator, and the RNG
@@ -53,7 +53,7 @@ class GradientCheckpointConfig:
         return math.ceil(round((1.0 if self.ratio is None else self.ratio) * num_layers, _DIGITS))
 
 
-def checkpointing_of(
+def parse_checkpoint_config(
     given: GradientCheckpointConfig | Mapping[str, Any] | bool | None, num_stages: int = 1
 ) -> GradientCheckpointConfig | None:
     """Return the config of an argument `gradient_checkpoint_config`, or None if no layer is recomputed.
@@ -68,7 +68,7 @@ def checkpointing_of(
     if given is None or given is False:
         return None
     config = _config(given)
-    if config.ratio is not None and not (is_number(config.ratio) and 0 <= config.ratio <= 1):
+    if config.ratio is not None and not (is_non_nan_number(config.ratio) and 0 <= config.ratio <= 1):
         raise ConfigError(
             f"gradient_checkpoint_config: ratio must be a number from 0 to 1, got {config.ratio!r}: give the fraction"
             " of a stack's layers to recompute"
@@ -80,7 +80,7 @@ def checkpointing_of(
         )
     if config.num_layers_per_stage is None:
         return config if config.ratio is None or config.ratio > 0 else None
-    _check_numbers_of_stages(config, config.num_layers_per_stage, num_stages)
+    _check_num_layers_per_stage(config, config.num_layers_per_stage, num_stages)
     return config if any(config.num_layers_per_stage) else None
 
 
@@ -104,12 +104,12 @@ def checkpoint_layers(
     Collective: no.
     """
     if stage is None:
-        require_stacks(model, [layer_names])
+        check_stacks(model, [layer_names])
     for name in layer_names[: config.num_layers(len(layer_names), stage)]:
         _checkpoint_layer(model.get_submodule(name))
 
 
-def require_stacks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+def check_stacks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
     """Check that there are layers to checkpoint.
 
     Args:
@@ -140,14 +140,14 @@ def _config(given: GradientCheckpointConfig | Mapping[str, Any] | bool) -> Gradi
     return GradientCheckpointConfig(**given)
 
 
-def _check_numbers_of_stages(config: GradientCheckpointConfig, numbers: Sequence[int], num_stages: int) -> None:
+def _check_num_layers_per_stage(config: GradientCheckpointConfig, numbers: Sequence[int], num_stages: int) -> None:
     given = f"gradient_checkpoint_config: num_layers_per_stage={numbers!r}"
     if config.ratio is not None:
         raise ConfigError(
             f"{given} and ratio={config.ratio!r} both set the number of recomputed layers: leave one of them out"
         )
-    whole = isinstance(numbers, Sequence) and not isinstance(numbers, str | bytes)
-    if not whole or any(not isinstance(one, int) or isinstance(one, bool) or one < 0 for one in numbers):
+    is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str | bytes)
+    if not is_list or any(not isinstance(one, int) or isinstance(one, bool) or one < 0 for one in numbers):
         raise ConfigError(
             f"{given} must be a list of non-negative integers: give the number of recomputed layers of each pipeline"
             " stage"
@@ -160,7 +160,7 @@ def _check_numbers_of_stages(config: GradientCheckpointConfig, numbers: Sequence
 
 
 def _checkpoint_layer(layer: nn.Module) -> None:
-    if _knows_checkpointing(layer):
+    if _has_own_checkpointing(layer):
         # transformers' checkpointing also keeps the recomputation from filling the key-value cache twice.
         if not getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = True  # type: ignore[assignment]
@@ -169,7 +169,7 @@ def _checkpoint_layer(layer: nn.Module) -> None:
         layer.__class__ = _checkpointed_class(type(layer))
 
 
-def _knows_checkpointing(layer: nn.Module) -> bool:
+def _has_own_checkpointing(layer: nn.Module) -> bool:
     """Whether the layer supports transformers' own checkpointing; does not import transformers."""
     layers = sys.modules.get("transformers.modeling_layers")
     kind = getattr(layers, "GradientCheckpointingLayer", None)

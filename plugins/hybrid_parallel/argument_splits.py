@@ -8,30 +8,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.plugins.hybrid_parallel.plans.plan import ArgumentSplit
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.plans.plan import ShardedArgument
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import units_of_rank
 from booster.plugins.sharding.compiling import not_compiled
 
-__all__ = ["split_argument"]
+__all__ = ["shard_argument"]
 
 
-def split_argument(modules: Mapping[str, nn.Module], split: ArgumentSplit, ranks: TensorParallelRanks) -> None:
+def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, tp_group: TensorParallelGroup) -> None:
     """Pass only this rank's heads of an argument to a module's forward, as for Bloom's position biases.
 
     Args:
         modules: The model's modules by name.
         split: The argument and its module.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
 
     Collective: no.
     """
-    held = units_of_rank(split.block, ranks.size, ranks.rank)
-    entry = _OwnUnits(split.argument, split.dim, split.block.num_units, slice(held.start, held.stop))
+    unit_range = units_of_rank(split.block, tp_group.size, tp_group.rank)
+    entry = _LocalHeads(split.argument, split.dim, split.block.num_units, slice(unit_range.start, unit_range.stop))
     modules[split.module].register_forward_pre_hook(entry, with_kwargs=True)
 
 
-class _OwnUnits:
+class _LocalHeads:
     """Forward pre-hook that narrows a dimension in which units vary fastest, such as (batch * heads, ...)."""
 
     def __init__(self, argument: str, dim: int, num_units: int, own: slice) -> None:

@@ -8,22 +8,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.interface import ParameterLayout, layout_of, set_layout
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import show_stand_ins, take_tensors
+from booster.interface import ShardSpec, set_shard_spec, shard_spec_of
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import drop_tensors, replace_by_meta
 from booster.plugins.sharding.deep_copies import copy_with_tensors
 from booster.plugins.sharding.materializing import Materializer
 
-__all__ = ["cut_model", "cut_parameter"]
+__all__ = ["shard_parameter", "shard_parameters"]
 
 
 @torch.no_grad()
-def cut_model(
+def shard_parameters(
     model: nn.Module,
     optimizer: Optimizer | None,
-    layouts: Mapping[str, ParameterLayout],
+    shard_specs: Mapping[str, ShardSpec],
     materializer: Materializer,
     *,
-    absent: Collection[int] = (),
+    absent_ids: Collection[int] = (),
 ) -> dict[str, nn.Parameter]:
     """Materialize every parameter and keep this rank's shard of it.
 
@@ -33,9 +33,9 @@ def cut_model(
     Args:
         model: The user's model.
         optimizer: The user's optimizer, whose existing states are sharded as well.
-        layouts: This rank's shard spec of every parameter by name, tied ones once.
+        shard_specs: This rank's shard spec of every parameter by name, tied ones once.
         materializer: Materializer of the model.
-        absent: The `id`s of modules that other stages hold; their tensors are removed.
+        absent_ids: The `id`s of modules that other stages hold; their tensors are removed.
 
     Returns:
         The model's parameters by name, tied ones once. Those of absent modules only are on the meta device, and are
@@ -47,59 +47,59 @@ def cut_model(
     if optimizer is not None and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = {id(one) for module in model.modules() if id(module) not in absent for one in _own(module)}
+    kept = {id(one) for module in model.modules() if id(module) not in absent_ids for one in _own_parameters(module)}
     held = {names[key] for key in kept}
     before = dict(model.named_parameters())
     after: dict[str, nn.Parameter] = {}
-    taken: dict[int, nn.Parameter] = {}
-    gone: list[nn.Parameter] = []  # keeps the objects alive, so that their ids stay unique
+    placeholders: dict[int, nn.Parameter] = {}
+    dropped: list[nn.Parameter] = []  # keeps the objects alive, so that their ids stay unique
     for module in model.modules():
-        own = [names[id(one)] for one in _own(module)]
+        own = [names[id(one)] for one in _own_parameters(module)]
         materializer.fill([module])
-        found = dict(zip(own, _own(module), strict=True))
+        found = dict(zip(own, _own_parameters(module), strict=True))
         for name, parameter in found.items():
             names[id(parameter)] = name
             if name in held and name not in after:
-                cut_parameter(parameter, layouts[name], optimizer)
+                shard_parameter(parameter, shard_specs[name], optimizer)
                 after[name] = parameter
-        if id(module) in absent:
-            show_stand_ins(module, taken)
+        if id(module) in absent_ids:
+            replace_by_meta(module, placeholders)
             for name, parameter in found.items():
                 if name not in held:
-                    after.setdefault(name, taken[id(parameter)])
+                    after.setdefault(name, placeholders[id(parameter)])
                     parameter.data, parameter.grad = parameter.data.new_empty(0), None  # other references may remain
-                    gone.append(parameter)
+                    dropped.append(parameter)
     # Only after all modules: materializing an ancestor may initialize all of its descendants.
     for module in model.modules():
-        if id(module) in absent:
-            take_tensors(module)
+        if id(module) in absent_ids:
+            drop_tensors(module)
     after = {name: after[name] for name in before}
     if optimizer is not None:
-        _follow(optimizer, before, after, held)
+        _repoint_optimizer(optimizer, before, after, held)
     return after
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
 
 
 @torch.no_grad()
-def cut_parameter(parameter: nn.Parameter, layout: ParameterLayout, optimizer: Optimizer | None = None) -> None:
+def shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec, optimizer: Optimizer | None = None) -> None:
     """Keep the shard of a parameter that its spec describes, in place, and of its optimizer state."""
-    if not layout.is_whole:
-        parameter.data = layout.cut(parameter.data)
+    if not shard_spec.is_unsharded:
+        parameter.data = shard_spec.shard(parameter.data)
         parameter.grad = None
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in list(state.items()):
-            state[key] = copy_with_tensors(lambda tensor: _cut_state(tensor, layout), value)
-    set_layout(parameter, layout)
+            state[key] = copy_with_tensors(lambda tensor: _shard_state(tensor, shard_spec), value)
+    set_shard_spec(parameter, shard_spec)
 
 
-def _cut_state(tensor: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
-    return layout.cut(tensor) if tensor.shape == layout.logical_shape else tensor.detach().clone()
+def _shard_state(tensor: torch.Tensor, shard_spec: ShardSpec) -> torch.Tensor:
+    return shard_spec.shard(tensor) if tensor.shape == shard_spec.logical_shape else tensor.detach().clone()
 
 
-def _follow(
+def _repoint_optimizer(
     optimizer: Optimizer,
     before: Mapping[str, nn.Parameter],
     after: Mapping[str, nn.Parameter],
@@ -115,4 +115,4 @@ def _follow(
             del optimizer.state[old]
         elif after[name] is not old:
             optimizer.state[after[name]] = optimizer.state.pop(old)
-    assert all(layout_of(after[name]).local_shape == tuple(after[name].shape) for name in held)
+    assert all(shard_spec_of(after[name]).local_shape == tuple(after[name].shape) for name in held)

@@ -11,17 +11,17 @@ from booster.errors import ConfigError
 __all__ = ["arguments_from_config"]
 
 _MODE = "1d"
-_LATER_MODES = ("2d", "2.5d", "3d", "sequence")
+_UNSUPPORTED_MODES = ("2d", "2.5d", "3d", "sequence")
 _EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
 _AXES = ("data", "pipeline", "tensor")
 _ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size"}
-_OF_PIPELINE = (
+_PIPELINE_ARGUMENTS = (
     *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage", "broadcast_loss"),
     *("enable_metadata_cache", "split", "execution_sequence"),
 )
 
 
-def arguments_from_config(config: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the plugin's keyword arguments for a configuration.
 
     An axis is a number of ranks or a dict with `size`, and defaults to 1 rank. `tensor` also has a `mode`, of which
@@ -30,10 +30,10 @@ def arguments_from_config(config: Mapping[str, Any], more: Mapping[str, Any] | N
 
     Args:
         config: Axis sizes, such as `dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode="1d"))`.
-        more: Further keyword arguments of the plugin, which are added to the result.
+        extra: Further keyword arguments of the plugin, which are added to the result.
 
     Raises:
-        ConfigError: The configuration is invalid, or contradicts `more`.
+        ConfigError: The configuration is invalid, or contradicts `extra`.
 
     Collective: no.
     """
@@ -42,7 +42,7 @@ def arguments_from_config(config: Mapping[str, Any], more: Mapping[str, Any] | N
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
     _check_data(sizes)
     arguments = {argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items()}
-    return _joined(arguments, _of_pipeline(config.get("pipeline", 1)), more or {})
+    return _merge(arguments, _pipeline_arguments(config.get("pipeline", 1)), extra or {})
 
 
 def _check_names(config: Any) -> None:
@@ -80,7 +80,7 @@ def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
     # Unsupported modes may have further keys; the error about the mode comes first.
     if axis == "tensor" and given.get("mode") != _MODE:
         return
-    known = ("size", *{"tensor": ("mode",), "pipeline": _OF_PIPELINE}.get(axis, ()))
+    known = ("size", *{"tensor": ("mode",), "pipeline": _PIPELINE_ARGUMENTS}.get(axis, ()))
     for key in given:
         if key not in known:
             raise ConfigError(
@@ -94,8 +94,8 @@ def _example(axis: str) -> str:
     return examples.get(axis, "dict(size=2)")
 
 
-def _of_pipeline(given: Any) -> dict[str, Any]:
-    return {name: given[name] for name in _OF_PIPELINE if name in given} if isinstance(given, Mapping) else {}
+def _pipeline_arguments(given: Any) -> dict[str, Any]:
+    return {name: given[name] for name in _PIPELINE_ARGUMENTS if name in given} if isinstance(given, Mapping) else {}
 
 
 def _check_mode(given: Any, size: int) -> None:
@@ -105,14 +105,14 @@ def _check_mode(given: Any, size: int) -> None:
             f"tensor={_shown(given)} shards layers over {size} ranks but has no mode: write"
             f" tensor=dict(size={size}, mode='1d')"
         )
-    if mode in _LATER_MODES:
+    if mode in _UNSUPPORTED_MODES:
         raise ConfigError(
             f"tensor={_shown(given)}: mode {mode!r} is not supported yet: use mode='1d'"
             + (", or sequence_parallelism_mode='ring_attn' with sp_size, as arguments" if mode == "sequence" else "")
         )
     if mode not in (None, _MODE):
         raise ConfigError(
-            f"tensor={_shown(given)}: mode {mode!r} is unknown: use mode='1d' ({', '.join(_LATER_MODES)} are not"
+            f"tensor={_shown(given)}: mode {mode!r} is unknown: use mode='1d' ({', '.join(_UNSUPPORTED_MODES)} are not"
             " supported yet)"
         )
 
@@ -133,17 +133,17 @@ def _check_data(sizes: Mapping[str, int]) -> None:
         )
 
 
-def _joined(arguments: dict[str, Any], of_pipeline: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(arguments: dict[str, Any], pipeline_arguments: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     for name, argument in _ARGUMENTS.items():
-        if argument in more:
+        if argument in extra:
             raise ConfigError(
-                f"{argument}={more[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
+                f"{argument}={extra[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
                 f" configuration: leave {argument} out"
             )
-    for name, value in of_pipeline.items():
-        if name in more:
+    for name, value in pipeline_arguments.items():
+        if name in extra:
             raise ConfigError(
-                f"{name}={more[name]!r} was given in addition to {value!r} in the configuration's 'pipeline': leave one"
+                f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's 'pipeline': leave one"
                 " of them out"
             )
-    return arguments | of_pipeline | dict(more)
+    return arguments | pipeline_arguments | dict(extra)

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.interface import ParameterLayout
+from booster.interface import ShardSpec
 from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import split_layout, vocabulary_layout
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import sharded_spec, vocabulary_spec
 
-__all__ = ["planned_layouts"]
+__all__ = ["planned_shard_specs"]
 
 _VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
 _FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
-_SPLIT_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLES
+_SHARDED_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLES
 
 
-def planned_layouts(
+def planned_shard_specs(
     model: nn.Module, plan: TensorParallelPlan, num_ranks: int, vocabulary_multiple: int
-) -> dict[str, list[ParameterLayout]]:
+) -> dict[str, list[ShardSpec]]:
     """Return each parameter's shard specs by name, tied parameters once, one spec per rank.
 
     Args:
@@ -35,21 +35,21 @@ def planned_layouts(
 
     Collective: no.
     """
-    split: dict[int, tuple[str, list[ParameterLayout]]] = {}
+    sharded: dict[int, tuple[str, list[ShardSpec]]] = {}
     for name, parameter, entry, own_name in _planned_parameters(model, plan):
-        layouts = [
-            _layout(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple) for rank in range(num_ranks)
+        shard_specs = [
+            _shard_spec(entry, own_name, parameter, num_ranks, rank, vocabulary_multiple) for rank in range(num_ranks)
         ]
-        other = split.setdefault(id(parameter), (name, layouts))
-        if other[1] != layouts:
+        other = sharded.setdefault(id(parameter), (name, shard_specs))
+        if other[1] != shard_specs:
             raise ConfigError(
                 f"{name!r} is the same parameter as {other[0]!r}, but the plan shards them differently: give both"
                 " modules styles that shard the same dimension, such as 'vocab' and 'vocab_head', or none"
             )
     found = {}
     for name, parameter in model.named_parameters():
-        whole = [ParameterLayout.whole(parameter.shape, is_primary=rank == 0) for rank in range(num_ranks)]
-        found[name] = split.get(id(parameter), (name, whole))[1]
+        replicated = [ShardSpec.unsharded(parameter.shape, is_primary=rank == 0) for rank in range(num_ranks)]
+        found[name] = sharded.get(id(parameter), (name, replicated))[1]
     return found
 
 
@@ -63,19 +63,19 @@ def _planned_parameters(
             module_name, _, own_name = entry.name.rpartition(".")
             yield entry.name, modules[module_name]._parameters[own_name], entry, "weight"  # type: ignore[misc]
             continue
-        if entry.style not in _SPLIT_STYLES:
+        if entry.style not in _SHARDED_STYLES:
             continue  # the style covers a subtree, whose parameters may have their own entries
         for own_name, parameter in modules[entry.name].named_parameters(recurse=False):
             yield f"{entry.name}.{own_name}", parameter, entry, own_name
 
 
-def _layout(
+def _shard_spec(
     entry: PlannedEntry, own_name: str, parameter: nn.Parameter, num_ranks: int, rank: int, multiple: int
-) -> ParameterLayout:
+) -> ShardSpec:
     shape, style, is_bias = tuple(parameter.shape), entry.style, own_name == "bias"
     if style in _VOCABULARY_STYLES:
-        return vocabulary_layout(shape, multiple, num_ranks, rank)
-    is_split = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | _FEATURE_STYLES and not is_bias)
-    if not is_split or not entry.blocks:
-        return ParameterLayout.whole(shape, is_primary=rank == 0)
-    return split_layout(shape, 0 if is_bias else entry.dim, entry.blocks, num_ranks, rank)
+        return vocabulary_spec(shape, multiple, num_ranks, rank)
+    is_sharded = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | _FEATURE_STYLES and not is_bias)
+    if not is_sharded or not entry.blocks:
+        return ShardSpec.unsharded(shape, is_primary=rank == 0)
+    return sharded_spec(shape, 0 if is_bias else entry.dim, entry.blocks, num_ranks, rank)

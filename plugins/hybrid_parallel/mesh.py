@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from booster.comm import (
-    agree,
+    check_same_across_ranks,
     group_rank,
     group_size,
     new_cpu_group,
@@ -40,11 +40,11 @@ def rank_groups(sizes: Mapping[str, int], along: Sequence[str]) -> list[list[int
         sizes: Number of ranks along each axis, from the outermost to the innermost.
         along: Axes of the groups, in any order.
     """
-    places = itertools.product(*(range(size) for size in sizes.values()))
+    coordinates = itertools.product(*(range(size) for size in sizes.values()))
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(places):
-        elsewhere = tuple(index for axis, index in zip(sizes, place, strict=True) if axis not in along)
-        groups.setdefault(elsewhere, []).append(rank)
+    for rank, coordinate in enumerate(coordinates):
+        other_axes = tuple(index for axis, index in zip(sizes, coordinate, strict=True) if axis not in along)
+        groups.setdefault(other_axes, []).append(rank)
     return list(groups.values())
 
 
@@ -68,8 +68,8 @@ class HybridMesh:
 
     def __init__(self, device_type: str, *, dp: int, pp: int, sp: int, tp: int, dp_outside: bool = True) -> None:
         given = {"dp": dp, "pp": pp, "sp": sp, "tp": tp}
-        facts = [f"{axis}={size}" for axis, size in given.items()] + [f"dp_outside={dp_outside}"]
-        agree("the sizes of the mesh's axes", facts)
+        fingerprint = [f"{axis}={size}" for axis, size in given.items()] + [f"dp_outside={dp_outside}"]
+        check_same_across_ranks("the sizes of the mesh's axes", fingerprint)
         if math.prod(given.values()) != group_size():
             raise ConfigError(
                 f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in given.items())} has"
@@ -80,7 +80,7 @@ class HybridMesh:
         self._device_type = device_type
         self.device_mesh: DeviceMesh = new_mesh(device_type, tuple(self._sizes.values()), tuple(self._sizes))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._further_groups: list[dist.ProcessGroup] = []
+        self._subgroups: list[dist.ProcessGroup] = []
         self._cpu_groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def axis_sizes(self) -> dict[str, int]:
@@ -93,11 +93,11 @@ class HybridMesh:
 
     def rank(self, *axes: str) -> int:
         """Return this rank's rank in the group along these axes, in row-major order of the mesh."""
-        place = 0
+        index = 0
         for axis in self._sizes:
             if axis in axes:
-                place = place * self._sizes[axis] + self.device_mesh.get_local_rank(axis)
-        return place
+                index = index * self._sizes[axis] + self.device_mesh.get_local_rank(axis)
+        return index
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return the group of the ranks whose coordinates differ from this rank's along these axes only.
@@ -124,18 +124,18 @@ class HybridMesh:
             self._cpu_groups[key] = new_cpu_group(self.group(*axes))
         return self._cpu_groups[key]
 
-    def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+    def subgroup(self, axis: str, coordinates: Sequence[int]) -> dist.ProcessGroup | None:
         """Return a new group of the ranks at these coordinates of an axis, or None if this rank is not in it.
 
         Collective: over the world.
         """
         found: dist.ProcessGroup | None = None
-        for line in rank_groups(self._sizes, (axis,)):
-            ranks = [line[place] for place in places]
+        for axis_ranks in rank_groups(self._sizes, (axis,)):
+            ranks = [axis_ranks[coordinate] for coordinate in coordinates]
             group = new_group(ranks)
             if group is not None:
                 found = group
-                self._further_groups.append(group)
+                self._subgroups.append(group)
         return found
 
     def groups(self) -> list[dist.ProcessGroup | None]:
@@ -143,7 +143,7 @@ class HybridMesh:
         axes = self.device_mesh.get_all_groups()
         return [
             None,
-            *dict.fromkeys((*axes, *self._groups.values(), *self._cpu_groups.values(), *self._further_groups)),
+            *dict.fromkeys((*axes, *self._groups.values(), *self._cpu_groups.values(), *self._subgroups)),
         ]
 
     def _key(self, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -157,6 +157,6 @@ class HybridMesh:
             return world
         if len(axes) == 1:
             return self.device_mesh.get_group(axes[0])
-        mine = new_group_of_rows(rank_groups(self._sizes, axes))
-        assert group_rank(mine) == self.rank(*axes), f"rank {group_rank()} has an unexpected group rank"
-        return mine
+        group = new_group_of_rows(rank_groups(self._sizes, axes))
+        assert group_rank(group) == self.rank(*axes), f"rank {group_rank()} has an unexpected group rank"
+        return group

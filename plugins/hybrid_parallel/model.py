@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import agree, all_reduce_max, broadcast, collective_device, raise_on_all_ranks
+from booster.comm import all_reduce_max, broadcast, check_same_across_ranks, collective_device, raise_on_all_ranks
 from booster.errors import CheckpointError, ConfigError
-from booster.interface import ModelWrapper, layout_of, set_layout
+from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import crc32
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import Piece
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import Boundary, run_piece
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import StageModel
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import ModelChunk
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import StageActivation, run_chunk
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffers import broadcast_joined
 from booster.plugins.sharding.compiling import calls_compiled, not_compiled
-from booster.random_state import capture_random_state, restore_random_state
+from booster.random_state import get_rng_state, set_rng_state
 from booster.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridModel"]
 
 _COMPARED_BATCHES = 3  # number of first training forwards and backwards whose batches and losses ranks compare
-_ROUNDING = 8  # ulps by which losses of the same batch may differ, because reductions have no fixed order
+_LOSS_TOLERANCE_ULPS = 8  # ulps by which losses of the same batch may differ, because reductions have no fixed order
 
 
 class HybridModel(ZeroModel):
@@ -61,29 +61,29 @@ class HybridModel(ZeroModel):
         self,
         module: nn.Module,
         *,
-        tensor_ranks: TensorParallelRanks | None,
-        sequence_ranks: SequenceParallelRanks | None,
+        tp_group: TensorParallelGroup | None,
+        sp_group: SequenceParallelGroup | None,
         data_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup,
         is_primary: bool,
         broadcasts_buffers: bool,
-        carved: CarvedModel | None = None,
+        stage_model: StageModel | None = None,
         stage: int = 0,
     ) -> None:
         super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
-        self._tensor_rank = 0 if tensor_ranks is None else tensor_ranks.rank
+        self._tensor_rank = 0 if tp_group is None else tp_group.rank
         self._parameter_names = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
-        self._ranks = [ranks for ranks in (tensor_ranks, sequence_ranks) if ranks is not None]
+        self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
         self._replica_group = replica_group
-        holds_parts = tensor_ranks is not None or carved is not None
-        if holds_parts and hasattr(module, "save_pretrained"):
-            module.save_pretrained = _refuse_to_save_parts  # type: ignore[assignment]
-        self._carved = carved
+        is_sharded = tp_group is not None or stage_model is not None
+        if is_sharded and hasattr(module, "save_pretrained"):
+            module.save_pretrained = _refuse_save_pretrained  # type: ignore[assignment]
+        self._stage_model = stage_model
         self._stage = stage
         self.last_pipeline_run = None
         self._num_compared = self._num_losses = 0
-        self._may_draw_differently = self._shares_batches
-        self.register_load_hook(self._expect_other_random_states)
+        self._is_rng_out_of_sync = self._has_replicated_batches
+        self.register_load_hook(self._mark_rng_out_of_sync)
 
     @calls_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,10 +97,10 @@ class HybridModel(ZeroModel):
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.reset_ranks()
+            self.reset_parallel_state()
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._carved is not None:
+        if self._stage_model is not None:
             raise ConfigError(
                 "the boosted model was called directly, but with pp_size > 1 each rank holds only some of its layers:"
                 " write booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages"
@@ -110,22 +110,22 @@ class HybridModel(ZeroModel):
         super()._begin_run(args, kwargs)
 
     def _end_run(self) -> None:
-        self.reset_ranks()
+        self.reset_parallel_state()
 
     @not_compiled
     def _begin_batch(self, args: Any, kwargs: dict[str, Any]) -> None:
-        self.reset_ranks()
-        if self._ranks and self.training:
-            self._require_same_batch(args, kwargs)
-            self.draw_alike()
+        self.reset_parallel_state()
+        if self._parallel_groups and self.training:
+            self._check_same_batch(args, kwargs)
+            self.sync_rng_state()
 
     # Pipeline stages.
 
     @property
-    def pieces(self) -> Sequence[Piece]:
+    def model_chunks(self) -> Sequence[ModelChunk]:
         """The model chunks of this pipeline stage."""
-        assert self._carved is not None
-        return self._carved.pieces
+        assert self._stage_model is not None
+        return self._stage_model.chunks
 
     def begin_batch(self) -> None:
         """Prepare the forwards of a batch's microbatches. Collective: yes."""
@@ -135,42 +135,46 @@ class HybridModel(ZeroModel):
 
     def end_batch(self, stage_group: dist.ProcessGroup | None) -> None:
         """Synchronize shared buffers after the forwards of a batch's microbatches. Collective: over the stages."""
-        assert self._carved is not None
-        self._carved.context.buffers.synchronize(stage_group)
+        assert self._stage_model is not None
+        self._stage_model.context.buffers.synchronize(stage_group)
 
-    def run_piece(self, piece: Piece, received: Boundary | None, batch: Any) -> tuple[Boundary | None, Any]:
+    def run_chunk(
+        self, chunk: ModelChunk, received: StageActivation | None, batch: Any
+    ) -> tuple[StageActivation | None, Any]:
         """Run one microbatch's forward of a model chunk.
 
         Returns:
             The activations for the next chunk, and the model's outputs if the chunk is the last.
         """
-        assert self._carved is not None
-        self.reset_ranks()
+        assert self._stage_model is not None
+        self.reset_parallel_state()
         try:
             if self.precision is None:
-                return run_piece(self.module, self._carved.context, piece, received, batch)
+                return run_chunk(self.module, self._stage_model.context, chunk, received, batch)
             (batch,), _ = self.precision.convert_inputs((batch,), {})
             with self.precision.forward_context(self._device_type):
-                boundary, outputs = run_piece(self.module, self._carved.context, piece, received, batch)
+                boundary, outputs = run_chunk(self.module, self._stage_model.context, chunk, received, batch)
             return boundary, self.precision.convert_outputs(outputs)
         finally:
-            self.reset_ranks()
+            self.reset_parallel_state()
 
-    def require_independent(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that tensors do not depend on this stage's placeholders; see `StandIns.require_independent`."""
-        assert self._carved is not None
-        self._carved.stand_ins.require_independent(tensors)
+    def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Check that tensors do not depend on this stage's placeholders; see `PlaceholderModules.check_independent`."""
+        assert self._stage_model is not None
+        self._stage_model.placeholders.check_independent(tensors)
 
     # Names.
 
     def logical_name(self, name: str) -> str:
-        if self._carved is None:
+        if self._stage_model is None:
             return name
-        buffer = self._carved.buffers.get(name)
-        return self._carved.logical_names.get(name, name) if buffer is None else buffer.names[0]
+        buffer = self._stage_model.buffers.get(name)
+        return self._stage_model.logical_names.get(name, name) if buffer is None else buffer.names[0]
 
     def logical_parameters(self) -> list[nn.Parameter]:
-        return super().logical_parameters() if self._carved is None else list(self._carved.parameters.values())
+        return (
+            super().logical_parameters() if self._stage_model is None else list(self._stage_model.parameters.values())
+        )
 
     def writes(self, name: str) -> bool:
         if not super().writes(name):
@@ -178,20 +182,20 @@ class HybridModel(ZeroModel):
         if name in self._parameter_names:  # its shard spec marks the primary rank and stage
             return True
         # A buffer has no shard spec: all tensor-parallel ranks hold it, and possibly several stages.
-        return self._tensor_rank == 0 and (self._carved is None or min(self._stages_of(name)) == self._stage)
+        return self._tensor_rank == 0 and (self._stage_model is None or min(self._stages_of(name)) == self._stage)
 
     def _stages_of(self, name: str) -> Sequence[int] | frozenset[int]:
         """Return the stages that hold a state dict entry that is not a parameter."""
-        assert self._carved is not None
-        buffer = self._carved.buffers.get(name)
-        return self._carved.division.stages_of(name.rpartition(".")[0]) if buffer is None else buffer.stages
+        assert self._stage_model is not None
+        buffer = self._stage_model.buffers.get(name)
+        return self._stage_model.partition.stages_of(name.rpartition(".")[0]) if buffer is None else buffer.stages
 
     def require_equal_copies(self) -> None:
-        buffers = self._own_buffers() if self._carved is None else self._carved.buffers
-        if not buffers or not self._ranks:
+        buffers = self._own_buffers() if self._stage_model is None else self._stage_model.buffers
+        if not buffers or not self._parallel_groups:
             return
-        differing = {name: None for ranks in self._ranks for name in self._differing_buffers(ranks.group)}
-        error = _differing_copies(list(differing)) if differing else None
+        differing = {name: None for group in self._parallel_groups for name in self._differing_buffers(group.group)}
+        error = _buffer_mismatch_error(list(differing)) if differing else None
         raise_on_all_ranks(error)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
@@ -206,39 +210,39 @@ class HybridModel(ZeroModel):
         return [name for name, buffer in own.items() if not _is_close(buffer, first[name])]
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
-        if self._carved is None:
+        if self._stage_model is None:
             return super().tied_names()
         self.wait_for_weights()
-        here = {self.logical_name(name) for name in self.module.state_dict()}
-        return {name: others for name, others in self._carved.tied.items() if name in here}
+        local_names = {self.logical_name(name) for name in self.module.state_dict()}
+        return {name: others for name, others in self._stage_model.tied.items() if name in local_names}
 
     @not_compiled
-    def reset_ranks(self) -> None:
+    def reset_parallel_state(self) -> None:
         """Reset the per-forward state of the parallel groups."""
-        for ranks in self._ranks:
-            ranks.reset()
+        for group in self._parallel_groups:
+            group.reset()
 
-    def _require_same_batch(self, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check_same_batch(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Check that ranks sharing layers or sequences got the same batch, in the first forwards only."""
         if self._num_compared >= _COMPARED_BATCHES:
             return
         self._num_compared += 1
-        facts: list[str] = []
+        fingerprint: list[str] = []
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def add(tensor: torch.Tensor) -> torch.Tensor:
             content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            facts.append(f"{tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(content)}")
+            fingerprint.append(f"{tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(content)}")
             return tensor
 
-        map_tensors(note, (args, kwargs))
+        map_tensors(add, (args, kwargs))
         what = (
             "the model's arguments, which must be equal on ranks that share layers or sequences (shard the data by"
             " plugin.dp_rank and plugin.dp_size, as the loaders of boost() and plugin.prepare_dataloader() do),"
         )
-        agree(what, facts, self._replica_group)
+        check_same_across_ranks(what, fingerprint, self._replica_group)
 
     @not_compiled
-    def require_same_loss(self, loss: torch.Tensor) -> None:
+    def check_same_loss(self, loss: torch.Tensor) -> None:
         """Check that ranks with the same batch have the same loss, in the first backwards only.
 
         Ranks compute everything outside of sharded layers redundantly. Losses differ if one depends on a rank's shard
@@ -252,14 +256,16 @@ class HybridModel(ZeroModel):
 
         Collective: over the ranks that get the same batch.
         """
-        if not self._ranks or self._carved is not None or self._num_losses >= _COMPARED_BATCHES:
+        if not self._parallel_groups or self._stage_model is not None or self._num_losses >= _COMPARED_BATCHES:
             return
         self._num_losses += 1
         value = float(loss.detach())
         extremes = [value, -value, 0.0] if math.isfinite(value) else [0.0, 0.0, 1.0]  # not finite: fp16 overflow
         packed = torch.tensor(extremes, dtype=torch.float64, device=collective_device(self._replica_group))
         largest, negated, overflows = all_reduce_max(packed, self._replica_group).tolist()
-        if overflows or largest + negated <= _ROUNDING * torch.finfo(loss.dtype).eps * max(abs(largest), abs(negated)):
+        if overflows or largest + negated <= _LOSS_TOLERANCE_ULPS * torch.finfo(loss.dtype).eps * max(
+            abs(largest), abs(negated)
+        ):
             return
         raise ConfigError(
             f"ranks that share layers or sequences have losses of the same batch from {-negated:.9g} to {largest:.9g},"
@@ -268,45 +274,45 @@ class HybridModel(ZeroModel):
         )
 
     @property
-    def _shares_batches(self) -> bool:
-        return bool(self._ranks) or self._carved is not None
+    def _has_replicated_batches(self) -> bool:
+        return bool(self._parallel_groups) or self._stage_model is not None
 
-    def _expect_other_random_states(self) -> None:
-        self._may_draw_differently = self._shares_batches
+    def _mark_rng_out_of_sync(self) -> None:
+        self._is_rng_out_of_sync = self._has_replicated_batches
 
-    def draw_alike(self) -> None:
+    def sync_rng_state(self) -> None:
         """Synchronize the RNG state of ranks with the same batch, so that dropout outside of sharded layers is equal.
 
         Only at the first forward in training and the first after a load, which may have derived the RNG states from
         those of another number of ranks.
         """
-        if not self._may_draw_differently:
+        if not self._is_rng_out_of_sync:
             return
-        state = capture_random_state(next(self.module.parameters()).device)
+        state = get_rng_state(next(self.module.parameters()).device)
         broadcast(list(state.values()), self._replica_group)
-        restore_random_state(state, next(self.module.parameters()).device)
-        self._may_draw_differently = False
+        set_rng_state(state, next(self.module.parameters()).device)
+        self._is_rng_out_of_sync = False
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's shards, or full tensors, which are sharded here; fp32 masters are updated."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        if self._carved is not None:
-            state_dict = self._of_stage(state_dict)
-        own = {name: _own_part(named.get(name), value) for name, value in state_dict.items()}
-        return super().load_state_dict(own, strict, assign)
+        if self._stage_model is not None:
+            state_dict = self._stage_state_dict(state_dict)
+        local_state = {name: _local_shard(named.get(name), value) for name, value in state_dict.items()}
+        return super().load_state_dict(local_state, strict, assign)
 
-    def _of_stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def _stage_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return this stage's entries of a full state dict, and unexpected ones, which the strict check reports."""
-        assert self._carved is not None
-        carved = self._carved
-        here = self.module.state_dict(keep_vars=True)
-        stages = carved.division.stages_of
+        assert self._stage_model is not None
+        stage_model = self._stage_model
+        local_state = self.module.state_dict(keep_vars=True)
+        stages = stage_model.partition.stages_of
 
-        def is_elsewhere(name: str) -> bool:
-            return name in carved.tied or self._stage not in stages(name.rpartition(".")[0])
+        def is_remote(name: str) -> bool:
+            return name in stage_model.tied or self._stage not in stages(name.rpartition(".")[0])
 
-        found = {name: value for name, value in state_dict.items() if name in here or not is_elsewhere(name)}
-        for name in here:
+        found = {name: value for name, value in state_dict.items() if name in local_state or not is_remote(name)}
+        for name in local_state:
             logical = self.logical_name(name)
             if name not in found and logical in state_dict:
                 found[name] = state_dict[logical]
@@ -315,13 +321,13 @@ class HybridModel(ZeroModel):
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Return a copy of the model with the same shards, without an optimizer."""
         copied = super().__deepcopy__(memo)
-        theirs = dict(copied.module.named_parameters())
+        copied_parameters = dict(copied.module.named_parameters())
         for name, parameter in self.module.named_parameters():
-            set_layout(theirs[name], layout_of(parameter))
+            set_shard_spec(copied_parameters[name], shard_spec_of(parameter))
         return copied
 
 
-def _refuse_to_save_parts(*args: Any, **kwargs: Any) -> None:
+def _refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "save_pretrained() of a sharded model would write this rank's shards only: write"
         " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() reads"
@@ -336,7 +342,7 @@ def _is_close(buffer: torch.Tensor, first: torch.Tensor) -> bool:
     return torch.allclose(buffer.double(), first.double(), rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
 
 
-def _differing_copies(names: Sequence[str]) -> CheckpointError:
+def _buffer_mismatch_error(names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         f"ranks that share layers or sequences have different values of the buffer {', '.join(map(repr, names))}"
         " because each rank computes it from its shard, nothing was written: compute it outside of the sharded layers,"
@@ -344,8 +350,8 @@ def _differing_copies(names: Sequence[str]) -> CheckpointError:
     )
 
 
-def _own_part(parameter: nn.Parameter | None, value: Any) -> Any:
+def _local_shard(parameter: nn.Parameter | None, value: Any) -> Any:
     if parameter is None or not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
         return value
-    layout = layout_of(parameter)
-    return layout.cut(value) if tuple(value.shape) == layout.logical_shape else value
+    shard_spec = shard_spec_of(parameter)
+    return shard_spec.shard(value) if tuple(value.shape) == shard_spec.logical_shape else value

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_max, all_reduce_sum, collective_device, gather_distinct
+from booster.comm import all_gather_bytes, all_reduce_max, all_reduce_sum, collective_device
 from booster.interface import TensorSlice
-from booster.interface.loss import require_scalar_loss
+from booster.interface.loss import check_scalar_loss
 from booster.interface.mixed_precision import LossScaler
 from booster.interface.plain_torch import boosted_backward
 from booster.phases import in_phase
 from booster.plugins.hybrid_parallel.model import HybridModel
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import StageModel
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.low_level_zero.settings import ZeroSettings
 from booster.plugins.low_level_zero.slots import Slot
@@ -54,14 +54,14 @@ class HybridOptimizer(ZeroOptimizer):
         model: HybridModel,
         settings: ZeroSettings,
         *,
-        carved: CarvedModel | None = None,
+        stage_model: StageModel | None = None,
         sharing_groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         stage: int = 0,
         stage_group: dist.ProcessGroup | None = None,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
-        self.carved = carved
+        self.stage_model = stage_model
         self._sharing_groups = {} if sharing_groups is None else sharing_groups
         self._stage = stage
         self._stage_group = stage_group
@@ -70,22 +70,24 @@ class HybridOptimizer(ZeroOptimizer):
     # Parameters of the unpartitioned model.
 
     def _note_group(self, index: int) -> None:
-        if self.carved is None:
+        if self.stage_model is None:
             super()._note_group(index)
             return
-        names = self.carved.groups[index] if index < len(self.carved.groups) else self._names_of_new_group(index)
-        self.logical_groups.append([(name, self.carved.parameters[name]) for name in names])
+        names = (
+            self.stage_model.groups[index] if index < len(self.stage_model.groups) else self._names_of_new_group(index)
+        )
+        self.logical_groups.append([(name, self.stage_model.parameters[name]) for name in names])
 
     def _names_of_new_group(self, index: int) -> list[str]:
         """Return the names of a new group's parameters on all stages. Collective: over the stages."""
-        assert self.carved is not None
-        mine = [self._names[id(one)] for one in self.param_groups[index]["params"]]
-        payloads, _ = gather_distinct(json.dumps(mine).encode(), self._stage_group)
-        given = {name for payload in payloads for name in json.loads(payload)}
-        return [name for name in self.carved.parameters if name in given]
+        assert self.stage_model is not None
+        local_names = [self._names[id(one)] for one in self.param_groups[index]["params"]]
+        encoded, _ = all_gather_bytes(json.dumps(local_names).encode(), self._stage_group)
+        given = {name for encoded_names in encoded for name in json.loads(encoded_names)}
+        return [name for name in self.stage_model.parameters if name in given]
 
     def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        if self.carved is None:
+        if self.stage_model is None:
             yield from super()._sharded_parameters()
             return
         # Frozen parameters of other stages are unknown here, and therefore included.
@@ -94,15 +96,15 @@ class HybridOptimizer(ZeroOptimizer):
 
     def holds(self, name: str) -> bool:
         """Whether this stage holds a parameter of the model."""
-        return self.carved is None or name in self.carved.held
+        return self.stage_model is None or name in self.stage_model.held
 
-    def holders(self, name: str) -> tuple[int, ...]:
+    def stages_of(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold a parameter of this stage."""
-        return (self._stage,) if self.carved is None else self.carved.holders.get(name, (self._stage,))
+        return (self._stage,) if self.stage_model is None else self.stage_model.holders.get(name, (self._stage,))
 
     def share_of(self, name: str) -> int:
         """Return this stage's index among the stages that hold a parameter."""
-        return self.holders(name).index(self._stage)
+        return self.stages_of(name).index(self._stage)
 
     # Backward.
 
@@ -115,12 +117,12 @@ class HybridOptimizer(ZeroOptimizer):
         *,
         num_items: float | None = None,
     ) -> None:
-        require_scalar_loss(loss)
-        self.model.require_same_loss(loss)
+        check_scalar_loss(loss)
+        self.model.check_same_loss(loss)
         super().backward(loss, inputs, retain_graph, num_items=num_items)
 
     @contextmanager
-    def collecting_micro_batches(self, num_items: float | None) -> Iterator[None]:
+    def accumulate_microbatches(self, num_items: float | None) -> Iterator[None]:
         """Count all microbatches' backwards in the block as one backward().
 
         Args:
@@ -128,57 +130,61 @@ class HybridOptimizer(ZeroOptimizer):
 
         Collective: yes.
         """
-        self._open_window(num_items)
-        before, self._synchronizes = self._synchronizes, False
+        self._begin_accumulation(num_items)
+        previous, self._synchronizes = self._synchronizes, False
         try:
-            with boosted_backward(), self._collecting_gradients():
+            with boosted_backward(), self._backward_context():
                 yield
         finally:
-            self._synchronizes = before
+            self._synchronizes = previous
 
     # Parameters of several stages.
 
     def _reduce_gradients(self) -> float:
-        for slot, total in self._shared_totals():
-            self._reducer.set_local(slot, total)
+        for param_grad, total in self._reduce_tied_gradients():
+            self._reducer.set_local(param_grad, total)
         return super()._reduce_gradients()
 
     @torch.no_grad()
-    def _shared_totals(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+    def _reduce_tied_gradients(self) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Yield the all-reduced gradients of shared parameters that any stage used. Collective: over the stages."""
-        if self.carved is None:
+        if self.stage_model is None:
             return
-        slots = {slot.name: slot for slot in self._reducer.slots}
+        param_grads = {param_grad.name: param_grad for param_grad in self._reducer.slots}
         for stages, group in self._sharing_groups.items():
-            shared = [slots[one.name] for one in self.carved.shared if one.stages == stages and one.name in slots]
+            shared = [
+                param_grads[one.name]
+                for one in self.stage_model.tied_across_stages
+                if one.stages == stages and one.name in param_grads
+            ]
             if not shared:
                 continue
-            own = [self._reducer.local(slot) for slot in shared]
+            own = [self._reducer.local(param_grad) for param_grad in shared]
             used = torch.tensor([one is not None for one in own], dtype=torch.uint8, device=collective_device(group))
-            for slot, gradient, is_used in zip(shared, own, all_reduce_max(used, group).tolist(), strict=True):
+            for param_grad, gradient, is_used in zip(shared, own, all_reduce_max(used, group).tolist(), strict=True):
                 if is_used:
-                    total = torch.zeros_like(slot.parameter) if gradient is None else gradient.detach().clone()
-                    yield slot, all_reduce_sum(total, group)
+                    total = torch.zeros_like(param_grad.parameter) if gradient is None else gradient.detach().clone()
+                    yield param_grad, all_reduce_sum(total, group)
 
     # Checkpoints.
 
     def checkpoint_state(self) -> ShardedOptimizerState:
-        return _StageOptimizerState(self) if self.carved is not None else super().checkpoint_state()
+        return _StageOptimizerState(self) if self.stage_model is not None else super().checkpoint_state()
 
     def pending_gradients(self) -> ShardedPendingGradients:
-        return _StagePendingGradients(self) if self.carved is not None else super().pending_gradients()
+        return _StageAccumulatedGradients(self) if self.stage_model is not None else super().pending_gradients()
 
 
 class _StageOptimizerState(ShardedOptimizerState):
     def __init__(self, optimizer: HybridOptimizer) -> None:
         super().__init__(optimizer)
         # Frozen parameters are among the names with shards, although they are unsharded.
-        whole = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        frozen = {name for group in optimizer.logical_groups for name, one in group if id(one) in whole}
+        unsharded = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        frozen = {name for group in optimizer.logical_groups for name, one in group if id(one) in unsharded}
         self._shards = {name: shards for name, shards in self._shards.items() if name not in frozen}
 
 
-class _StagePendingGradients(ShardedPendingGradients):
+class _StageAccumulatedGradients(ShardedPendingGradients):
     optimizer: HybridOptimizer
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -187,15 +193,19 @@ class _StagePendingGradients(ShardedPendingGradients):
     def logical_parameters(self) -> dict[str, nn.Parameter]:
         return super().parameters()
 
-    def share_of(self, name: str) -> int:
+    def summand_index(self, name: str) -> int:
         return self.optimizer.share_of(name)
 
-    def num_shares(self, name: str) -> int:
-        return len(self.optimizer.holders(name))
+    def num_summands(self, name: str) -> int:
+        return len(self.optimizer.stages_of(name))
 
     def slices(self) -> list[TensorSlice]:
         # A stage saves its own contribution to a gradient even if another stage saves the parameter.
-        carved = self.optimizer.carved
-        assert carved is not None
+        stage_model = self.optimizer.stage_model
+        assert stage_model is not None
         own = self.tensors().items()
-        return [part for name, one in own for part in carved.layouts[name].slices(name, one.contiguous())]
+        return [
+            tensor_slice
+            for name, one in own
+            for tensor_slice in stage_model.layouts[name].slices(name, one.contiguous())
+        ]

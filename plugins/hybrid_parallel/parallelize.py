@@ -8,40 +8,40 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.interface import ParameterLayout
-from booster.plugins.hybrid_parallel.argument_splits import split_argument
+from booster.interface import ShardSpec
+from booster.plugins.hybrid_parallel.argument_splits import shard_argument
 from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
-from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import join_kept_outputs
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import gather_returned_outputs
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import TensorAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
-    make_feature_embedding,
-    make_vocabulary_embedding,
-    make_vocabulary_head,
+    make_feature_parallel_embedding,
+    make_vocab_parallel_embedding,
+    make_vocab_parallel_head,
 )
 from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
     make_identity_expert,
     make_latent_projection,
-    make_output_sum,
-    make_split_experts,
+    make_output_all_reduce,
+    make_sharded_experts,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.gradients import sum_shared_gradient, sum_whole_gradient
+from booster.plugins.hybrid_parallel.tensor_parallel.gradients import all_reduce_replicated_grad, all_reduce_shared_grad
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.region_input import RegionInput
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
 
 __all__ = ["parallelize"]
 
-_NO_EXCHANGE = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})
+_UNSWAPPED_STYLES = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})
 
 
 def parallelize(
     model: nn.Module,
     plan: TensorParallelPlan,
-    ranks: TensorParallelRanks,
-    layouts: Mapping[str, Sequence[ParameterLayout]],
+    tp_group: TensorParallelGroup,
+    shard_specs: Mapping[str, Sequence[ShardSpec]],
     *,
     vocabulary_multiple: int,
     parallel_output: bool,
@@ -51,10 +51,10 @@ def parallelize(
     Args:
         model: The user's model.
         plan: Tensor-parallel style of each module.
-        ranks: The tensor-parallel group.
-        layouts: Shard specs of each parameter, one per tensor-parallel rank.
+        tp_group: The tensor-parallel group.
+        shard_specs: Shard specs of each parameter, one per tensor-parallel rank.
         vocabulary_multiple: Multiple to which the vocabulary is padded.
-        parallel_output: If True, heads return logits that stay sharded, as `SplitLogits`.
+        parallel_output: If True, heads return logits that stay sharded, as `VocabParallelLogits`.
 
     Raises:
         ConfigError: A module does not support its style.
@@ -62,84 +62,84 @@ def parallelize(
     Collective: no.
     """
     modules = dict(model.named_modules())
-    exchange = _Exchange(modules, plan, ranks, vocabulary_multiple, parallel_output)
+    swap = _ModuleSwap(modules, plan, tp_group, vocabulary_multiple, parallel_output)
     for entry in plan.entries:
-        if not entry.is_parameter and entry.style not in _NO_EXCHANGE:
-            exchange.apply(entry)
+        if not entry.is_parameter and entry.style not in _UNSWAPPED_STYLES:
+            swap.apply(entry)
     for change in plan.attributes:
-        setattr(modules[change.module], change.attribute, change.local_value(ranks.size, ranks.rank))
+        setattr(modules[change.module], change.attribute, change.local_value(tp_group.size, tp_group.rank))
     for split in plan.arguments:
-        split_argument(modules, split, ranks)
-    _sum_gradients(model, plan, ranks, layouts)
-    if ranks.splits_sequence:
-        _split_sequences(modules, plan, ranks)
-        join_kept_outputs(model)
+        shard_argument(modules, split, tp_group)
+    _register_grad_all_reduces(model, plan, tp_group, shard_specs)
+    if tp_group.shards_sequence:
+        _shard_sequences(modules, plan, tp_group)
+        gather_returned_outputs(model)
 
 
-class _Exchange:
+class _ModuleSwap:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         plan: TensorParallelPlan,
-        ranks: TensorParallelRanks,
+        tp_group: TensorParallelGroup,
         multiple: int,
         parallel_output: bool,
     ) -> None:
         self._modules = modules
-        self._ranks = ranks
-        self._on_split_tokens = _names_on_split_tokens(plan, ranks)
+        self._tp_group = tp_group
+        self._sequence_parallel_prefixes = _sequence_parallel_prefixes(plan, tp_group)
         self._multiple = multiple
         self._parallel_output = parallel_output
 
     def apply(self, entry: PlannedEntry) -> None:
-        module, ranks, style = self._modules[entry.name], self._ranks, entry.style
-        sizes = local_sizes(entry.blocks, ranks.size) if entry.blocks else []
+        module, tp_group, style = self._modules[entry.name], self._tp_group, entry.style
+        sizes = local_sizes(entry.blocks, tp_group.size) if entry.blocks else []
         if style in COLUMN_STYLES:
             make_column_parallel(
                 module,
-                ranks,
+                tp_group,
                 sizes=sizes,
                 gathers_output=style == "colwise_gather_output",
                 is_input_gathered=self._is_input_gathered(entry),
                 siblings=[self._modules[name] for name in entry.siblings],
             )
         elif style in ROW_STYLES:
-            scatters = entry.name.startswith(self._on_split_tokens)
+            scatters = entry.name.startswith(self._sequence_parallel_prefixes)
             splits_input = style == "rowwise_split_input"
-            make_row_parallel(module, ranks, sizes=sizes, splits_input=splits_input, scatters_sequence=scatters)
+            make_row_parallel(module, tp_group, sizes=sizes, splits_input=splits_input, scatters_sequence=scatters)
         elif style == "vocab":
             num_entries = sum(block.size for block in entry.blocks)
-            make_vocabulary_embedding(module, ranks, num_entries=num_entries, multiple=self._multiple)
+            make_vocab_parallel_embedding(module, tp_group, vocab_size=num_entries, multiple=self._multiple)
         elif style == "vocab_head":
             num_entries = sum(block.size for block in entry.blocks)
-            make_vocabulary_head(
+            make_vocab_parallel_head(
                 module,
-                ranks,
-                num_entries=num_entries,
+                tp_group,
+                vocab_size=num_entries,
                 multiple=self._multiple,
                 gathers_output=not self._parallel_output,
             )
         elif style in ("embedding_colwise", "embedding_colwise_gather_output"):
-            make_feature_embedding(module, ranks, sizes=sizes, gathers_output=style != "embedding_colwise")
+            make_feature_parallel_embedding(module, tp_group, sizes=sizes, gathers_output=style != "embedding_colwise")
         else:
-            self._apply_of_experts(module, style)
+            self._apply_moe(module, style)
 
-    def _apply_of_experts(self, module: nn.Module, style: str) -> None:
+    def _apply_moe(self, module: nn.Module, style: str) -> None:
         if style == "mla_kv_a_proj":
-            make_latent_projection(module, self._ranks, num_rotary=_num_rotary(self._modules[""]))
+            make_latent_projection(module, self._tp_group, num_rotary=_num_rotary(self._modules[""]))
             return
-        makers: dict[str, Callable[[nn.Module, TensorParallelRanks], None]] = {
-            "moe_tp_experts": make_split_experts,
+        makers: dict[str, Callable[[nn.Module, TensorParallelGroup], None]] = {
+            "moe_tp_experts": make_sharded_experts,
             "moe_identity_expert": make_identity_expert,
-            "all_reduce": make_output_sum,
+            "all_reduce": make_output_all_reduce,
         }
         if style not in makers:
             raise AssertionError(f"check_plan() let the style {style!r} pass")
-        makers[style](module, self._ranks)
+        makers[style](module, self._tp_group)
 
     def _is_input_gathered(self, entry: PlannedEntry) -> bool:
         """Whether the region's hook has already all-gathered the layer's input."""
-        return self._ranks.splits_sequence and entry.region != ""
+        return self._tp_group.shards_sequence and entry.region != ""
 
 
 def _num_rotary(model: nn.Module) -> int:
@@ -155,37 +155,37 @@ def _num_rotary(model: nn.Module) -> int:
     return number
 
 
-def _names_on_split_tokens(plan: TensorParallelPlan, ranks: TensorParallelRanks) -> tuple[str, ...]:
+def _sequence_parallel_prefixes(plan: TensorParallelPlan, tp_group: TensorParallelGroup) -> tuple[str, ...]:
     """Return the name prefixes of the modules inside stacks, where each rank holds its own tokens."""
-    return tuple(f"{name}." for stack in plan.stacks for name in stack) if ranks.splits_sequence else ()
+    return tuple(f"{name}." for stack in plan.stacks for name in stack) if tp_group.shards_sequence else ()
 
 
-def _sum_gradients(
+def _register_grad_all_reduces(
     model: nn.Module,
     plan: TensorParallelPlan,
-    ranks: TensorParallelRanks,
-    layouts: Mapping[str, Sequence[ParameterLayout]],
+    tp_group: TensorParallelGroup,
+    shard_specs: Mapping[str, Sequence[ShardSpec]],
 ) -> None:
     """Register the all-reduces of partial gradients; see Note [Partial gradients]."""
     # With a single key-value head every rank holds the full column-parallel layer, but uses it for its own query heads.
-    of_features = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
-    partial = {entry.name for entry in plan.entries if entry.style in of_features}
-    on_split_tokens = _names_on_split_tokens(plan, ranks)
+    feature_styles = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
+    partial = {entry.name for entry in plan.entries if entry.style in feature_styles}
+    prefixes = _sequence_parallel_prefixes(plan, tp_group)
     for name, parameter in model.named_parameters():
-        of_ranks = layouts[name]
-        if not of_ranks[0].is_whole:
-            sum_shared_gradient(parameter, of_ranks, ranks.rank, ranks.group)
-        elif name.rpartition(".")[0] in partial or name in partial or name.startswith(on_split_tokens):
-            sum_whole_gradient(parameter, ranks.group)
+        rank_specs = shard_specs[name]
+        if not rank_specs[0].is_unsharded:
+            all_reduce_shared_grad(parameter, rank_specs, tp_group.rank, tp_group.group)
+        elif name.rpartition(".")[0] in partial or name in partial or name.startswith(prefixes):
+            all_reduce_replicated_grad(parameter, tp_group.group)
 
 
-def _split_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, ranks: TensorParallelRanks) -> None:
+def _shard_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, tp_group: TensorParallelGroup) -> None:
     """Shard the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
     for stack in plan.stacks:
-        attach_stack([modules[name] for name in stack], TensorAxisSplitter(ranks))
+        attach_stack([modules[name] for name in stack], TensorAxisSplitter(tp_group))
     layers: dict[str, list[nn.Module]] = {}
     for entry in plan.entries:
         if entry.style in COLUMN_STYLES and entry.region:
             layers.setdefault(entry.region, []).append(modules[entry.name])
     for region, readers in layers.items():
-        RegionInput(ranks, readers).attach(modules[region])
+        GatheredRegionInput(tp_group, readers).attach(modules[region])

@@ -9,43 +9,50 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import agree
+from booster.comm import check_same_across_ranks
 from booster.errors import ConfigError
-from booster.interface import ParameterLayout
+from booster.interface import ShardSpec
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.plugins.hybrid_parallel.activation_checkpointing import (
     GradientCheckpointConfig,
+    check_stacks,
     checkpoint_layers,
-    require_stacks,
 )
-from booster.plugins.hybrid_parallel.cutting import cut_model, cut_parameter
-from booster.plugins.hybrid_parallel.layouts import planned_layouts
+from booster.plugins.hybrid_parallel.cutting import shard_parameter, shard_parameters
+from booster.plugins.hybrid_parallel.layouts import planned_shard_specs
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.parallelize import parallelize
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import divide_units
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel, carve, connect
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import partition_layers
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import (
+    StageModel,
+    build_stage,
+    install_chunk_forward,
+)
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.choosing import choose_stage_plan
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.explain import explain_stages
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
-from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients, defer_weight_gradients
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StagePartition
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import (
+    DeferredWeightGrads,
+    defer_weight_gradients,
+)
 from booster.plugins.hybrid_parallel.plans.choose import choose_plan
 from booster.plugins.hybrid_parallel.plans.explain import explain
 from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
-from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import join_kept_outputs
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import gather_returned_outputs
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
-from booster.plugins.hybrid_parallel.sequence_parallel.token_mixing import check_attention_alone_mixes_tokens
+from booster.plugins.hybrid_parallel.sequence_parallel.token_mixing import check_only_attention_mixes_tokens
 from booster.plugins.hybrid_parallel.sequence_parallel.transformers_attention import use_sequence_attention
 from booster.plugins.hybrid_parallel.settings import HybridArguments
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 from booster.plugins.sharding.materializing import Materializer
 
-__all__ = ["ModelSplit"]
+__all__ = ["ModelPartitioner"]
 
 
-class ModelSplit:
+class ModelPartitioner:
     """Partitions models by the plugin's arguments.
 
     Args:
@@ -67,19 +74,21 @@ class ModelSplit:
         self._arguments = arguments
         self._mesh = mesh
         self._device = device
-        self._divisions: WeakKeyDictionary[nn.Module, StageDivision] = WeakKeyDictionary()  # checked, not yet applied
-        self._carved: WeakKeyDictionary[nn.Module, CarvedModel] = WeakKeyDictionary()
+        self._stage_partitions: WeakKeyDictionary[nn.Module, StagePartition] = (
+            WeakKeyDictionary()
+        )  # checked, not yet applied
+        self._stage_models: WeakKeyDictionary[nn.Module, StageModel] = WeakKeyDictionary()
         self._plans: WeakKeyDictionary[nn.Module, TensorParallelPlan] = WeakKeyDictionary()  # checked, not yet applied
         pipeline = arguments.pipeline
         defers = pipeline is not None and pipeline.schedule.defers_weights
-        self.weight_gradients = WeightGradients() if defers else None
-        self.tensor_ranks: TensorParallelRanks | None = None
-        self.sequence_ranks: SequenceParallelRanks | None = None
+        self.weight_gradients = DeferredWeightGrads() if defers else None
+        self.tp_group: TensorParallelGroup | None = None
+        self.sp_group: SequenceParallelGroup | None = None
         if arguments.tp_size > 1:
-            mode = arguments.tensor_axis_mode
-            self.tensor_ranks = TensorParallelRanks(mesh.group("tp"), sequence_mode=mode)
-        if arguments.own_axis_mode is not None:
-            self.sequence_ranks = SequenceParallelRanks(mesh.group("sp"), arguments.own_axis_mode)
+            mode = arguments.tp_axis_mode
+            self.tp_group = TensorParallelGroup(mesh.group("tp"), sequence_mode=mode)
+        if arguments.sp_axis_mode is not None:
+            self.sp_group = SequenceParallelGroup(mesh.group("sp"), arguments.sp_axis_mode)
 
     def plan(self, model: nn.Module) -> TensorParallelPlan:
         """Return the tensor-parallel plan of a model.
@@ -90,43 +99,43 @@ class ModelSplit:
         Collective: no.
         """
         arguments = self._arguments
-        if self.tensor_ranks is None:
+        if self.tp_group is None:
             if arguments.given_plan is not None:
                 choose_plan(model, tp_size=1, plan=arguments.given_plan)  # report its mistakes at any size
-            needs_stacks = self.sequence_ranks is not None or arguments.checkpointing is not None
+            needs_stacks = self.sp_group is not None or arguments.checkpointing is not None
             stacks = find_stacks(model) if needs_stacks else ()
             return TensorParallelPlan(stacks=stacks, source="tp_size=1: layers are unsharded")
         return choose_plan(
-            model, tp_size=arguments.tp_size, plan=arguments.given_plan, sequence_mode=arguments.tensor_axis_mode
+            model, tp_size=arguments.tp_size, plan=arguments.given_plan, sequence_mode=arguments.tp_axis_mode
         )
 
     def explain(self, model: nn.Module) -> str:
         """Return a table of this rank's shards of a model, and one of the pipeline stages."""
         table = self._table(model, self.plan(model))
-        pipeline, division = self._arguments.pipeline, self.division(model)
-        if pipeline is None or division is None:
+        pipeline, stage_partition = self._arguments.pipeline, self.stage_partition(model)
+        if pipeline is None or stage_partition is None:
             return table
         stages = explain_stages(
             model,
-            division.plan,
-            division.bounds,
-            division.schedule,
-            division.num_stages,
-            division.num_chunks,
+            stage_partition.plan,
+            stage_partition.bounds,
+            stage_partition.schedule,
+            stage_partition.num_stages,
+            stage_partition.num_chunks,
             pipeline.num_microbatches,
         )
-        return f"{stages}\n\n{table}" if self.tensor_ranks is not None else stages
+        return f"{stages}\n\n{table}" if self.tp_group is not None else stages
 
     def _table(self, model: nn.Module, plan: TensorParallelPlan) -> str:
-        rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
+        rank = 0 if self.tp_group is None else self.tp_group.rank
         multiple = self._arguments.make_vocab_size_divisible_by
         return explain(plan, model, self._arguments.tp_size, rank, vocabulary_multiple=multiple)
 
-    def carved(self, model: nn.Module) -> CarvedModel | None:
+    def stage_model(self, model: nn.Module) -> StageModel | None:
         """Return this stage's part of a partitioned model, or None without pipeline parallelism."""
-        return self._carved.get(model)
+        return self._stage_models.get(model)
 
-    def division(self, model: nn.Module) -> StageDivision | None:
+    def stage_partition(self, model: nn.Module) -> StagePartition | None:
         """Return the layers of each pipeline stage, or None without pipeline parallelism.
 
         Raises:
@@ -138,8 +147,8 @@ class ModelSplit:
         if pipeline is None:
             return None
         plan = choose_stage_plan(model, split=pipeline.split, execution_sequence=pipeline.execution_sequence)
-        bounds = divide_units(model, plan, pipeline.num_positions, pipeline.num_layers_per_stage)
-        return StageDivision(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
+        bounds = partition_layers(model, plan, pipeline.num_positions, pipeline.num_layers_per_stage)
+        return StagePartition(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
 
     def check(self, model: nn.Module) -> None:
         """Check everything about the partition of a model that this rank can check alone.
@@ -150,20 +159,20 @@ class ModelSplit:
         Collective: no.
         """
         self._plans[model] = plan = self.plan(model)
-        self.layouts(model, plan)
+        self.shard_specs(model, plan)
         if self._arguments.checkpointing is not None:
-            require_stacks(model, plan.stacks)
+            check_stacks(model, plan.stacks)
         if self._arguments.sequence_mode is not None and not any(plan.stacks):
             raise ConfigError(
                 f"sequence_parallelism_mode={self._arguments.sequence_mode!r} shards sequences within stacks of layers,"
                 f" but {type(model).__name__} has none: leave it out, or put the layers in an nn.ModuleList"
             )
-        if self.sequence_ranks is not None:
-            check_attention_alone_mixes_tokens(model, plan.stacks)
+        if self.sp_group is not None:
+            check_only_attention_mixes_tokens(model, plan.stacks)
         self._materializer(model).check()
-        division = self.division(model)
-        if division is not None:
-            self._divisions[model] = division
+        stage_partition = self.stage_partition(model)
+        if stage_partition is not None:
+            self._stage_partitions[model] = stage_partition
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Partition the model in place, after `check`.
@@ -175,26 +184,28 @@ class ModelSplit:
         Collective: yes.
         """
         plan = self._plans.pop(model)
-        agree("the plan", [repr(entry) for entry in plan.entries])
+        check_same_across_ranks("the plan", [repr(entry) for entry in plan.entries])
         if plan.is_derived or self._verbose:
             log_on_master(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan)}")
-        layouts = self.layouts(model, plan)
-        tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
-        own = {name: of_ranks[tensor_rank] for name, of_ranks in layouts.items()}
-        division = self._divisions.pop(model, None)
-        if division is None:
-            cut_model(model, optimizer, own, self._materializer(model))
-            self._parallelize(model, plan, layouts)
+        shard_specs = self.shard_specs(model, plan)
+        tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
+        local_specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}
+        stage_partition = self._stage_partitions.pop(model, None)
+        if stage_partition is None:
+            shard_parameters(model, optimizer, local_specs, self._materializer(model))
+            self._parallelize(model, plan, shard_specs)
             return
-        carved = carve(model, optimizer, own, self._materializer(model), division, self._stage, self._device)
-        self._carved[model] = carved
-        local = {name: layouts[logical] for name, logical in carved.logical_names.items()}
-        self._parallelize(model, self._plan_of_stage(model, plan, division), local)
+        stage_model = build_stage(
+            model, optimizer, local_specs, self._materializer(model), stage_partition, self._stage, self._device
+        )
+        self._stage_models[model] = stage_model
+        stage_specs = {name: shard_specs[logical] for name, logical in stage_model.logical_names.items()}
+        self._parallelize(model, self._stage_plan(model, plan, stage_partition), stage_specs)
         if self.weight_gradients is not None:
             defer_weight_gradients(model, self.weight_gradients)
-        connect(model, carved, self._stage)
+        install_chunk_forward(model, stage_model, self._stage)
 
-    def divide_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+    def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Shard the layers of all stages of an unsharded model, in place.
 
         Args:
@@ -203,19 +214,21 @@ class ModelSplit:
 
         Collective: no.
         """
-        layouts = self.layouts(model, plan)
-        tensor_rank = 0 if self.tensor_ranks is None else self.tensor_ranks.rank
+        shard_specs = self.shard_specs(model, plan)
+        tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
         for name, parameter in model.named_parameters():
-            cut_parameter(parameter, layouts[name][tensor_rank])
-        self._parallelize(model, plan, layouts)
+            shard_parameter(parameter, shard_specs[name][tensor_rank])
+        self._parallelize(model, plan, shard_specs)
 
     @property
     def _stage(self) -> int:
         return self._mesh.rank("pp")
 
-    def _plan_of_stage(self, model: nn.Module, plan: TensorParallelPlan, division: StageDivision) -> TensorParallelPlan:
+    def _stage_plan(
+        self, model: nn.Module, plan: TensorParallelPlan, stage_partition: StagePartition
+    ) -> TensorParallelPlan:
         """Return the plan restricted to this stage's modules, with stacks cut at the stage's bounds."""
-        stages = division.module_stages(model)
+        stages = stage_partition.module_stages(model)
         held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
 
         def is_held(name: str, is_parameter: bool = False) -> bool:
@@ -230,23 +243,23 @@ class ModelSplit:
             ),
             attributes=tuple(change for change in plan.attributes if is_held(change.module)),
             arguments=tuple(split for split in plan.arguments if is_held(split.module)),
-            stacks=tuple(tuple(part) for stack in plan.stacks for part in division.units_of(self._stage, stack)),
+            stacks=tuple(
+                tuple(layers) for stack in plan.stacks for layers in stage_partition.layers_of(self._stage, stack)
+            ),
         )
 
-    def _parallelize(
-        self, model: nn.Module, plan: TensorParallelPlan, layouts: dict[str, list[ParameterLayout]]
-    ) -> None:
-        if self.tensor_ranks is not None:
+    def _parallelize(self, model: nn.Module, plan: TensorParallelPlan, shard_specs: dict[str, list[ShardSpec]]) -> None:
+        if self.tp_group is not None:
             parallelize(
                 model,
                 plan,
-                self.tensor_ranks,
-                layouts,
+                self.tp_group,
+                shard_specs,
                 vocabulary_multiple=self._arguments.make_vocab_size_divisible_by,
                 parallel_output=self._arguments.parallel_output,
             )
-        if self.sequence_ranks is not None:
-            self._split_sequences(model, plan, self.sequence_ranks)
+        if self.sp_group is not None:
+            self._shard_sequences(model, plan, self.sp_group)
         if self._arguments.checkpointing is not None:
             self._checkpoint_layers(model, plan, self._arguments.checkpointing)
 
@@ -255,19 +268,19 @@ class ModelSplit:
             for stack in plan.stacks:
                 checkpoint_layers(model, stack, config)
             return
-        layers = [name for part in plan.stacks for name in part]
+        layers = [name for stage_layers in plan.stacks for name in stage_layers]
         checkpoint_layers(model, layers, config, stage=self._stage)
 
-    def _split_sequences(self, model: nn.Module, plan: TensorParallelPlan, ranks: SequenceParallelRanks) -> None:
+    def _shard_sequences(self, model: nn.Module, plan: TensorParallelPlan, sp_group: SequenceParallelGroup) -> None:
         use_sequence_attention(model)
         modules = dict(model.named_modules())
         for stack in plan.stacks:
-            attach_stack([modules[name] for name in stack], SequenceAxisSplitter(ranks))
-        join_kept_outputs(model)
+            attach_stack([modules[name] for name in stack], SequenceAxisSplitter(sp_group))
+        gather_returned_outputs(model)
 
-    def layouts(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ParameterLayout]]:
+    def shard_specs(self, model: nn.Module, plan: TensorParallelPlan) -> dict[str, list[ShardSpec]]:
         """Return each parameter's shard specs by name, one per tensor-parallel rank. Collective: no."""
-        return planned_layouts(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
+        return planned_shard_specs(model, plan, self._arguments.tp_size, self._arguments.make_vocab_size_divisible_by)
 
     def _materializer(self, model: nn.Module) -> Materializer:
         return Materializer(model, self._device, param_init_fn=None, sync=True)

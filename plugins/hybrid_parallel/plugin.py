@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import agree, group_size, patience
+from booster.comm import check_same_across_ranks, group_size, timeout_scope
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.interface.plain_torch import refuse_plain_training
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
@@ -29,11 +29,11 @@ from booster.plugins.hybrid_parallel.memory import hybrid_memory, hybrid_setting
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.model import HybridModel
 from booster.plugins.hybrid_parallel.optimizer import HybridOptimizer
-from booster.plugins.hybrid_parallel.pipeline_parallel.assembly import make_runtime, sharing_groups
+from booster.plugins.hybrid_parallel.pipeline_parallel.assembly import build_runtime, tied_param_groups
 from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import cast_absent_tensors
-from booster.plugins.hybrid_parallel.placement import ModelSplit
+from booster.plugins.hybrid_parallel.placement import ModelPartitioner
 from booster.plugins.hybrid_parallel.plans.plan import UserPlan
 from booster.plugins.hybrid_parallel.settings import HybridArguments
 from booster.plugins.low_level_zero.settings import ZeroSettings
@@ -134,7 +134,7 @@ class HybridParallelPlugin(DistributedPlugin):
     Collective: yes, with the same arguments on all ranks but for `verbose`.
     """
 
-    @patience("setup")
+    @timeout_scope("setup")
     def __init__(
         self,
         tp_size: int = 1,
@@ -194,7 +194,7 @@ class HybridParallelPlugin(DistributedPlugin):
         sizes = self._arguments.axis_sizes(group_size())
         self._mesh = HybridMesh(self._device.type, dp_outside=dp_outside, **sizes)
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
-        self._split = ModelSplit(self._arguments, self._mesh, self._device, verbose=verbose)
+        self._partitioner = ModelPartitioner(self._arguments, self._mesh, self._device, verbose=verbose)
         self._runtimes: WeakKeyDictionary[ModelWrapper, PipelineRuntime] = WeakKeyDictionary()
         for line in self._arguments.remarks():
             log_on_master(line)
@@ -209,9 +209,9 @@ class HybridParallelPlugin(DistributedPlugin):
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return self._mesh.groups()
 
-    def agreement_facts(self) -> list[str]:
-        facts = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
-        return [*facts, *self._loss_scale.facts]
+    def config_fingerprint(self) -> list[str]:
+        fingerprint = [f"{name}={getattr(self._arguments, name)!r}" for name in HybridArguments.__slots__]
+        return [*fingerprint, *self._loss_scale.facts]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> HybridParallelPlugin:
@@ -230,7 +230,7 @@ class HybridParallelPlugin(DistributedPlugin):
         read: dict[str, Any] = {}
         error = error_of(lambda: read.update(arguments_from_config(config, arguments)))
         if error is not None:
-            agree(f"making a {cls.__name__}", [], error=error)
+            check_same_across_ranks(f"making a {cls.__name__}", [], error=error)
         return cls(**read)
 
     def supported_precisions(self) -> list[str]:
@@ -282,10 +282,10 @@ class HybridParallelPlugin(DistributedPlugin):
 
         Collective: no.
         """
-        return self._split.explain(model)
+        return self._partitioner.explain(model)
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._split.check(model)
+        self._partitioner.check(model)
         if optimizer is None:
             return
         require_elementwise(optimizer)
@@ -295,7 +295,7 @@ class HybridParallelPlugin(DistributedPlugin):
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device, self._mesh.group("dp"))
-        self._split.apply(model, optimizer)
+        self._partitioner.apply(model, optimizer)
 
     def configure(
         self,
@@ -306,17 +306,17 @@ class HybridParallelPlugin(DistributedPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
         arguments, mesh = self._arguments, self._mesh
-        carved = self._split.carved(model)
-        sharing = sharing_groups(mesh, carved)
+        stage_model = self._partitioner.stage_model(model)
+        groups = tied_param_groups(mesh, stage_model)
         boosted = HybridModel(
             model,
-            tensor_ranks=self._split.tensor_ranks,
-            sequence_ranks=self._split.sequence_ranks,
+            tp_group=self._partitioner.tp_group,
+            sp_group=self._partitioner.sp_group,
             data_group=mesh.group("dp", "sp"),
             replica_group=mesh.group("pp", "sp", "tp"),
             is_primary=mesh.rank("dp", "sp") == 0,
             broadcasts_buffers=arguments.broadcast_buffers and mesh.size("dp", "sp") > 1,
-            carved=carved,
+            stage_model=stage_model,
             stage=mesh.rank("pp"),
         )
         wrapped = None
@@ -325,16 +325,18 @@ class HybridParallelPlugin(DistributedPlugin):
                 optimizer,
                 boosted,
                 self._settings(),
-                carved=carved,
-                sharing_groups=sharing,
+                stage_model=stage_model,
+                sharing_groups=groups,
                 stage=mesh.rank("pp"),
                 stage_group=mesh.group("pp"),
                 loss_scaler=self._new_loss_scaler() if arguments.precision == "fp16" else None,
                 is_primary=mesh.rank("dp", "sp") == 0 and mesh.rank("pp") == 0,
             )
-        if carved is not None and arguments.pipeline is not None:
-            waiting = self._split.weight_gradients
-            self._runtimes[boosted] = make_runtime(boosted, carved, arguments.pipeline, mesh, self._device, waiting)
+        if stage_model is not None and arguments.pipeline is not None:
+            weight_gradients = self._partitioner.weight_gradients
+            self._runtimes[boosted] = build_runtime(
+                boosted, stage_model, arguments.pipeline, mesh, self._device, weight_gradients
+            )
             cast_absent_tensors(model, arguments.dtype)
         if arguments.dtype is not None:
             precision = WeightPrecision(arguments.dtype, cast_inputs=arguments.cast_inputs)
@@ -411,8 +413,8 @@ class HybridParallelPlugin(DistributedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
-        return hybrid_memory(question, self._arguments, self._mesh, self._split, offloads=self._offloads)
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
+        return hybrid_memory(request, self._arguments, self._mesh, self._partitioner, offloads=self._offloads)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpointing_of
+from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, parse_checkpoint_config
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.settings import AlikeOnRanks, PipelineArguments
+from booster.plugins.hybrid_parallel.pipeline_parallel.settings import PipelineArguments, RankIndependentRepr
 from booster.plugins.low_level_zero.settings import ZeroArguments
-from booster.plugins.sharding.checks import check_flag, is_number
+from booster.plugins.sharding.checks import check_flag, is_non_nan_number
 from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["SEQUENCE_MODES", "HybridArguments"]
@@ -25,9 +25,9 @@ __all__ = ["SEQUENCE_MODES", "HybridArguments"]
 # The others divide the tokens over ranks of an axis of their own, which meet in attention: by exchanging heads for
 # tokens (Jacobs et al., "DeepSpeed Ulysses", 2023), or by passing keys and values round (Liu et al., "Ring Attention
 # with Blockwise Transformers", 2023).
-_ON_TENSOR_AXIS = ("split_gather", "ring")
-_ON_OWN_AXIS: tuple[Literal["all_to_all", "ring_attn"], ...] = ("all_to_all", "ring_attn")
-SEQUENCE_MODES = _ON_TENSOR_AXIS + _ON_OWN_AXIS
+_TP_AXIS_MODES = ("split_gather", "ring")
+_SP_AXIS_MODES: tuple[Literal["all_to_all", "ring_attn"], ...] = ("all_to_all", "ring_attn")
+SEQUENCE_MODES = _TP_AXIS_MODES + _SP_AXIS_MODES
 
 _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
@@ -70,21 +70,21 @@ class HybridArguments:
     gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None
     num_microbatches: int | None
     microbatch_size: int | None
-    pp_style: str | PipelineSchedule | AlikeOnRanks
+    pp_style: str | PipelineSchedule | RankIndependentRepr
     num_model_chunks: int
     num_layers_per_stage: Sequence[int] | None
     broadcast_loss: bool
     enable_metadata_cache: bool
     split: Sequence[str] | None
-    execution_sequence: Sequence[str | Callable[..., Any]] | AlikeOnRanks | None
+    execution_sequence: Sequence[str | Callable[..., Any]] | RankIndependentRepr | None
     sync_batch_norm: bool
 
     def __post_init__(self) -> None:
         # Ranks compare the texts of all fields, which must not contain addresses.
         for name in ("pp_style", "execution_sequence"):
             given = getattr(self, name)
-            if not isinstance(given, str | AlikeOnRanks | None):
-                object.__setattr__(self, name, AlikeOnRanks(given))
+            if not isinstance(given, str | RankIndependentRepr | None):
+                object.__setattr__(self, name, RankIndependentRepr(given))
 
     # What the arguments ask for; after `check`.
 
@@ -101,14 +101,14 @@ class HybridArguments:
         return self.sequence_parallelism_mode or "split_gather"
 
     @property
-    def tensor_axis_mode(self) -> str | None:
+    def tp_axis_mode(self) -> str | None:
         """The sequence mode if it is one on the tp axis."""
-        return self.sequence_mode if self.sequence_mode in _ON_TENSOR_AXIS else None
+        return self.sequence_mode if self.sequence_mode in _TP_AXIS_MODES else None
 
     @property
-    def own_axis_mode(self) -> Literal["all_to_all", "ring_attn"] | None:
+    def sp_axis_mode(self) -> Literal["all_to_all", "ring_attn"] | None:
         """The sequence mode if it is one on the sp axis."""
-        own: dict[str | None, Literal["all_to_all", "ring_attn"]] = {one: one for one in _ON_OWN_AXIS}
+        own: dict[str | None, Literal["all_to_all", "ring_attn"]] = {one: one for one in _SP_AXIS_MODES}
         return own.get(self.sequence_mode)
 
     @property
@@ -119,10 +119,10 @@ class HybridArguments:
     @property
     def checkpointing(self) -> GradientCheckpointConfig | None:
         """Which layers are computed again in backward; None: none."""
-        return checkpointing_of(self.gradient_checkpoint_config, self.pp_size)
+        return parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
 
     @property
-    def division_of_layers(self) -> str:
+    def layer_sharding_key(self) -> str:
         """A text that is the same where every layer is divided in the same way."""
         names = ("tp_size", "sp_size", "enable_sequence_parallelism", "sequence_parallelism_mode", "parallel_output")
         further = ("plan", "custom_policy", "make_vocab_size_divisible_by", "gradient_checkpoint_config")
@@ -142,7 +142,7 @@ class HybridArguments:
 
     def axis_sizes(self, world_size: int) -> dict[str, int]:
         """Returns the number of ranks along each axis; dp has what the others leave."""
-        sizes = {"pp": self.pp_size, "sp": (self.sp_size or 1) if self.own_axis_mode else 1, "tp": self.tp_size}
+        sizes = {"pp": self.pp_size, "sp": (self.sp_size or 1) if self.sp_axis_mode else 1, "tp": self.tp_size}
         return {"dp": world_size // math.prod(sizes.values())} | sizes
 
     def remarks(self) -> list[str]:
@@ -172,7 +172,7 @@ class HybridArguments:
         self._check_plan()
         self._check_gradients()
         self.zero_arguments().check(world_size)
-        checkpointing_of(self.gradient_checkpoint_config, self.pp_size)
+        parse_checkpoint_config(self.gradient_checkpoint_config, self.pp_size)
 
     def _check_counts(self) -> None:
         for name in ("tp_size", "pp_size", "sp_size"):
@@ -194,10 +194,10 @@ class HybridArguments:
                 f"sequence_parallelism_mode={mode!r} is not known: choose one of {', '.join(SEQUENCE_MODES)}, or None"
             )
         if not self.enable_sequence_parallelism:
-            self._check_nothing_asks_for_it()
+            self._check_no_sequence_arguments()
         elif mode is None:
-            self._check_mode_is_plain()
-        elif mode in _ON_TENSOR_AXIS:
+            self._check_default_mode()
+        elif mode in _TP_AXIS_MODES:
             self._check_tensor_axis(mode)
         elif self.sp_size is None or self.sp_size < 2:
             raise ConfigError(
@@ -205,7 +205,7 @@ class HybridArguments:
                 " among: give sp_size=2 or more, which this mode counts beside tp_size"
             )
 
-    def _check_nothing_asks_for_it(self) -> None:
+    def _check_no_sequence_arguments(self) -> None:
         if self.sequence_parallelism_mode is not None:
             raise ConfigError(
                 f"sequence_parallelism_mode={self.sequence_parallelism_mode!r} has no effect while"
@@ -218,7 +218,7 @@ class HybridArguments:
                 " sp_size out"
             )
 
-    def _check_mode_is_plain(self) -> None:
+    def _check_default_mode(self) -> None:
         """Returns if there is one mode that `enable_sequence_parallelism` alone can mean."""
         if self.sp_size not in (None, 1):
             raise ConfigError(
@@ -302,7 +302,7 @@ class HybridArguments:
 
     def _pipeline_arguments(self) -> PipelineArguments:
         return PipelineArguments(
-            style=AlikeOnRanks.value_of(self.pp_style),
+            style=RankIndependentRepr.unwrap(self.pp_style),
             num_stages=self.pp_size,
             num_chunks=self.num_model_chunks,
             num_microbatches=self.num_microbatches,
@@ -311,7 +311,7 @@ class HybridArguments:
             broadcast_loss=self.broadcast_loss,
             caches_metadata=self.enable_metadata_cache,
             split=self.split,
-            execution_sequence=AlikeOnRanks.value_of(self.execution_sequence),
+            execution_sequence=RankIndependentRepr.unwrap(self.execution_sequence),
         )
 
     def zero_arguments(self) -> ZeroArguments:
@@ -339,4 +339,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return is_number(value) and 0 < value < float("inf")
+    return is_non_nan_number(value) and 0 < value < float("inf")

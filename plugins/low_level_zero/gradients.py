@@ -117,7 +117,7 @@ class PackedGradients:
         accumulates = bucket.sums is not None
         if bucket.sums is None:
             bucket.sums = torch.empty(bucket.bucket.piece_numel, dtype=bucket.sum_dtype, device=self._device)
-        flight.finish(bucket.sums, accumulate=accumulates)
+        flight.wait(bucket.sums, accumulate=accumulates)
 
     def make_room(self, bucket: GradientBucket) -> None:
         """Does nothing: sums and local gradients never share memory."""
@@ -180,15 +180,15 @@ class FullGradients:
 
     def collect(self, bucket: GradientBucket, flight: ReduceScatter) -> None:
         if bucket.sums is not None:
-            flight.finish(bucket.sums, accumulate=True)
+            flight.wait(bucket.sums, accumulate=True)
             return
         bucket.sums = self._in_place(bucket)
         if bucket.sums.dtype == self._flat.dtype:
-            flight.finish(bucket.sums, accumulate=False)
+            flight.wait(bucket.sums, accumulate=False)
             return
         numel = bucket.bucket.piece_numel
         sums = self._scratch.take("sums", numel, bucket.sum_dtype, self._flat.device, per_bucket=False)
-        flight.finish(sums, accumulate=False)  # not straight into place: it would overwrite what is being summed
+        flight.wait(sums, accumulate=False)  # not straight into place: it would overwrite what is being summed
         bucket.sums.copy_(sums)
 
     def make_room(self, bucket: GradientBucket) -> None:

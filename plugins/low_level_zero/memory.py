@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from booster.interface import MemoryParts, MemoryQuestion, RankMemory
+from booster.interface import MemoryParts, MemoryRequest, RankMemory
 from booster.plugins.low_level_zero.layout import Bucket, FlatLayout
 from booster.plugins.low_level_zero.reducer import BUCKETS_UNDER_WAY
 from booster.plugins.low_level_zero.settings import ZeroArguments
@@ -195,7 +195,7 @@ class _Backward:
 
 
 def zero_memory(
-    question: MemoryQuestion,
+    question: MemoryRequest,
     arguments: ZeroArguments,
     *,
     num_shards: int,
@@ -228,20 +228,20 @@ def zero_memory(
         buffers=cast_bytes(question.model.buffers(), arguments.dtype) + _scratch_bytes(groups),
     )
     backward = _Backward(groups, {name: index for index, (name, _) in enumerate(named)})
-    worst = largest_moment(question.activations(arguments.dtype).course, backward)
+    worst = largest_moment(question.activations(arguments.dtype).intervals, backward)
     sums = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups)
     packed = sum(group.layout.shard_numel * group.sum_dtype.itemsize for group in groups if group.packs)
     return RankMemory(
-        kept=kept,
+        steady_state=kept,
         backward=_with(kept, gradients=full + worst.held, activations=worst.activations),
         step=_with(kept, gradients=full + packed, activations=_step_bytes(question, groups)),
         sent=_sent_bytes(groups, num_shards, num_replicas, sums),
-        elsewhere=elsewhere,
+        offloaded=elsewhere,
     )
 
 
 def _groups(
-    question: MemoryQuestion,
+    question: MemoryRequest,
     named: Sequence[tuple[str, nn.Parameter]],
     arguments: ZeroArguments,
     num_shards: int,
@@ -257,7 +257,7 @@ def _groups(
     return [_Group(members, dtype, arguments, num_shards, max_bucket_numel) for dtype, members in by_dtype.items()]
 
 
-def _updated_bytes(question: MemoryQuestion, groups: Sequence[_Group]) -> tuple[int, int]:
+def _updated_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> tuple[int, int]:
     """Returns the bytes of this rank's masters and states."""
     masters = states = 0
     for group in groups:
@@ -284,7 +284,7 @@ def _scratch_bytes(groups: Sequence[_Group]) -> int:
     return sum(found.values())
 
 
-def _step_bytes(question: MemoryQuestion, groups: Sequence[_Group]) -> int:
+def _step_bytes(question: MemoryRequest, groups: Sequence[_Group]) -> int:
     most = 0
     rounded = 0
     for group in groups:

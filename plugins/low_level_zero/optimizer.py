@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from booster.comm import group_size
 from booster.errors import ConfigError
-from booster.interface import Shard, Shards, layout_of
+from booster.interface import Shard, Shards, shard_spec_of
 from booster.interface.mixed_precision import LossScaler
 from booster.plugins.low_level_zero.gathering import WeightGathering
 from booster.plugins.low_level_zero.model import ZeroModel
@@ -85,10 +85,10 @@ class ZeroOptimizer(ShardedOptimizer):
             flat = FlatGroup(index, named, dtype, self._settings.sharding)
             self._flat_groups.append(flat)
             for parameter in members:
-                own = [one.shard for one in flat.owned if one.shard.working is parameter]
+                own = [one.shard for one in flat.owned if one.shard.model_param is parameter]
                 shard_state(self.optim, parameter, own)
             shards += [one.shard.parameter for one in flat.owned]
-            self._working_of |= {id(one.shard.parameter): one.shard.working for one in flat.owned}
+            self._working_of |= {id(one.shard.parameter): one.shard.model_param for one in flat.owned}
         sharded = {id(parameter) for parameter in new}
         # In place: optimizers may keep the list itself.
         group["params"][:] = [one for one in group["params"] if id(one) not in sharded] + shards
@@ -109,7 +109,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self.gathering = WeightGathering(self._reducer.buckets, settings.shard_group)
         self.model.connect(self.gathering, self.zero_grad)
         parts = [one.shard for flat in self._flat_groups for one in flat.owned]
-        shapes = {name: layout_of(parameter).logical_shape for name, parameter in self._sharded_parameters()}
+        shapes = {name: shard_spec_of(parameter).logical_shape for name, parameter in self._sharded_parameters()}
         self._use_shards(Shards(parts, list(shapes), self._counting_group, shapes=shapes))
 
     def _sharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -137,7 +137,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     # Backward.
 
-    def _collecting_gradients(self) -> AbstractContextManager[None]:
+    def _backward_context(self) -> AbstractContextManager[None]:
         return self._reducer.collecting(synchronizes=self._synchronizes)
 
     @contextmanager
@@ -174,13 +174,13 @@ class ZeroOptimizer(ShardedOptimizer):
         self._fetch_weights()
         self._is_stepping = True
         try:
-            self._run_together(self._step_shards)
+            self._run_on_all_ranks(self._step_shards)
         finally:
             self._is_stepping = False
-        if self._window.num_backwards == 0:
+        if self._accumulation.num_backwards == 0:
             return
         self._restore_memory()
-        self._publish(are_rounded=self._window.factors is not None)
+        self._publish(are_rounded=self._accumulation.factors is not None)
 
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for flat in self._flat_groups:
@@ -202,7 +202,7 @@ class ZeroOptimizer(ShardedOptimizer):
             self.gathering.wait()
 
     def _step_shards(self) -> None:
-        if self._window.factors is None:
+        if self._accumulation.factors is None:
             self._step_parts()
             return
         flats = [flat for flat in self._flat_groups if flat.rounds_in_place]
@@ -219,7 +219,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and ends the window; held back while `Booster.accumulate` collects micro-steps."""
-        if self._holds_gradients:
+        if self._is_accumulating:
             return
         super().zero_grad()
         self._reducer.reset(keeps_use=not set_to_none)

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import group_size, new_cpu_group, new_mesh, patience
+from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.interface.plain_torch import refuse_plain_training
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.mixed_precision.loss_scale_arguments import LossScaleArguments
-from booster.placement import make_replicas_equal, move_to_device, require_values
+from booster.placement import check_materialized, move_to_device, sync_module_states
 from booster.plugins.distributed_plugin import DistributedPlugin, arguments_of
 from booster.plugins.low_level_zero.memory import zero_memory
 from booster.plugins.low_level_zero.model import ZeroModel
@@ -84,7 +84,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
         DesyncError: The ranks' arguments differ.
     """
 
-    @patience("setup")
+    @timeout_scope("setup")
     def __init__(
         self,
         stage: int = 1,
@@ -146,7 +146,7 @@ class LowLevelZeroPlugin(DistributedPlugin):
         return self._arguments.communication_dtype or parameter_dtype
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        require_values(model)
+        check_materialized(model)
         if optimizer is None:
             return
         require_elementwise(optimizer)
@@ -162,11 +162,11 @@ class LowLevelZeroPlugin(DistributedPlugin):
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         move_to_device(model, optimizer, self._device)
-        make_replicas_equal(model)
+        sync_module_states(model)
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
-    def agreement_facts(self) -> list[str]:
+    def config_fingerprint(self) -> list[str]:
         facts = [f"{name}={getattr(self._arguments, name)!r}" for name in ZeroArguments.__slots__]
         return [*facts, *self._loss_scale.facts]
 
@@ -230,9 +230,9 @@ class LowLevelZeroPlugin(DistributedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         return zero_memory(
-            question,
+            request,
             self._arguments,
             num_shards=self._mesh.size(1),
             num_replicas=self._mesh.size(0),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigError
 from booster.plugins.low_level_zero.weights import Sharding
-from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas, is_number
+from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas, is_non_nan_number
 from booster.plugins.sharding.precision import DTYPES
 
 __all__ = ["ZeroArguments", "ZeroSettings"]
@@ -70,7 +70,7 @@ class ZeroArguments:
 
     def _check_numbers(self) -> None:
         check_clipping(self.max_norm, self.norm_type)
-        if not is_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
+        if not is_non_nan_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
             raise ConfigError(
                 f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m!r} holds no gradient: give a number of 2**20"
                 " elements above 0, such as 12"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from booster.interface import Shard, layout_of
+from booster.interface import Shard, shard_spec_of
 from booster.plugins.low_level_zero.layout import FlatLayout, Part
 from booster.plugins.sharding.masters import follow_weights
 
@@ -161,10 +161,10 @@ class FlatGroup:
             memory.copy_(exact[slice(*part.span)])
         return Shard(
             name=self.names[index],
-            global_shape=layout_of(self.parameters[index]).logical_shape,
+            global_shape=shard_spec_of(self.parameters[index]).logical_shape,
             span=part.span,
             parameter=nn.Parameter(memory, requires_grad=True),
-            working=self.parameters[index],
+            model_param=self.parameters[index],
             group_index=self.group_index,
             has_master=self.masters is not None and self.masters.dtype != self.dtype,
             is_primary=self.sharding.is_primary,

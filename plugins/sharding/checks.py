@@ -18,7 +18,7 @@ __all__ = [
     "check_memory_is_apart",
     "check_replicas",
     "error_of",
-    "is_number",
+    "is_non_nan_number",
 ]
 
 # What to tell where ranks wait for each other in different forwards and backwards.
@@ -59,7 +59,7 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
             )
 
 
-def is_number(value: Any) -> bool:
+def is_non_nan_number(value: Any) -> bool:
     """Returns whether an argument is a number, and not nan."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
@@ -70,12 +70,12 @@ def check_clipping(max_norm: Any, norm_type: Any) -> None:
     Raises:
         ConfigError: They can't.
     """
-    if not is_number(max_norm) or max_norm < 0:
+    if not is_non_nan_number(max_norm) or max_norm < 0:
         raise ConfigError(
             f"max_norm={max_norm!r} is no norm that gradients could be clipped to: give a positive number, or 0 for no"
             " clipping"
         )
-    if not is_number(norm_type) or norm_type <= 0:
+    if not is_non_nan_number(norm_type) or norm_type <= 0:
         raise ConfigError(f"norm_type={norm_type!r} is no order of a norm: give a positive number, or float('inf')")
 
 

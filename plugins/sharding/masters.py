@@ -16,7 +16,7 @@ def follow_weights(shard: Shard) -> None:
     An element that still rounds to its weight keeps its extra digits, so the order of loading weights and masters does
     not matter.
     """
-    weights = shard.working.detach().reshape(-1)[slice(*shard.span)]
+    weights = shard.model_param.detach().reshape(-1)[slice(*shard.span)]
     take_over(shard.parameter.detach(), weights)
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster.comm import agree, all_gather_equal, broadcast, group_size, raise_on_all_ranks
+from booster.comm import all_gather_equal, broadcast, check_same_across_ranks, group_size, raise_on_all_ranks
 from booster.errors import ConfigError, DesyncError
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_own
-from booster.random_state import capture_random_state, restore_random_state, set_seed
+from booster.random_state import get_rng_state, set_rng_state, set_seed
 
 __all__ = ["Materializer", "has_no_values"]
 
@@ -120,7 +120,7 @@ class Materializer:
             DesyncError: The ranks' models differ; without `sync` also in what has values, or in the values.
         """
         named = self._named()
-        agree("the model's parameters and buffers", self.facts, self._group)
+        check_same_across_ranks("the model's parameters and buffers", self.facts, self._group)
         self._agree_on_seed()
         stages = self._stages(named)
         missing = [tensor for (_, tensor), ranks in zip(named, stages, strict=True) if ranks[0] == _WITHOUT]
@@ -445,11 +445,11 @@ def _is_unwritten(found: torch.Tensor, fresh: torch.Tensor, version: int) -> boo
 
 @contextmanager
 def _generators_kept(device: torch.device) -> Iterator[None]:
-    state = capture_random_state(device)
+    state = get_rng_state(device)
     try:
         yield
     finally:
-        restore_random_state(state, device)
+        set_rng_state(state, device)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from booster.interface.rank_memory import Stretch
+from booster.interface.rank_memory import MemoryInterval
 
 __all__ = ["LOW_PRECISION", "HoldsGradients", "Moment", "cast_bytes", "largest_moment"]
 
@@ -50,7 +50,7 @@ class Moment:
         return self.activations + self.held
 
 
-def largest_moment(course: Sequence[Stretch], holder: HoldsGradients) -> Moment:
+def largest_moment(course: Sequence[MemoryInterval], holder: HoldsGradients) -> Moment:
     """Returns the moment at which activations and what a plugin holds take the most together.
 
     Args:

@@ -21,8 +21,8 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.interface.gradient_norm import any_nonfinite
 from booster.interface.mixed_precision import LossScaler
-from booster.interface.parameter_layout import is_cut
-from booster.interface.shards import SeesWholeSteps
+from booster.interface.parameter_layout import is_sharded
+from booster.interface.shards import NeedsFullStep
 from booster.phases import in_phase
 from booster.plugins.sharding.elementwise import takes_empty_groups
 from booster.plugins.sharding.masters import follow_weights
@@ -187,7 +187,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self._reshard(found)
 
     def _check_nothing_waits(self, what: str) -> None:
-        if self._window.is_open:
+        if self._accumulation.is_open:
             raise ConfigError(
                 f"{what} while gradients wait for their step would change how they are divided among the ranks: do it"
                 " after optimizer.step() and zero_grad()"
@@ -195,27 +195,27 @@ class ShardedOptimizer(OptimizerWrapper):
 
     # Gradients.
 
-    def _open_window(self, num_items: float | None) -> None:
+    def _begin_accumulation(self, num_items: float | None) -> None:
         self._shard_unfrozen()
-        super()._open_window(num_items)
+        super()._begin_accumulation(num_items)
 
-    def _gradients_are_true(self) -> bool:
+    def _needs_no_unscaling(self) -> bool:
         return False  # they are neither reduced nor averaged
 
-    def _finalize_gradients(self) -> None:
-        window = self._window
-        may_have_others = not window.is_final and window.num_backwards == 0 and self.loss_scaler is None
+    def _unscale_gradients(self) -> None:
+        window = self._accumulation
+        may_have_others = not window.is_unscaled and window.num_backwards == 0 and self.loss_scaler is None
         if may_have_others and self._any_rank_has_gradients():
             # Of a plain loss.backward(), or of another boosted model's backward that reaches into this one.
             window.count_backward(None)
-        super()._finalize_gradients()
-        if self._window.is_final:
-            self._window.was_multiplied = True  # the local gradients are gone
+        super()._unscale_gradients()
+        if self._accumulation.is_unscaled:
+            self._accumulation.was_unscaled = True  # the local gradients are gone
 
     def _any_rank_has_gradients(self) -> bool:
         return self._any_rank([self._has_gradients()])[0]
 
-    def _check_nothing_bypassed(self) -> None:
+    def _check_no_plain_backward(self) -> None:
         error = None
         if self._has_gradients():
             error = ConfigError(
@@ -225,7 +225,7 @@ class ShardedOptimizer(OptimizerWrapper):
             )
         raise_on_all_ranks(error, self.data_parallel_group)
 
-    def _defers_factors(self) -> bool:
+    def _can_fuse_unscaling(self) -> bool:
         return self._fused_update is not None and not self._has_hooks()
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -237,19 +237,19 @@ class ShardedOptimizer(OptimizerWrapper):
         found = []
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
-                shard = self.shards.of(parameter)
-                found += [parameter.grad] if shard is None else shard.counted(parameter.grad)
+                shard = self.shards.shard_of(parameter)
+                found += [parameter.grad] if shard is None else shard.owned(parameter.grad)
         return found
 
     def _uncounted_gradients(self) -> list[torch.Tensor]:
         """Returns gradients of which another rank of the counting group counts elements, as of copies over tp ranks."""
-        cut = (part.parameter for part in self.shards.parts if is_cut(part.working))
+        cut = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
         return [parameter.grad for parameter in cut if parameter.grad is not None]
 
     def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
-                shard = self.shards.of(parameter)
+                shard = self.shards.shard_of(parameter)
                 yield self._names[id(parameter)] if shard is None else shard.name, parameter.grad
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
@@ -257,7 +257,7 @@ class ShardedOptimizer(OptimizerWrapper):
             norm = self._known_norm
         else:
             norm = norm_over_ranks(self._counted_gradients(), norm_type, self._counting_group)
-        return norm if self._window.factors is None else self._window.factors.true_norm(norm)
+        return norm if self._accumulation.factors is None else self._accumulation.factors.unscaled_norm(norm)
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
         counted, uncounted = self._counted_gradients(), self._uncounted_gradients()
@@ -338,7 +338,7 @@ class ShardedOptimizer(OptimizerWrapper):
     def _has_copies(self) -> bool:
         return True
 
-    def _leaves_gradients(self) -> bool:
+    def _uses_param_grads(self) -> bool:
         return False
 
     def _holds_any(self, parameters: frozenset[int]) -> bool:
@@ -346,15 +346,15 @@ class ShardedOptimizer(OptimizerWrapper):
         shards = (shard.parameter for shard in self.shards.parts)
         return any(id(one) in parameters and one.requires_grad for one in (*whole, *shards))
 
-    def _show_gradients(self, parameters: frozenset[int]) -> None:
+    def _unscale_param_grads(self, parameters: frozenset[int]) -> None:
         raise ConfigError(
             "torch's clipping was given parameters whose gradients the boosted optimizer keeps, so that it finds none,"
             " or this rank's alone: write booster.clip_grad_norm_(optimizer, max_norm), or for values"
             " optimizer.clip_grad_by_value(clip_value)"
         )
 
-    def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
-        return [number > 0 for number in all_reduce_numbers([float(one) for one in facts], self.data_parallel_group)]
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        return [number > 0 for number in all_reduce_numbers([float(one) for one in flags], self.data_parallel_group)]
 
     @torch.no_grad()
     def _restore_memory(self) -> None:
@@ -363,16 +363,16 @@ class ShardedOptimizer(OptimizerWrapper):
                 memory.copy_(parameter.detach().view(memory.shape))
                 parameter.data = memory.view(parameter.shape)
 
-    def _run_together(self, update: Callable[[], Any]) -> None:
-        whole_step = self.optim.whole_step() if isinstance(self.optim, SeesWholeSteps) else nullcontext()
+    def _run_on_all_ranks(self, update: Callable[[], Any]) -> None:
+        whole_step = self.optim.full_step() if isinstance(self.optim, NeedsFullStep) else nullcontext()
         with whole_step:
-            super()._run_together(update)
+            super()._run_on_all_ranks(update)
 
     def _clip_to_max_norm(self) -> None:
-        window = self._window
+        window = self._accumulation
         if self._max_norm <= 0 or window.has_stepped:
             return
-        self._finalize_gradients()  # which finds the gradients of a plain loss.backward()
+        self._unscale_gradients()  # which finds the gradients of a plain loss.backward()
         if window.num_backwards == 0:
             return
         norm_of_user = window.norm
@@ -380,7 +380,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if norm_of_user is not None:
             window.norm = self._last_norm = norm_of_user
 
-    def working_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns the model's parameter for one of `param_groups`, which may hold a shard of it."""
         return self._working_of.get(id(parameter), parameter)
 
@@ -388,7 +388,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return [parameter for _, parameter in self.logical_groups[index]]
 
     def group_masters(self, index: int) -> list[nn.Parameter]:
-        parts = [self.shards.of(parameter) for parameter in self.param_groups[index]["params"]]
+        parts = [self.shards.shard_of(parameter) for parameter in self.param_groups[index]["params"]]
         return [part.parameter for part in parts if part is not None and part.has_master]
 
     def checkpoint_state(self) -> ShardedOptimizerState:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from booster.comm import gather_distinct, global_rank_of, raise_on_all_ranks
+from booster.comm import all_gather_bytes, global_rank_of, raise_on_all_ranks
 from booster.errors import CheckpointError
-from booster.interface import OptimizerState, PendingGradients, ReducedGradients, Shard, TensorSlice, TensorSpec
+from booster.interface import AccumulatedGradients, OptimizerState, ReducedShards, Shard, TensorSlice, TensorSpec
 
 if TYPE_CHECKING:
     from booster.plugins.sharding.optimizer import ShardedOptimizer
@@ -62,7 +62,7 @@ class ShardedOptimizerState(OptimizerState):
                 if tensor.shape == shard.parameter.shape:
                     yield from shard.slices(f"{name}.{key}", tensor)
                 else:
-                    is_first = shard.layout.holds_first(shard.span)
+                    is_first = shard.shard_spec.holds_first(shard.span)
                     yield TensorSlice.whole(f"{name}.{key}", tensor, primary=shard.is_primary and is_first)
 
     def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
@@ -80,7 +80,7 @@ class ShardedOptimizerState(OptimizerState):
         except CheckpointError as error:  # raised by all ranks below
             failure = error
         raise_on_all_ranks(failure)
-        payloads, _ = gather_distinct(json.dumps(own).encode(), None)
+        payloads, _ = all_gather_bytes(json.dumps(own).encode(), None)
         found: dict[str, dict[str, Any]] = {}
         for payload in payloads:
             found = json.loads(payload) | found  # the first rank's count, where several have shards of a parameter
@@ -93,7 +93,7 @@ class ShardedOptimizerState(OptimizerState):
 
     def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
         """Returns what one of `param_groups` has of a stored state; see Note [States of shards]."""
-        shard = self.optimizer.shards.of(parameter)
+        shard = self.optimizer.shards.shard_of(parameter)
         if shard is None:
             return super()._own_spec(parameter, key, spec)
         is_cut = spec.shape == tuple(shard.global_shape)
@@ -109,7 +109,7 @@ class ShardedOptimizerState(OptimizerState):
                     self.optimizer.follow_weights(shard)
 
 
-class ShardedPendingGradients(PendingGradients):
+class ShardedPendingGradients(AccumulatedGradients):
     """The view of gradients of which some are a rank's own, whole, and others sums over the ranks, cut into shards.
 
     Args:
@@ -126,7 +126,7 @@ class ShardedPendingGradients(PendingGradients):
         shards = self.optimizer.shards
         found = self.optimizer.reduced_gradients()
         mine = {shard.name: str(sums.dtype).removeprefix("torch.") for shard, sums in found}
-        payloads, _ = gather_distinct(json.dumps(mine).encode(), shards.group)
+        payloads, _ = all_gather_bytes(json.dumps(mine).encode(), shards.group)
         dtypes = {name: getattr(torch, dtype) for one in payloads for name, dtype in json.loads(one).items()}
         # A parameter may lie in several buckets, of which only some were reduced: in the others its sum is zero.
         held = {(shard.name, shard.span) for shard, _ in found}
@@ -154,7 +154,7 @@ class ShardedPendingGradients(PendingGradients):
     def _replace(
         self,
         gradients: Iterable[tuple[str, torch.Tensor]],
-        reduced: ReducedGradients,
+        reduced: ReducedShards,
         rescaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._reduced = None
@@ -176,7 +176,7 @@ def _shards_by_name(optimizer: ShardedOptimizer) -> dict[str, list[Shard]]:
 
 def _replica_slices(shard: Shard, sums: torch.Tensor) -> list[TensorSlice]:
     """Returns sums over the ranks of one replica as slices, of which every replica has its own."""
-    return shard.layout.slices(shard.name, sums, span=shard.span)
+    return shard.shard_spec.slices(shard.name, sums, span=shard.span)
 
 
 def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collection[int]]) -> frozenset[str]:

@@ -14,26 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from booster.comm import agree, group_size
+from booster.comm import check_same_across_ranks, group_size
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.materializing import Materializer
-from booster.plugins.torch_fsdp.coordination import Coordinator
-from booster.plugins.torch_fsdp.formats import UnitFormats
+from booster.plugins.torch_fsdp.coordination import CollectiveOrder
+from booster.plugins.torch_fsdp.formats import PrecisionDtypes
 from booster.plugins.torch_fsdp.model import FSDPModel
-from booster.plugins.torch_fsdp.outputs import SafeOutputs
-from booster.plugins.torch_fsdp.own_format import OwnFormat, modules_with_forward
-from booster.plugins.torch_fsdp.piece_exchange import Divided, choose_owners
+from booster.plugins.torch_fsdp.outputs import ViewSafeOutputs
+from booster.plugins.torch_fsdp.own_format import DtypeBoundary, modules_with_forward
+from booster.plugins.torch_fsdp.piece_exchange import RowSharded, assign_owners
 from booster.plugins.torch_fsdp.settings import Strategy, check_reshard_after_forward
-from booster.plugins.torch_fsdp.units import units_of
-from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
-from booster.plugins.torch_fsdp.wrapping import UnitPlan, plan_units
+from booster.plugins.torch_fsdp.units import build_param_groups
+from booster.plugins.torch_fsdp.whole_parameters import ReplicatedParam, ReplicatedParams
+from booster.plugins.torch_fsdp.wrapping import WrapPlan, plan_wrapping
 
-__all__ = ["Assembly"]
+__all__ = ["FSDPModelBuilder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
+class FSDPModelBuilder:
     """Builds boosted models.
 
     Attributes:
@@ -50,11 +50,11 @@ class Assembly:
 
     mesh: DeviceMesh
     strategy: Strategy
-    formats: UnitFormats | None
+    precision_dtypes: PrecisionDtypes | None
     offload_policy: OffloadPolicy
     auto_wrap_policy: Any
     ignored_modules: Sequence[nn.Module]
-    coordination_group: dist.ProcessGroup | None
+    order_group: dist.ProcessGroup | None
     is_primary: bool
     broadcasts_buffers: bool
 
@@ -65,9 +65,9 @@ class Assembly:
             ConfigError: The model can't be sharded.
         """
         _check_model(model, self.ignored_modules)
-        self._plans(model, self._whole_names(model))
+        self._plans(model, self._replicated_names(model))
 
-    def assemble(self, model: nn.Module, materializer: Materializer, device: torch.device) -> FSDPModel:
+    def build(self, model: nn.Module, materializer: Materializer, device: torch.device) -> FSDPModel:
         """Return the boosted model. Collective.
 
         Args:
@@ -76,44 +76,50 @@ class Assembly:
             device: Compute device of this rank.
         """
         before = dict(model.named_parameters(remove_duplicate=False))
-        self._keep_own_formats(model)
-        whole = self._whole_names(model)
-        plans = self._plans(model, whole)
-        facts = [f"{plan.name!r}, reshard_after_forward={plan.reshard_after_forward!r}" for plan, _ in plans]
-        agree("what auto_wrap_policy makes units of", facts)
+        self._add_dtype_boundaries(model)
+        replicated = self._replicated_names(model)
+        plans = self._plans(model, replicated)
+        fingerprint = [f"{plan.name!r}, reshard_after_forward={plan.reshard_after_forward!r}" for plan, _ in plans]
+        check_same_across_ranks("what auto_wrap_policy makes units of", fingerprint)
         for plan, modules in plans:
             materializer.fill(modules)
-            self._shard(model, plan, _named(model, whole))
+            self._shard(model, plan, _named(model, replicated))
         after = dict(model.named_parameters(remove_duplicate=False))
         originals = {id(after[name]): before[name] for name in before}
         self._cast_buffers(model)
-        return self._boosted(model, _named(model, whole), originals, device)
+        return self._wrap_model(model, _named(model, replicated), originals, device)
 
-    def _keep_own_formats(self, model: nn.Module) -> None:
-        outside = None if self.formats is None else self.formats.param_dtype
-        if self.formats is None or outside is None:
+    def _add_dtype_boundaries(self, model: nn.Module) -> None:
+        model_dtype = None if self.precision_dtypes is None else self.precision_dtypes.param_dtype
+        if self.precision_dtypes is None or model_dtype is None:
             return
         ignored = [one for module in self.ignored_modules for one in modules_with_forward(module)]
         inside = {part for module in ignored for part in module.modules()}
-        kept = [one for one in model.modules() if isinstance(one, self.formats.keeps_own_format) and one not in inside]
+        kept = [
+            one
+            for one in model.modules()
+            if isinstance(one, self.precision_dtypes.own_dtype_classes) and one not in inside
+        ]
         for module in dict.fromkeys([*ignored, *kept]):
-            OwnFormat(module, outside)
+            DtypeBoundary(module, model_dtype)
 
-    def _plans(self, model: nn.Module, whole: set[str]) -> list[tuple[UnitPlan, list[nn.Module]]]:
-        """Return the wrapped modules, root last, with the submodules that they own; extends `whole` in place."""
-        keeps = () if self.formats is None else self.formats.keeps_own_format
-        plans = plan_units(model, self.auto_wrap_policy, whole=_named(model, whole), keeps_own_format=keeps)
+    def _plans(self, model: nn.Module, replicated: set[str]) -> list[tuple[WrapPlan, list[nn.Module]]]:
+        """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
+        keeps = () if self.precision_dtypes is None else self.precision_dtypes.own_dtype_classes
+        plans = plan_wrapping(
+            model, self.auto_wrap_policy, replicated=_named(model, replicated), own_dtype_classes=keeps
+        )
         taken: set[nn.Module] = set()
-        found: list[tuple[UnitPlan, list[nn.Module]]] = []
-        for plan in [*plans, UnitPlan(name="", module=model)]:
+        found: list[tuple[WrapPlan, list[nn.Module]]] = []
+        for plan in [*plans, WrapPlan(name="", module=model)]:
             check_reshard_after_forward(plan.reshard_after_forward, self.strategy.shard_size)
             modules = [one for one in plan.module.modules() if one not in taken]
             taken.update(modules)
-            whole |= _minority(model, modules, _named(model, whole))
+            replicated |= _minority_dtype_names(model, modules, _named(model, replicated))
             found.append((plan, modules))
         return found
 
-    def _whole_names(self, model: nn.Module) -> set[str]:
+    def _replicated_names(self, model: nn.Module) -> set[str]:
         """Return the first names of parameters that FSDP2 can't shard, or that are ignored."""
         scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
         ignored = {one for module in [*self.ignored_modules, *scripted] for one in module.parameters()}
@@ -123,8 +129,10 @@ class Assembly:
             if parameter in ignored or parameter.dim() == 0 or parameter.numel() == 0
         }
 
-    def _shard(self, model: nn.Module, plan: UnitPlan, whole: Collection[nn.Parameter]) -> None:
-        own = {parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)} - set(whole)
+    def _shard(self, model: nn.Module, plan: WrapPlan, replicated: Collection[nn.Parameter]) -> None:
+        own = {parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)} - set(
+            replicated
+        )
         for parameter in own:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
@@ -132,36 +140,38 @@ class Assembly:
             return
         reshards = plan.reshard_after_forward
         reshards = self.strategy.reshard_after_forward if reshards is None else reshards
-        SafeOutputs(plan.module, copies_views=reshards is not False and (plan.module is not model or bool(reshards)))
+        ViewSafeOutputs(
+            plan.module, clones_views=reshards is not False and (plan.module is not model or bool(reshards))
+        )
         fully_shard(
             plan.module,
             mesh=self.mesh["shard"],
             reshard_after_forward=reshards,
             mp_policy=self._policy(plan, model),
             offload_policy=self.offload_policy,
-            ignored_params=set(whole),
+            ignored_params=set(replicated),
         )
         for parameter in own:  # the optimizer still refers to them
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
-    def _policy(self, plan: UnitPlan, model: nn.Module) -> MixedPrecisionPolicy:
-        if self.formats is None or isinstance(plan.module, self.formats.keeps_own_format):
+    def _policy(self, plan: WrapPlan, model: nn.Module) -> MixedPrecisionPolicy:
+        if self.precision_dtypes is None or isinstance(plan.module, self.precision_dtypes.own_dtype_classes):
             return MixedPrecisionPolicy()
-        return self.formats.policy(is_root=plan.module is model)
+        return self.precision_dtypes.fsdp2_policy(is_root=plan.module is model)
 
     @torch.no_grad()
     def _cast_buffers(self, model: nn.Module) -> None:
-        dtype = None if self.formats is None else self.formats.buffer_dtype
+        dtype = None if self.precision_dtypes is None else self.precision_dtypes.buffer_dtype
         for module in model.modules():
-            keeps = self.formats is not None and isinstance(module, self.formats.keeps_own_format)
+            keeps = self.precision_dtypes is not None and isinstance(module, self.precision_dtypes.own_dtype_classes)
             for buffer in () if dtype is None or keeps else module.buffers(recurse=False):
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(dtype)
 
-    def _boosted(
+    def _wrap_model(
         self,
         model: nn.Module,
-        whole: Collection[nn.Parameter],
+        replicated: Collection[nn.Parameter],
         originals: dict[int, nn.Parameter],
         device: torch.device,
     ) -> FSDPModel:
@@ -169,20 +179,20 @@ class Assembly:
         shard_group = self.mesh.get_group("shard")
         if isinstance(model, FSDPModule):
             model._get_fsdp_state()._lazy_init()  # otherwise the first module that runs would become FSDP2's root
-        coordinator = Coordinator(self.coordination_group)
+        collective_order = CollectiveOrder(self.order_group)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        units = list(units_of(modules, names, originals, coordinator, BufferPool(device)))
-        divided = [Divided(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in whole]
-        owners = choose_owners(divided, group_size(shard_group))
-        members = [
-            WholeMember(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)
-            for one, owner in zip(whole, owners, strict=True)
+        param_groups = list(build_param_groups(modules, names, originals, collective_order, BufferPool(device)))
+        sharded = [RowSharded(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in replicated]
+        owners = assign_owners(sharded, group_size(shard_group))
+        params = [
+            ReplicatedParam(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)
+            for one, owner in zip(replicated, owners, strict=True)
         ]
         return FSDPModel(
             model,
-            units,
-            WholeParameters(members, None, shard_group),
-            coordinator,
+            param_groups,
+            ReplicatedParams(params, None, shard_group),
+            collective_order,
             is_primary=self.is_primary,
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.broadcasts_buffers,
@@ -228,9 +238,11 @@ def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 
 
-def _minority(model: nn.Module, modules: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> set[str]:
+def _minority_dtype_names(
+    model: nn.Module, modules: Sequence[nn.Module], replicated: Collection[nn.Parameter]
+) -> set[str]:
     """Return the first names of a group's parameters whose dtype is not that of most of its elements."""
-    kept = set(whole)
+    kept = set(replicated)
     own = {one for module in modules for one in module.parameters(recurse=False)} - kept
     numels: Counter[torch.dtype] = Counter()
     for one in own:

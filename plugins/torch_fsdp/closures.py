@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from booster.comm import all_reduce_sum, broadcast, collective_device, group_rank, group_size
 
-__all__ = ["drive"]
+__all__ = ["run_closure_step"]
 
 _OWNER = 0
 
 
-def drive(
+def run_closure_step(
     step: Callable[[Callable[[], torch.Tensor]], Any],
     evaluate: Callable[[], torch.Tensor],
-    spread: Callable[[], None],
+    broadcast_weights: Callable[[], None],
     *,
     shard_group: dist.ProcessGroup | None,
     data_parallel_group: dist.ProcessGroup | None,
@@ -33,41 +33,45 @@ def drive(
     Args:
         step: Step of the optimizer, called with a closure on the first rank of the shard group.
         evaluate: Computes the loss and sets the optimizer's gradients. Collective.
-        spread: Broadcasts the optimizer's weights to all ranks. Collective.
+        broadcast_weights: Broadcasts the optimizer's weights to all ranks. Collective.
         shard_group: Group that the parameters are sharded over.
         data_parallel_group: Group that the data are divided over; None for the world group.
 
     Collective over the data-parallel ranks.
     """
 
-    def together() -> torch.Tensor:
-        spread()
+    def evaluate_on_all_ranks() -> torch.Tensor:
+        broadcast_weights()
         loss = evaluate().detach().float().reshape(1).to(collective_device(data_parallel_group))
         return (all_reduce_sum(loss, data_parallel_group) / group_size(data_parallel_group)).reshape(())
 
     if group_rank(shard_group) != _OWNER:
-        return _follow(together, spread, shard_group)
+        return _run_without_optimizer(evaluate_on_all_ranks, broadcast_weights, shard_group)
 
-    def driving() -> torch.Tensor:
-        _say(True, shard_group)
-        return together()
+    def closure_on_owner() -> torch.Tensor:
+        _broadcast_flag(True, shard_group)
+        return evaluate_on_all_ranks()
 
-    result = step(driving)
-    _say(False, shard_group)
-    spread()
+    result = step(closure_on_owner)
+    _broadcast_flag(False, shard_group)
+    broadcast_weights()
     return result
 
 
-def _follow(together: Callable[[], torch.Tensor], spread: Callable[[], None], group: dist.ProcessGroup | None) -> Any:
+def _run_without_optimizer(
+    evaluate_on_all_ranks: Callable[[], torch.Tensor],
+    broadcast_weights: Callable[[], None],
+    group: dist.ProcessGroup | None,
+) -> Any:
     first: torch.Tensor | None = None
-    while _say(False, group):
-        loss = together()
+    while _broadcast_flag(False, group):
+        loss = evaluate_on_all_ranks()
         first = loss if first is None else first
-    spread()
+    broadcast_weights()
     return first
 
 
-def _say(goes_on: bool, group: dist.ProcessGroup | None) -> bool:
-    word = torch.tensor([goes_on], dtype=torch.uint8, device=collective_device(group))
-    broadcast([word], group, source=_OWNER)
-    return bool(word.item())
+def _broadcast_flag(evaluates: bool, group: dist.ProcessGroup | None) -> bool:
+    flag = torch.tensor([evaluates], dtype=torch.uint8, device=collective_device(group))
+    broadcast([flag], group, source=_OWNER)
+    return bool(flag.item())

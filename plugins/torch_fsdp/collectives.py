@@ -15,12 +15,12 @@ from booster.comm import start_all_gather
 from booster.plugins.sharding.buffer_pool import BufferPool
 
 if TYPE_CHECKING:
-    from booster.plugins.torch_fsdp.units import Unit
+    from booster.plugins.torch_fsdp.units import ParamGroup
 
-__all__ = ["UnitAllGather", "UnitReduceScatter", "room"]
+__all__ = ["ParamGroupAllGather", "ParamGroupReduceScatter", "allocate"]
 
 
-def room(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory for a collective; the pool reuses it when no tensor refers to it any more.
 
     On accelerators the caching allocator is used instead, which is stream-aware.
@@ -34,19 +34,19 @@ def room(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torc
     return memory
 
 
-class UnitAllGather(AllGather):
+class ParamGroupAllGather(AllGather):
     """All-gather of a parameter group's weights.
 
     Args:
         unit: Parameter group.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, param_group: ParamGroup) -> None:
+        self._param_group = param_group
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the output buffer."""
-        return room(self._unit.pool, [int(one) for one in size], dtype, device)
+        return allocate(self._param_group.pool, [int(one) for one in size], dtype, device)
 
     def __call__(
         self,
@@ -56,15 +56,15 @@ class UnitAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Start the all-gather, in the collective order; it is in place, the input is a view of the output."""
-        self._unit.arrive_to_gather()
-        flight = start_all_gather(output_tensor, group)
+        self._param_group.synchronize_gather()
+        work = start_all_gather(output_tensor, group)
         if async_op:
-            return _GatheringWork(flight)
-        flight.wait()
+            return _AllGatherWork(work)
+        work.wait()
         return None
 
 
-class UnitReduceScatter(ReduceScatter):
+class ParamGroupReduceScatter(ReduceScatter):
     """Reduce-scatter into a parameter group's buffer of reduced gradients.
 
     FSDP2 calls `allocate` for the input (unsharded), then for the output (this rank's shard).
@@ -73,8 +73,8 @@ class UnitReduceScatter(ReduceScatter):
         unit: Parameter group.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, param_group: ParamGroup) -> None:
+        self._param_group = param_group
         self._has_input = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -82,8 +82,8 @@ class UnitReduceScatter(ReduceScatter):
         sizes = [int(one) for one in size]
         self._has_input = not self._has_input
         if self._has_input:
-            return room(self._unit.pool, sizes, dtype, device)
-        return self._unit.output_of_reduction(math.prod(sizes), dtype)
+            return allocate(self._param_group.pool, sizes, dtype, device)
+        return self._param_group.reduce_output(math.prod(sizes), dtype)
 
     def __call__(
         self,
@@ -94,14 +94,14 @@ class UnitReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Reduce-scatter in the collective order. `op` is ignored: the reduction is always a sum."""
-        self._unit.reduce(input_tensor, output_tensor)
+        self._param_group.reduce(input_tensor, output_tensor)
 
 
-class _GatheringWork(dist.Work):
-    def __init__(self, flight: Gathering) -> None:
+class _AllGatherWork(dist.Work):
+    def __init__(self, work: Gathering) -> None:
         super().__init__()
-        self._flight = flight
+        self._work = work
 
     def wait(self, timeout: Any = None) -> bool:
-        self._flight.wait()
+        self._work.wait()
         return True

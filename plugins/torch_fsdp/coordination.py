@@ -21,9 +21,9 @@ from booster.comm import (
 from booster.errors import DesyncError
 from booster.plugins.sharding.checks import UNEVEN_CALLS
 
-__all__ = ["Coordinator", "Served", "Task", "TaskKind"]
+__all__ = ["CollectiveKind", "CollectiveOrder", "CollectiveRequest", "PassiveCallbacks"]
 
-# Note [Whose turn it is]
+# Note [FSDP collective order]
 # FSDP2 gathers the weights of a parameter group when its module runs, and reduces its gradients when they are ready.
 # Where the data decide which modules run (experts, dropped layers), ranks reach different collectives, which would
 # deadlock or mix up their bytes. So before each collective all ranks of the shard group all-reduce the sequence number
@@ -34,26 +34,26 @@ __all__ = ["Coordinator", "Served", "Task", "TaskKind"]
 # only, all ranks raise. A round moves 16 bytes per rank.
 
 
-class TaskKind(IntEnum):
-    """Kind of collective; see Note [Whose turn it is]."""
+class CollectiveKind(IntEnum):
+    """Kind of collective; see Note [FSDP collective order]."""
 
     FORWARD_GATHER = 0
     BACKWARD_GATHER = 1
     REDUCE = 2
     FORWARD_END = 3
     BACKWARD_END = 4
-    COLLECTION = 5  # gradients are read, by a step, clipping or a save
+    GRADIENTS_READ = 5  # gradients are read, by a step, clipping or a save
 
 
 _ENDS = {
-    TaskKind.FORWARD_END: "the end of a forward",
-    TaskKind.BACKWARD_END: "the end of a backward",
-    TaskKind.COLLECTION: "a step",
+    CollectiveKind.FORWARD_END: "the end of a forward",
+    CollectiveKind.BACKWARD_END: "the end of a backward",
+    CollectiveKind.GRADIENTS_READ: "a step",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CollectiveRequest:
     """A collective of a parameter group, or an end that all ranks reach.
 
     Attributes:
@@ -61,31 +61,31 @@ class Task:
         unit: Index of the parameter group in the model.
     """
 
-    kind: TaskKind
-    unit: int = 0
+    kind: CollectiveKind
+    param_group: int = 0
 
-    def number(self, num_units: int) -> int:
-        """Return the sequence number in a forward and backward of `num_units` parameter groups."""
-        from_behind = num_units - 1 - self.unit
-        if self.kind is TaskKind.FORWARD_GATHER:
-            return self.unit
+    def sequence_number(self, num_groups: int) -> int:
+        """Return the sequence number in a forward and backward of `num_groups` parameter groups."""
+        reverse_index = num_groups - 1 - self.param_group
+        if self.kind is CollectiveKind.FORWARD_GATHER:
+            return self.param_group
         if self.kind in _ENDS:
-            return 3 * num_units + self.kind - TaskKind.FORWARD_END
-        return num_units + 2 * from_behind + (self.kind is TaskKind.REDUCE)
+            return 3 * num_groups + self.kind - CollectiveKind.FORWARD_END
+        return num_groups + 2 * reverse_index + (self.kind is CollectiveKind.REDUCE)
 
     @classmethod
-    def of_number(cls, number: int, num_units: int) -> Task:
+    def from_sequence_number(cls, number: int, num_groups: int) -> CollectiveRequest:
         """Return the request with this sequence number."""
-        if number >= 3 * num_units:
-            return cls(TaskKind(TaskKind.FORWARD_END + number - 3 * num_units))
-        if number < num_units:
-            return cls(TaskKind.FORWARD_GATHER, number)
-        from_behind, reduces = divmod(number - num_units, 2)
-        return cls(TaskKind.REDUCE if reduces else TaskKind.BACKWARD_GATHER, num_units - 1 - from_behind)
+        if number >= 3 * num_groups:
+            return cls(CollectiveKind(CollectiveKind.FORWARD_END + number - 3 * num_groups))
+        if number < num_groups:
+            return cls(CollectiveKind.FORWARD_GATHER, number)
+        reverse_index, reduces = divmod(number - num_groups, 2)
+        return cls(CollectiveKind.REDUCE if reduces else CollectiveKind.BACKWARD_GATHER, num_groups - 1 - reverse_index)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class PassiveCallbacks:
     """Passive participation in a parameter group's collectives, for ranks that need them.
 
     Attributes:
@@ -97,7 +97,7 @@ class Served:
     reduce: Callable[[], None]
 
 
-class Coordinator:
+class CollectiveOrder:
     """Fixes the order of collectives over a shard group.
 
     Args:
@@ -106,67 +106,69 @@ class Coordinator:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._units: Sequence[Served] = ()
+        self._callbacks: Sequence[PassiveCallbacks] = ()
         self._in_flight: Callable[[], None] | None = None
         self.is_off = group_size(group) == 1
 
-    def serve_with(self, units: Sequence[Served]) -> None:
+    def set_passive_callbacks(self, callbacks: Sequence[PassiveCallbacks]) -> None:
         """Set the passive callbacks of the parameter groups, by index."""
-        self._units = units
+        self._callbacks = callbacks
 
-    def arrive(self, task: Task) -> None:
-        """Return when `task` is next; participate passively in earlier ones. Collective over the group.
+    def synchronize(self, request: CollectiveRequest) -> None:
+        """Return when `request` is next; participate passively in earlier ones. Collective over the group.
 
         Raises:
             DesyncError: The ranks have reached different ends.
         """
         while not self.is_off:
-            first, last = self._choose(task)
+            first, last = self._agree_on_next(request)
             if first.kind in _ENDS and first != last:
-                self._raise_desync(task)
-            if first == task:
+                self._raise_desync(request)
+            if first == request:
                 return
-            self._serve(first)
+            self._participate(first)
 
-    def close(self, kind: TaskKind) -> None:
+    def synchronize_end(self, kind: CollectiveKind) -> None:
         """Return when all ranks have reached this end. Collective over the group.
 
         Raises:
             DesyncError: The ranks have reached different ends.
         """
-        self.arrive(Task(kind))
-        self.finish_flight()
+        self.synchronize(CollectiveRequest(kind))
+        self.wait_in_flight()
 
-    def fly(self, finish: Callable[[], None]) -> None:
+    def set_in_flight(self, finish: Callable[[], None]) -> None:
         """Keep one reduction in flight while the backward continues; `finish` completes it, the previous one first."""
-        self.finish_flight()
+        self.wait_in_flight()
         self._in_flight = finish
 
-    def finish_flight(self) -> None:
+    def wait_in_flight(self) -> None:
         """Complete the reduction in flight, if any."""
         finish, self._in_flight = self._in_flight, None
         if finish is not None:
             finish()
 
-    def _choose(self, task: Task) -> tuple[Task, Task]:
+    def _agree_on_next(self, request: CollectiveRequest) -> tuple[CollectiveRequest, CollectiveRequest]:
         """Return the earliest and the latest of the ranks' requests."""
-        num_units = len(self._units)
-        number = task.number(num_units)
+        num_groups = len(self._callbacks)
+        number = request.sequence_number(num_groups)
         # The largest of the negative numbers is the smallest number.
         mine = torch.tensor([-number, number], dtype=torch.int64, device=collective_device(self._group))
         first, last = all_reduce_max(mine, self._group).tolist()
-        return Task.of_number(-first, num_units), Task.of_number(last, num_units)
+        return CollectiveRequest.from_sequence_number(-first, num_groups), CollectiveRequest.from_sequence_number(
+            last, num_groups
+        )
 
-    def _raise_desync(self, task: Task) -> NoReturn:
+    def _raise_desync(self, request: CollectiveRequest) -> NoReturn:
         """Raise with the position of each rank. Collective over the group: all ranks have detected the desync."""
-        mine = torch.tensor([[task.kind, global_rank_of(group_rank(self._group), self._group)]])
+        mine = torch.tensor([[request.kind, global_rank_of(group_rank(self._group), self._group)]])
         kinds = all_gather_equal(mine.to(collective_device(self._group)), self._group).tolist()
-        places = ", ".join(f"rank {rank} is at {_ENDS[TaskKind(kind)]}" for kind, rank in kinds)
-        raise DesyncError(f"{places}: {UNEVEN_CALLS}")
+        positions = ", ".join(f"rank {rank} is at {_ENDS[CollectiveKind(kind)]}" for kind, rank in kinds)
+        raise DesyncError(f"{positions}: {UNEVEN_CALLS}")
 
-    def _serve(self, task: Task) -> None:
-        unit = self._units[task.unit]
-        if task.kind is TaskKind.REDUCE:
-            unit.reduce()
+    def _participate(self, request: CollectiveRequest) -> None:
+        callbacks = self._callbacks[request.param_group]
+        if request.kind is CollectiveKind.REDUCE:
+            callbacks.reduce()
         else:
-            unit.gather(task.kind is TaskKind.BACKWARD_GATHER)
+            callbacks.gather(request.kind is CollectiveKind.BACKWARD_GATHER)

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from booster.interface.rank_memory import Stretch
+from booster.interface.rank_memory import MemoryInterval
 from booster.plugins.sharding.buffer_pool import BufferPool
 
-__all__ = ["FollowedUnit", "FollowedUnits"]
+__all__ = ["BufferSimulation", "SimulatedParamGroup"]
 
 _META = torch.device("meta")
 
 
 @dataclass(slots=True, eq=False)
-class FollowedUnit:
+class SimulatedParamGroup:
     """Sizes of a parameter group.
 
     Attributes:
@@ -36,7 +36,7 @@ class FollowedUnit:
 
     num_ranks: int
     shapes: dict[str, tuple[int, ...]]
-    trained: frozenset[str]
+    trainable: frozenset[str]
     dtype: torch.dtype
     compute_dtype: torch.dtype
     casts: bool
@@ -44,35 +44,35 @@ class FollowedUnit:
     reshards: bool | int
     is_root: bool
     shard_numel: int = field(init=False)
-    trained_numel: int = field(init=False)
-    whole_bytes: int = field(init=False)
+    trainable_numel: int = field(init=False)
+    gathered_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shard_numel = sum(map(self.piece_numel, self.shapes))
-        self.trained_numel = sum(map(self.piece_numel, self.trained))
-        self.whole_bytes = self.shard_numel * self.num_ranks * self.compute_dtype.itemsize
+        self.shard_numel = sum(map(self.padded_numel, self.shapes))
+        self.trainable_numel = sum(map(self.padded_numel, self.trainable))
+        self.gathered_bytes = self.shard_numel * self.num_ranks * self.compute_dtype.itemsize
 
-    def piece_numel(self, name: str) -> int:
+    def padded_numel(self, name: str) -> int:
         """Elements of every rank's shard of a parameter, with padding."""
         rows, *rest = self.shapes[name]
         return -(-rows // self.num_ranks) * math.prod(rest)
 
     @property
-    def sum_dtype(self) -> torch.dtype:
+    def grad_dtype(self) -> torch.dtype:
         """Dtype of reduced gradients."""
         return self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
 
     @property
     def post_forward_bytes(self) -> int:
         """Bytes of weights that stay gathered between forward and backward, for an integer `reshards`."""
-        return 0 if isinstance(self.reshards, bool) else self.whole_bytes // self.reshards
+        return 0 if isinstance(self.reshards, bool) else self.gathered_bytes // self.reshards
 
     def gradient_bytes(self, name: str) -> int:
         """Bytes of a parameter's unsharded gradient."""
         return math.prod(self.shapes[name]) * self.compute_dtype.itemsize
 
     @property
-    def bytes_of_gathering(self) -> int:
+    def all_gather_bytes(self) -> int:
         """Bytes that this rank sends for all-gathers in a forward and backward."""
         shard = self.shard_numel * self.compute_dtype.itemsize
         forward = (self.num_ranks - 1) * shard
@@ -80,16 +80,16 @@ class FollowedUnit:
             return forward
         if self.reshards is True:
             return 2 * forward
-        return forward + (self.reshards - 1) * self.whole_bytes // self.reshards
+        return forward + (self.reshards - 1) * self.gathered_bytes // self.reshards
 
     @property
-    def bytes_of_reduction(self) -> int:
+    def reduce_scatter_bytes(self) -> int:
         """Bytes that this rank sends for the reduce-scatter in a backward."""
-        return (self.num_ranks - 1) * self.trained_numel * self.reduce_dtype.itemsize
+        return (self.num_ranks - 1) * self.trainable_numel * self.reduce_dtype.itemsize
 
 
 class _Buffers:
-    """Simulated buffers of collectives, allocated as by `booster.plugins.torch_fsdp.collectives.room`.
+    """Simulated buffers of collectives, allocated as by `booster.plugins.torch_fsdp.collectives.allocate`.
 
     Args:
         pools: If True, buffers are allocated from a pool.
@@ -99,7 +99,7 @@ class _Buffers:
         self._pool = BufferPool(_META) if pools else None
         self._num_bytes = 0
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a buffer; the pool reuses it once the tensor is dropped."""
         if self._pool is None:
             self._num_bytes += num_bytes
@@ -109,10 +109,10 @@ class _Buffers:
         self._pool.give_back(buffer)
         return view
 
-    def let_go(self, room: torch.Tensor | None) -> None:
+    def free(self, buffer: torch.Tensor | None) -> None:
         """Account for a tensor that the caller is about to drop."""
-        if room is not None and self._pool is None:
-            self._num_bytes -= room.nbytes
+        if buffer is not None and self._pool is None:
+            self._num_bytes -= buffer.nbytes
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +120,7 @@ class _Buffers:
         return self._num_bytes if self._pool is None else self._pool.bytes_held
 
 
-class FollowedUnits:
+class BufferSimulation:
     """Simulated memory of all parameter groups.
 
     A group's weights are gathered into one buffer and copied into the parameters' own memory, which lives until it is
@@ -134,25 +134,25 @@ class FollowedUnits:
         pools: If True, buffers are allocated from a pool.
     """
 
-    def __init__(self, units: dict[str, FollowedUnit], *, pools: bool) -> None:
-        self._units = units
-        self._unit_of = {name: unit for unit in units.values() for name in unit.shapes}
+    def __init__(self, groups: dict[str, SimulatedParamGroup], *, pools: bool) -> None:
+        self._groups = groups
+        self._group_of = {name: group for group in groups.values() for name in group.shapes}
         self._pools = pools
         self._buffers = _Buffers(pools=pools)
-        self._whole: set[FollowedUnit] = set()
-        self._whole_bytes = 0
-        self._ahead: dict[FollowedUnit, torch.Tensor] = {}
-        self._payload: torch.Tensor | None = None
-        self._between: set[FollowedUnit] = set()
+        self._gathered: set[SimulatedParamGroup] = set()
+        self._gathered_bytes = 0
+        self._prefetched: dict[SimulatedParamGroup, torch.Tensor] = {}
+        self._send_buffer: torch.Tensor | None = None
+        self._partially_resharded: set[SimulatedParamGroup] = set()
         self._begin()
 
     def _begin(self) -> None:
-        self._order: list[FollowedUnit] = []
-        self._missing = {unit: set(unit.trained) for unit in self._units.values()}
+        self._order: list[SimulatedParamGroup] = []
+        self._missing = {group: set(group.trainable) for group in self._groups.values()}
         self._gradients: dict[str, int] = {}
-        self._in_backward: set[FollowedUnit] = set()
-        self._is_done: set[FollowedUnit] = set()
-        self._most = 0
+        self._in_backward: set[SimulatedParamGroup] = set()
+        self._is_done: set[SimulatedParamGroup] = set()
+        self._peak_bytes = 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -162,103 +162,105 @@ class FollowedUnits:
     @property
     def num_bytes(self) -> int:
         """Bytes of all that is allocated."""
-        between = sum(unit.post_forward_bytes for unit in self._between)
-        return self._whole_bytes + between + self.gradient_bytes + self._buffers.num_bytes
+        between = sum(group.post_forward_bytes for group in self._partially_resharded)
+        return self._gathered_bytes + between + self.gradient_bytes + self._buffers.num_bytes
 
-    def tell(self, stretch: Stretch) -> int:
+    def process(self, interval: MemoryInterval) -> int:
         """Process an event; return the peak bytes while it is processed."""
-        self._most = self.num_bytes
-        if stretch.event == "gradient":
-            self._receive(stretch.name)
-        elif stretch.name in self._units:
-            unit = self._units[stretch.name]
-            {"enter": self._enter, "leave": self._leave, "backward": self._begin_backward}[stretch.event](unit)
-        return max(self._most, self.num_bytes)
+        self._peak_bytes = self.num_bytes
+        if interval.event == "gradient":
+            self._on_gradient(interval.name)
+        elif interval.name in self._groups:
+            group = self._groups[interval.name]
+            {"enter": self._enter, "leave": self._leave, "backward": self._begin_backward}[interval.event](group)
+        return max(self._peak_bytes, self.num_bytes)
 
     def finish(self) -> int:
         """Process the end of a backward; return the peak bytes."""
-        self._most = self.num_bytes
-        for unit in self._units.values():
-            if unit not in self._is_done:
-                self._reduce(unit)
-        self._buffers.let_go(self._payload)
-        self._payload = None
-        most = max(self._most, self.num_bytes)
+        self._peak_bytes = self.num_bytes
+        for group in self._groups.values():
+            if group not in self._is_done:
+                self._reduce(group)
+        self._buffers.free(self._send_buffer)
+        self._send_buffer = None
+        most = max(self._peak_bytes, self.num_bytes)
         self._begin()
         return most
 
-    def _note(self, more: int = 0) -> None:
-        self._most = max(self._most, self.num_bytes + more)
+    def _update_peak(self, more: int = 0) -> None:
+        self._peak_bytes = max(self._peak_bytes, self.num_bytes + more)
 
-    def _enter(self, unit: FollowedUnit) -> None:
-        self._gather(unit)
+    def _enter(self, group: SimulatedParamGroup) -> None:
+        self._gather(group)
 
-    def _leave(self, unit: FollowedUnit) -> None:
+    def _leave(self, group: SimulatedParamGroup) -> None:
         if self._in_backward:  # recomputation in backward, for which the weights stay gathered
             return
-        self._order.append(unit)
-        if unit.reshards:
-            self._free(unit)
-            if unit.post_forward_bytes:
-                self._between.add(unit)
+        self._order.append(group)
+        if group.reshards:
+            self._free(group)
+            if group.post_forward_bytes:
+                self._partially_resharded.add(group)
 
-    def _begin_backward(self, unit: FollowedUnit) -> None:
-        if unit in self._in_backward:
+    def _begin_backward(self, group: SimulatedParamGroup) -> None:
+        if group in self._in_backward:
             return
-        self._in_backward.add(unit)
-        self._gather(unit)
-        before = self._order.index(unit) - 1 if unit in self._order else -1
+        self._in_backward.add(group)
+        self._gather(group)
+        before = self._order.index(group) - 1 if group in self._order else -1
         if before >= 0:
-            self._fetch(self._order[before])
+            self._prefetch(self._order[before])
 
-    def _fetch(self, unit: FollowedUnit) -> None:
-        if unit in self._whole or unit in self._ahead or unit.num_ranks == 1:
+    def _prefetch(self, group: SimulatedParamGroup) -> None:
+        if group in self._gathered or group in self._prefetched or group.num_ranks == 1:
             return
-        self._ahead[unit] = self._buffers.take(unit.whole_bytes)
-        self._note(unit.shard_numel * unit.compute_dtype.itemsize if unit.casts else 0)
+        self._prefetched[group] = self._buffers.allocate(group.gathered_bytes)
+        self._update_peak(group.shard_numel * group.compute_dtype.itemsize if group.casts else 0)
 
-    def _gather(self, unit: FollowedUnit) -> None:
-        if unit in self._whole:
+    def _gather(self, group: SimulatedParamGroup) -> None:
+        if group in self._gathered:
             return
-        self._fetch(unit)
-        self._whole.add(unit)
-        self._whole_bytes += unit.whole_bytes
-        self._note()
-        self._buffers.let_go(self._ahead.pop(unit, None))
-        self._between.discard(unit)
+        self._prefetch(group)
+        self._gathered.add(group)
+        self._gathered_bytes += group.gathered_bytes
+        self._update_peak()
+        self._buffers.free(self._prefetched.pop(group, None))
+        self._partially_resharded.discard(group)
 
-    def _free(self, unit: FollowedUnit) -> None:
-        if unit in self._whole:
-            self._whole.remove(unit)
-            self._whole_bytes -= unit.whole_bytes
+    def _free(self, group: SimulatedParamGroup) -> None:
+        if group in self._gathered:
+            self._gathered.remove(group)
+            self._gathered_bytes -= group.gathered_bytes
 
-    def _receive(self, name: str) -> None:
-        unit = self._unit_of.get(name)
-        if unit is None or name not in unit.trained:
+    def _on_gradient(self, name: str) -> None:
+        group = self._group_of.get(name)
+        if group is None or name not in group.trainable:
             return
-        self._gradients[name] = unit.gradient_bytes(name)
-        self._missing[unit].discard(name)
-        if not self._missing[unit] and not unit.is_root:
-            self._reduce(unit)
+        self._gradients[name] = group.gradient_bytes(name)
+        self._missing[group].discard(name)
+        if not self._missing[group] and not group.is_root:
+            self._reduce(group)
 
-    def _reduce(self, unit: FollowedUnit) -> None:
+    def _reduce(self, group: SimulatedParamGroup) -> None:
         """Reduce a group's gradients, which are ready."""
-        self._is_done.add(unit)
-        self._free(unit)
-        if not unit.trained:
+        self._is_done.add(group)
+        self._free(group)
+        if not group.trainable:
             return
-        self._gradients |= {name: unit.gradient_bytes(name) for name in unit.trained}
+        self._gradients |= {name: group.gradient_bytes(name) for name in group.trainable}
         # On the CPU the previous reduction ends after this one has started.
-        before, self._payload = self._payload, None
-        if not self._pools or unit.num_ranks == 1:
-            self._buffers.let_go(before)
+        before, self._send_buffer = self._send_buffer, None
+        if not self._pools or group.num_ranks == 1:
+            self._buffers.free(before)
             before = None
-        self._payload = self._buffers.take(unit.trained_numel * unit.num_ranks * unit.reduce_dtype.itemsize)
-        self._note()
-        for name in unit.trained:
+        self._send_buffer = self._buffers.allocate(
+            group.trainable_numel * group.num_ranks * group.reduce_dtype.itemsize
+        )
+        self._update_peak()
+        for name in group.trainable:
             del self._gradients[name]
-        self._buffers.let_go(before)
+        self._buffers.free(before)
         del before
-        output = unit.trained_numel * unit.reduce_dtype.itemsize if unit.num_ranks == 1 else 0
-        given = unit.trained_numel * unit.dtype.itemsize if unit.dtype != unit.sum_dtype else 0
-        self._note(output + given)
+        output = group.trainable_numel * group.reduce_dtype.itemsize if group.num_ranks == 1 else 0
+        given = group.trainable_numel * group.dtype.itemsize if group.dtype != group.grad_dtype else 0
+        self._update_peak(output + given)

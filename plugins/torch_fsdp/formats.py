@@ -13,13 +13,13 @@ from booster.errors import ConfigError
 from booster.interface import MixedPrecision as BoosterPrecision
 from booster.plugins.sharding.checks import check_flag
 
-__all__ = ["UnitFormats", "check_formats", "is_module_class", "read_formats"]
+__all__ = ["PrecisionDtypes", "check_mixed_precision", "is_module_class", "read_mixed_precision"]
 
-_FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitFormats:
+class PrecisionDtypes:
     """Dtypes of FSDP's mixed precision.
 
     Attributes:
@@ -37,42 +37,42 @@ class UnitFormats:
     buffer_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     casts_root_inputs: bool = True
-    casts_unit_inputs: bool = True
-    keeps_own_format: tuple[type[nn.Module], ...] = ()
+    casts_module_inputs: bool = True
+    own_dtype_classes: tuple[type[nn.Module], ...] = ()
 
-    def policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
-        """Return FSDP2's policy of the root, or of a wrapped module outside of `keeps_own_format`."""
+    def fsdp2_policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
+        """Return FSDP2's policy of the root, or of a wrapped module outside of `own_dtype_classes`."""
         return MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
             output_dtype=self.output_dtype if is_root else None,
-            cast_forward_inputs=self.casts_root_inputs if is_root else self.casts_unit_inputs,
+            cast_forward_inputs=self.casts_root_inputs if is_root else self.casts_module_inputs,
         )
 
 
-def read_formats(given: Any) -> UnitFormats | None:
-    """Return the dtypes of the argument `mixed_precision`, valid for `check_formats`, or None."""
+def read_mixed_precision(given: Any) -> PrecisionDtypes | None:
+    """Return the dtypes of the argument `mixed_precision`, valid for `check_mixed_precision`, or None."""
     if isinstance(given, MixedPrecision):
-        return UnitFormats(
+        return PrecisionDtypes(
             param_dtype=given.param_dtype,
             reduce_dtype=given.reduce_dtype or given.param_dtype,
             buffer_dtype=given.buffer_dtype,
             casts_root_inputs=given.cast_root_forward_inputs,
-            casts_unit_inputs=given.cast_forward_inputs,
-            keeps_own_format=tuple(given._module_classes_to_ignore),
+            casts_module_inputs=given.cast_forward_inputs,
+            own_dtype_classes=tuple(given._module_classes_to_ignore),
         )
     if isinstance(given, MixedPrecisionPolicy):
-        return UnitFormats(
+        return PrecisionDtypes(
             param_dtype=given.param_dtype,
             reduce_dtype=given.reduce_dtype or given.param_dtype,
             output_dtype=given.output_dtype,
             casts_root_inputs=given.cast_forward_inputs,
-            casts_unit_inputs=given.cast_forward_inputs,
+            casts_module_inputs=given.cast_forward_inputs,
         )
     return None
 
 
-def check_formats(given: Any) -> None:
+def check_mixed_precision(given: Any) -> None:
     """Validate the argument `mixed_precision`.
 
     Raises:
@@ -92,18 +92,18 @@ def check_formats(given: Any) -> None:
         )
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
         dtype = getattr(given, name, None)
-        if dtype is not None and dtype not in _FORMATS:
+        if dtype is not None and dtype not in _DTYPES:
             raise ConfigError(
                 f"mixed_precision with {name}={dtype!r}: FSDP casts to this dtype and computes or reduces in it, so it"
-                f" must be one of {', '.join(map(str, _FORMATS))}; for float8 write Booster(..., mixed_precision='fp8')"
+                f" must be one of {', '.join(map(str, _DTYPES))}; for float8 write Booster(..., mixed_precision='fp8')"
             )
     for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
         check_flag(f"mixed_precision.{name}", getattr(given, name, True))
     if isinstance(given, MixedPrecision):
-        _check_first_generation(given)
+        _check_fsdp1(given)
 
 
-def _check_first_generation(given: MixedPrecision) -> None:
+def _check_fsdp1(given: MixedPrecision) -> None:
     if given.keep_low_precision_grads is not False:
         raise ConfigError(
             f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: FSDP2 casts gradients"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from booster.comm import gather_distinct, group_rank, mesh_of_groups, new_mesh
+from booster.comm import all_gather_bytes, group_rank, mesh_of_groups, new_mesh
 from booster.device import current_device
 from booster.errors import ConfigError
 
@@ -43,8 +43,8 @@ def make_mesh(given: Any, device_type: str, shape: tuple[int, int]) -> DeviceMes
     if given is None or given is dist.group.WORLD:
         return mesh
     # A group of all ranks: the other axis has size 1.
-    whole = given.get_group() if isinstance(given, DeviceMesh) else given
-    groups = [mesh.get_group(0), whole] if shape[0] == 1 else [whole, mesh.get_group(1)]
+    group = given.get_group() if isinstance(given, DeviceMesh) else given
+    groups = [mesh.get_group(0), group] if shape[0] == 1 else [group, mesh.get_group(1)]
     return mesh_of_groups(groups, device_type, mesh.mesh, AXES)
 
 
@@ -89,11 +89,11 @@ def _check_pair(given: tuple[Any, ...], world_size: int, *, is_hybrid: bool) -> 
             "process_group is a tuple of groups, which only HYBRID_SHARD takes: give one group or None, or choose"
             " HYBRID_SHARD"
         )
-    if len(given) != 2 or not all(isinstance(one, dist.ProcessGroup) or _is_elsewhere(one) for one in given):
+    if len(given) != 2 or not all(isinstance(one, dist.ProcessGroup) or _is_non_member(one) for one in given):
         raise ConfigError(
             f"process_group={given!r} is not a pair of groups: give (shard_group, replicate_group), both with this rank"
         )
-    members = [set() if _is_elsewhere(one) else set(dist.get_process_group_ranks(one)) for one in given]
+    members = [set() if _is_non_member(one) else set(dist.get_process_group_ranks(one)) for one in given]
     if members[0] & members[1] != {group_rank()} or len(members[0]) * len(members[1]) != world_size:
         raise ConfigError(
             f"process_group=(shard_group, replicate_group) has ranks {sorted(members[0])} and {sorted(members[1])} on"
@@ -124,12 +124,12 @@ def _check_mesh(given: DeviceMesh, world_size: int, *, is_hybrid: bool) -> None:
 
 
 def _check_one_group(given: Any, world_size: int, *, is_hybrid: bool) -> None:
-    if not isinstance(given, dist.ProcessGroup) and not _is_elsewhere(given):
+    if not isinstance(given, dist.ProcessGroup) and not _is_non_member(given):
         raise ConfigError(
             f"process_group={given!r} is not a process group: give a ProcessGroup, for HYBRID_SHARD a pair of them or a"
             " DeviceMesh with two dimensions, or leave it out for all ranks"
         )
-    _check_all_ranks([] if _is_elsewhere(given) else dist.get_process_group_ranks(given), world_size)
+    _check_all_ranks([] if _is_non_member(given) else dist.get_process_group_ranks(given), world_size)
     if is_hybrid and given is not dist.group.WORLD:
         raise ConfigError(
             "process_group is one group, but HYBRID_SHARD needs two: give (shard_group, replicate_group), a DeviceMesh"
@@ -148,8 +148,8 @@ def _check_all_ranks(ranks: list[int], world_size: int) -> None:
 def _rows_of(shard_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -> torch.Tensor:
     """Return the ranks as a matrix with one row per replica, gathered from each rank's two groups."""
     mine = [dist.get_process_group_ranks(group) for group in (shard_group, replica_group)]
-    payloads, owners = gather_distinct(json.dumps(mine).encode())
-    everyone = [json.loads(payloads[owner]) for owner in owners]
+    texts, owners = all_gather_bytes(json.dumps(mine).encode())
+    everyone = [json.loads(texts[owner]) for owner in owners]
     rows = sorted({tuple(shards) for shards, _ in everyone})
     columns = list(zip(*rows, strict=False))
     for rank, (shards, replicas) in enumerate(everyone):
@@ -162,6 +162,6 @@ def _rows_of(shard_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -
     return torch.tensor(rows)
 
 
-def _is_elsewhere(given: Any) -> bool:
+def _is_non_member(given: Any) -> bool:
     """Return whether `given` is torch's placeholder for a group that this rank is not a member of."""
     return isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER

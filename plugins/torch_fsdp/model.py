@@ -21,11 +21,11 @@ from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.plugins.sharding.buffers import broadcast_joined
 from booster.plugins.sharding.deep_copies import error_of_divided_copy
-from booster.plugins.torch_fsdp.coordination import Coordinator, TaskKind
-from booster.plugins.torch_fsdp.members import Member
-from booster.plugins.torch_fsdp.shown_weights import COPYING, shown_whole, without_fsdp
-from booster.plugins.torch_fsdp.units import Unit
-from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
+from booster.plugins.torch_fsdp.coordination import CollectiveKind, CollectiveOrder
+from booster.plugins.torch_fsdp.members import ShardedParam
+from booster.plugins.torch_fsdp.shown_weights import DEEPCOPY, detached_from_fsdp, summon_full_params
+from booster.plugins.torch_fsdp.units import ParamGroup
+from booster.plugins.torch_fsdp.whole_parameters import ReplicatedParam, ReplicatedParams
 
 __all__ = ["FSDPModel"]
 
@@ -49,62 +49,63 @@ class FSDPModel(ModelWrapper):
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[Unit],
-        whole: WholeParameters,
-        coordinator: Coordinator,
+        groups: Sequence[ParamGroup],
+        replicated_params: ReplicatedParams,
+        collective_order: CollectiveOrder,
         *,
         is_primary: bool,
         writes_shards: bool,
         broadcasts_buffers: bool,
     ) -> None:
         super().__init__(module, is_primary=is_primary)
-        self.units = tuple(units)
-        self.whole = whole
-        self.coordinator = coordinator
+        self.fsdp_groups = tuple(groups)
+        self.replicated_params = replicated_params
+        self.collective_order = collective_order
         self._writes_shards = writes_shards
         self._broadcasts_buffers = broadcasts_buffers
         self._clear_gradients: Callable[[bool], None] | None = None
         self._is_gathered = False
-        self._places: dict[int, tuple[Unit, Member] | WholeMember] = {}
-        for unit in self.units:
-            self._places |= {id(member.parameter): (unit, member) for member in unit.members}
-        self._places |= {id(member.parameter): member for member in whole.members}
-        self._shown = {id(member.original): member.parameter for member in self.members}
-        coordinator.serve_with([unit.served for unit in self.units])
+        self._param_of: dict[int, tuple[ParamGroup, ShardedParam] | ReplicatedParam] = {}
+        for group in self.fsdp_groups:
+            self._param_of |= {id(param.parameter): (group, param) for param in group.params}
+        self._param_of |= {id(param.parameter): param for param in replicated_params.params}
+        self._current_param = {id(param.original): param.parameter for param in self.sharded_params}
+        collective_order.set_passive_callbacks([group.passive for group in self.fsdp_groups])
         for one in module.modules():
             if isinstance(one, FSDPModule):
-                vars(one)[COPYING] = partial(_copy_sharded, weakref.ref(self), weakref.ref(one))
+                vars(one)[DEEPCOPY] = partial(_copy_sharded, weakref.ref(self), weakref.ref(one))
 
     @property
-    def members(self) -> list[Member]:
+    def sharded_params(self) -> list[ShardedParam]:
         """Sharded parameters of all parameter groups."""
-        return [member for unit in self.units for member in unit.members]
+        return [param for group in self.fsdp_groups for param in group.params]
 
     @property
     def shard_device(self) -> torch.device:
         """Device of the shards."""
-        first = next(iter(self.members), None)
-        return torch.device("cpu") if first is None else first.piece.device
+        first = next(iter(self.sharded_params), None)
+        return torch.device("cpu") if first is None else first.shard.device
 
-    def shown(self, original: nn.Parameter) -> nn.Parameter:
+    def current_param(self, original: nn.Parameter) -> nn.Parameter:
         """Return the model's current parameter for one from before boost()."""
-        return self._shown.get(id(original), original)
+        return self._current_param.get(id(original), original)
 
-    def place_of(self, parameter: nn.Parameter) -> tuple[Unit, Member] | WholeMember:
+    def group_and_param(self, parameter: nn.Parameter) -> tuple[ParamGroup, ShardedParam] | ReplicatedParam:
         """Return the parameter group and sharded parameter, or the replicated parameter, of a model parameter."""
-        return self._places[id(parameter)]
+        return self._param_of[id(parameter)]
 
-    def connect(self, clear_gradients: Callable[[bool], None]) -> None:
+    def set_gradient_clearing(self, clear_gradients: Callable[[bool], None]) -> None:
         """Set the function by which `zero_grad` clears the gradients."""
         self._clear_gradients = clear_gradients
 
-    def describe_units(self) -> str:
+    def describe_groups(self) -> str:
         """Return the parameter groups as text for the log."""
-        units = ", ".join(
-            f"{unit.name or 'the root'} ({sum(math.prod(one.shape) for one in unit.members)})" for unit in self.units
+        groups = ", ".join(
+            f"{group.name or 'the root'} ({sum(math.prod(one.shape) for one in group.params)})"
+            for group in self.fsdp_groups
         )
-        whole = ", ".join(one.name for one in self.whole.members)
-        return f"{len(self.units)} parameter groups (elements): {units or 'none'}; replicated: {whole or 'none'}"
+        replicated = ", ".join(one.name for one in self.replicated_params.params)
+        return f"{len(self.fsdp_groups)} parameter groups (elements): {groups or 'none'}; replicated: {replicated or 'none'}"
 
     # Running.
 
@@ -113,43 +114,43 @@ class FSDPModel(ModelWrapper):
 
         Collective: weights are all-gathered.
         """
-        if self._runs_alone:
+        if self._is_local_forward:
             return super().forward(*args, **kwargs)
         self._begin_run(args, kwargs)
-        with self._recovering():
+        with self._reset_on_error():
             outputs = super().forward(*args, **kwargs)
         self._end_run()
         return outputs
 
     @property
-    def _runs_alone(self) -> bool:
+    def _is_local_forward(self) -> bool:
         """Whether forwards need no other rank: on full weights, or recomputed by activation checkpointing."""
         # Recomputation is part of the backward, and may stop early.
         return self._is_gathered or torch._C._current_graph_task_id() != -1
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._runs_alone:
-            self.require_unmoved()
+        if not self._is_local_forward:
+            self.check_not_moved()
             if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
                 broadcast_joined(list(self.module.buffers()), None)
 
     def _end_run(self) -> None:
-        if not self._runs_alone:
-            self.coordinator.close(TaskKind.FORWARD_END)
+        if not self._is_local_forward:
+            self.collective_order.synchronize_end(CollectiveKind.FORWARD_END)
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._runs_alone:
+        if self._is_local_forward:
             return super()._run_method(method, *args, **kwargs)
-        with self._recovering():
+        with self._reset_on_error():
             return super()._run_method(method, *args, **kwargs)
 
-    def require_unmoved(self) -> None:
+    def check_not_moved(self) -> None:
         """Check that the memory of the shards was not replaced.
 
         Raises:
             ConfigError: Updates would not reach the model.
         """
-        moved = next((member.name for member in self.members if member.has_moved), None)
+        moved = next((param.name for param in self.sharded_params if param.has_moved), None)
         if moved is not None:
             raise ConfigError(
                 f"the memory of {moved!r} was replaced after boost(), by model.to(), .half(), .data = or the like, so"
@@ -157,39 +158,39 @@ class FSDPModel(ModelWrapper):
             )
 
     @contextmanager
-    def backward(self, *, synchronizes: bool) -> Iterator[None]:
+    def backward(self, *, sync_gradients: bool) -> Iterator[None]:
         """Context that autograd runs in. Collective on exit.
 
         Args:
-            synchronizes: If True, gradients are reduced; otherwise each rank accumulates them unsharded.
+            sync_gradients: If True, gradients are reduced; otherwise each rank accumulates them unsharded.
 
         Raises:
             ConfigError: The model is inside of `gathered()`, where gradients are not collected.
         """
         if self._is_gathered:
             raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
-        for unit in self.units:
-            if unit.group.reduce_grads != synchronizes:
-                unit.module.set_requires_gradient_sync(synchronizes, recurse=False)
-        with self._recovering():
+        for group in self.fsdp_groups:
+            if group.group.reduce_grads != sync_gradients:
+                group.module.set_requires_gradient_sync(sync_gradients, recurse=False)
+        with self._reset_on_error():
             yield
-        self.coordinator.close(TaskKind.BACKWARD_END)
+        self.collective_order.synchronize_end(CollectiveKind.BACKWARD_END)
 
     @contextmanager
-    def _recovering(self) -> Iterator[None]:
+    def _reset_on_error(self) -> Iterator[None]:
         """Reset FSDP2's iteration state if a forward or backward raises."""
         try:
             yield
         except BaseException as error:
             reset = getattr(self.module, "reset_iter_state", None)
-            if reset is not None and self.units:
+            if reset is not None and self.fsdp_groups:
                 reset()
-            for unit in self.units:
-                unit.inputs.drop()
+            for group in self.fsdp_groups:
+                group.input_hook.remove()
             if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
                 raise ConfigError(
                     "a weight was used while it was sharded: a module reads weights of, or calls a submodule of, one of"
-                    f" {', '.join(repr(unit.name) for unit in self.units if unit.name)} from outside. Give an"
+                    f" {', '.join(repr(group.name) for group in self.fsdp_groups if group.name)} from outside. Give an"
                     " auto_wrap_policy that wraps both together, such as torch.distributed.fsdp's"
                     " ModuleWrapPolicy({Block})"
                 ) from error
@@ -198,13 +199,15 @@ class FSDPModel(ModelWrapper):
     def reshard(self) -> None:
         """Free gathered weights, which do not follow changes of the shards."""
         if not self._is_gathered:
-            for unit in self.units:
-                unit.reshard()
+            for group in self.fsdp_groups:
+                group.reshard()
 
-    def outdate_graphs(self) -> None:
+    def bump_versions(self) -> None:
         """Bump the weights' version counters, so that backward through an older graph raises."""
-        whole = (getattr(member.state, "_unsharded_param", None) for member in self.members)
-        changed = [one for one in whole if one is not None] + [one.parameter for one in self.whole.members]
+        gathered = (getattr(param.state, "_unsharded_param", None) for param in self.sharded_params)
+        changed = [one for one in gathered if one is not None] + [
+            one.parameter for one in self.replicated_params.params
+        ]
         torch.autograd.graph.increment_version(changed)
 
     def check_may_step(self) -> None:
@@ -216,12 +219,12 @@ class FSDPModel(ModelWrapper):
         if self._is_gathered:
             raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
 
-    def forget_gradients(self, *, keeps_use: bool = False) -> None:
+    def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients."""
-        self.coordinator.finish_flight()
-        for unit in self.units:
-            unit.forget_gradients(keeps_use=keeps_use)
-        self.whole.forget_gradients(keeps_use=keeps_use)
+        self.collective_order.wait_in_flight()
+        for group in self.fsdp_groups:
+            group.clear_grads(keep_used=keep_used)
+        self.replicated_params.clear_grads(keep_used=keep_used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of its optimizer."""
@@ -229,7 +232,7 @@ class FSDPModel(ModelWrapper):
         if self._clear_gradients is not None:
             self._clear_gradients(set_to_none)
         else:
-            self.forget_gradients()
+            self.clear_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModel:
         for parameter in self.module.parameters():
@@ -256,25 +259,25 @@ class FSDPModel(ModelWrapper):
         if self._is_gathered:
             yield self.module
             return
-        with self._showing() as take_back:
+        with self._unsharded() as write_back:
             try:
                 yield self.module
             finally:  # also if the caller's code raises on this rank, as the comparison is collective
-                self._require_same()
-                take_back()
+                self._check_same_weights()
+                write_back()
         self.notify_loaded()
 
     @contextmanager
-    def _showing(self) -> Iterator[Callable[[], None]]:
+    def _unsharded(self) -> Iterator[Callable[[], None]]:
         self.reshard()
-        with shown_whole(self.units) as take_back:
+        with summon_full_params(self.fsdp_groups) as write_back:
             self._is_gathered = True
             try:
-                yield take_back
+                yield write_back
             finally:
                 self._is_gathered = False
 
-    def _require_same(self) -> None:
+    def _check_same_weights(self) -> None:
         digest = 0
         for parameter in self.module.parameters():
             digest = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
@@ -293,9 +296,9 @@ class FSDPModel(ModelWrapper):
             return self.module.state_dict(*args, **kwargs)
         self.reshard()
         state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
-        known = self._places.keys() | {id(buffer) for buffer in self.module.buffers()}
+        known = self._param_of.keys() | {id(buffer) for buffer in self.module.buffers()}
         if any(isinstance(value, torch.Tensor) and id(value) not in known for value in state.values()):
-            with self._showing():  # a hook or get_extra_state() computes values from weights
+            with self._unsharded():  # a hook or get_extra_state() computes values from weights
                 state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
                 copies = {id(one): one.detach().clone() for one in state.values() if isinstance(one, torch.Tensor)}
         else:
@@ -308,9 +311,9 @@ class FSDPModel(ModelWrapper):
         """Return copies of a state's tensors by `id`, gathered one parameter group at a time. Collective."""
         asked = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
         copies: dict[int, torch.Tensor] = {}
-        for unit in self.units:
-            if any(id(member.parameter) in asked for member in unit.members):
-                copies |= {id(member.parameter): whole for member, whole in unit.gather().items()}
+        for group in self.fsdp_groups:
+            if any(id(param.parameter) in asked for param in group.params):
+                copies |= {id(param.parameter): full_param for param, full_param in group.gather().items()}
         return copies | {key: value.detach().clone() for key, value in asked.items() if key not in copies}
 
     @torch.no_grad()
@@ -335,8 +338,11 @@ class FSDPModel(ModelWrapper):
             return self.module.load_state_dict(state_dict, strict=strict)
         self.reshard()
         # torch copies the tensors that match before it raises.
-        live = [*(one.piece for one in self.members), *(one.parameter.detach() for one in self.whole.members)]
-        kept = [(tensor, tensor.clone()) for tensor in [*live, *self.module.buffers()]]
+        shards = [
+            *(one.shard for one in self.sharded_params),
+            *(one.parameter.detach() for one in self.replicated_params.params),
+        ]
+        backups = [(tensor, tensor.clone()) for tensor in [*shards, *self.module.buffers()]]
         error: Exception | None = None
         result = None
         try:
@@ -346,7 +352,7 @@ class FSDPModel(ModelWrapper):
         try:
             raise_on_all_ranks(error)
         except BaseException:
-            for tensor, before in kept:
+            for tensor, before in backups:
                 tensor.copy_(before)
             raise
         self.notify_loaded()
@@ -354,26 +360,26 @@ class FSDPModel(ModelWrapper):
 
     def _sharded(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with DTensors of this rank's shards instead of unsharded weights."""
-        by_name = {name: member for member in self.members for name in member.names}
+        by_name = {name: param for param in self.sharded_params for name in param.names}
         found = dict(state_dict)
         for name, value in state_dict.items():
-            member = by_name.get(name)
-            if member is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != member.shape:
+            param = by_name.get(name)
+            if param is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != param.shape:
                 continue
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            start, stop = member.span
-            rows = whole.detach().reshape(-1)[start:stop].to(member.piece.device).view(member.state.sharded_size)
-            found[name] = member.state.to_sharded_dtensor(rows)
+            full_tensor = value.full_tensor() if isinstance(value, DTensor) else value
+            start, stop = param.flat_range
+            rows = full_tensor.detach().reshape(-1)[start:stop].to(param.shard.device).view(param.state.sharded_size)
+            found[name] = param.state.to_sharded_dtensor(rows)
         return found
 
     def notify_loaded(self) -> None:
         self.reshard()
         super().notify_loaded()
-        self.outdate_graphs()
+        self.bump_versions()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Return an unsharded copy of the model without an optimizer, as for weight averaging. Collective."""
-        with nullcontext() if self._is_gathered else self._showing():
+        with nullcontext() if self._is_gathered else self._unsharded():
             copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
         copied.precision = self.precision
         return copied.train(self.training)
@@ -386,24 +392,24 @@ class FSDPModel(ModelWrapper):
         self.reshard()
         slices: list[TensorSlice] = []
         for names, value in self._named_state():
-            place = self._places.get(id(value))
-            if isinstance(place, tuple):
-                slices += self._slice_of(names[0], place[1])
+            found = self._param_of.get(id(value))
+            if isinstance(found, tuple):
+                slices += self._slice_of(names[0], found[1])
             else:
-                is_shared = place is not None
+                is_shared = found is not None
                 slices.append(TensorSlice.whole(names[0], value.detach(), primary=self._is_primary, shared=is_shared))
         return slices
 
-    def _slice_of(self, name: str, member: Member) -> Iterator[TensorSlice]:
-        start, stop = member.span
-        if stop > start or member.rank == 0:  # rank 0 writes parameters without elements
+    def _slice_of(self, name: str, param: ShardedParam) -> Iterator[TensorSlice]:
+        start, stop = param.flat_range
+        if stop > start or param.rank == 0:  # rank 0 writes parameters without elements
             yield TensorSlice(
                 name=name,
-                dtype=member.piece.dtype,
-                global_shape=member.shape,
-                box=member.box,
+                dtype=param.shard.dtype,
+                global_shape=param.shape,
+                box=param.box,
                 span=(0, stop - start),
-                tensor=member.piece,
+                tensor=param.shard,
                 primary=self._writes_shards,
             )
 
@@ -417,9 +423,9 @@ class FSDPModel(ModelWrapper):
         state = self.module.state_dict(keep_vars=True)
         groups: dict[int, list[str]] = {}
         for name, value in state.items():
-            if id(value) in self._places:
+            if id(value) in self._param_of:
                 groups.setdefault(id(value), []).append(name)
-        others = {name: value for name, value in state.items() if id(value) not in self._places}
+        others = {name: value for name, value in state.items() if id(value) not in self._param_of}
         for name, value in others.items():
             if isinstance(value, DTensor):
                 raise CheckpointError(
@@ -436,5 +442,5 @@ def _copy_sharded(model: weakref.ref[FSDPModel], sharded: weakref.ref[nn.Module]
     assert module is not None
     if boosted is None or not boosted._is_gathered:
         raise error_of_divided_copy(type(module).__mro__[2])
-    with without_fsdp(boosted.module):
+    with detached_from_fsdp(boosted.module):
         return copy.deepcopy(module, memo)

@@ -19,15 +19,15 @@ from booster.interface.mixed_precision import LossScaler
 from booster.phases import in_phase
 from booster.plugins.sharding.elementwise import shard_state
 from booster.plugins.sharding.optimizer import ShardedOptimizer
-from booster.plugins.torch_fsdp.closures import drive
-from booster.plugins.torch_fsdp.coordination import TaskKind
-from booster.plugins.torch_fsdp.members import Member
+from booster.plugins.torch_fsdp.closures import run_closure_step
+from booster.plugins.torch_fsdp.coordination import CollectiveKind
+from booster.plugins.torch_fsdp.members import ShardedParam
 from booster.plugins.torch_fsdp.model import FSDPModel
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind
-from booster.plugins.torch_fsdp.piece_exchange import Divided, PieceExchange, choose_owners
-from booster.plugins.torch_fsdp.units import Unit
-from booster.plugins.torch_fsdp.updates import OwnedUpdate, OwnedUpdates, PieceUpdate, Update, WholeUpdate
-from booster.plugins.torch_fsdp.whole_parameters import WholeMember
+from booster.plugins.torch_fsdp.piece_exchange import ParamRedistribution, RowSharded, assign_owners
+from booster.plugins.torch_fsdp.units import ParamGroup
+from booster.plugins.torch_fsdp.updates import OwnedUpdate, OwnedUpdates, ParamUpdate, ReplicatedUpdate, ShardUpdate
+from booster.plugins.torch_fsdp.whole_parameters import ReplicatedParam
 
 __all__ = ["FSDPOptimizer", "OptimizerSettings"]
 
@@ -47,7 +47,7 @@ class OptimizerSettings:
     """
 
     kind: OptimizerKind
-    agreement_group: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup | None
     shard_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup | None
     is_primary: bool
@@ -88,7 +88,7 @@ class FSDPOptimizer(ShardedOptimizer):
             is_primary=is_primary,
         )
         self._settings = settings
-        self._updates: list[Update] = []
+        self._updates: list[ParamUpdate] = []
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
         self._synchronizes = True
@@ -96,7 +96,7 @@ class FSDPOptimizer(ShardedOptimizer):
         for index in range(len(optim.param_groups)):
             self._note_group(index)
         self._shard_groups(range(len(optim.param_groups)))
-        model.connect(self.zero_grad)
+        model.set_gradient_clearing(self.zero_grad)
 
     # Sharding.
 
@@ -104,7 +104,7 @@ class FSDPOptimizer(ShardedOptimizer):
         """Replace the parameters from before boost() by the model's current ones."""
         for group in self.param_groups:
             originals, members = list(group["params"]), group["params"]
-            members[:] = [self.model.shown(one) for one in originals]
+            members[:] = [self.model.current_param(one) for one in originals]
             for original, shown in zip(originals, members, strict=True):
                 self._original_ids[self._names[id(shown)]] = id(original)
                 if shown is not original and original in self.optim.state:
@@ -118,10 +118,10 @@ class FSDPOptimizer(ShardedOptimizer):
             updates = self._updates_of(new, index)
             for parameter, update in zip(new, updates, strict=True):
                 if self._keeps_masters:  # for a parameter that is added later only the rounded values exist
-                    update.keep_master({}, id(parameter))
+                    update.create_master({}, id(parameter))
                 shards = [] if update.shard is None else [update.shard]
                 shard_state(self.optim, parameter, shards)
-                self._working_of |= {id(one.parameter): one.working for one in shards}
+                self._working_of |= {id(one.parameter): one.model_param for one in shards}
             sharded = {id(one) for one in new}
             shards_of_group = [one.shard.parameter for one in updates if one.shard is not None]
             # In place, as optimizers may hold a reference to the list.
@@ -129,52 +129,58 @@ class FSDPOptimizer(ShardedOptimizer):
             # Also if this rank has no shard of a parameter, it must not count as new later.
             self._working_of |= {id(one): one for one in new}
             self._updates += updates
-        self._note_shards()
+        self._register_shards()
 
-    def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[Update]:
+    def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
         settings, owners = self._settings, iter(self._owners_of(parameters))
-        updates: list[Update] = []
+        updates: list[ParamUpdate] = []
         for parameter in parameters:
-            place = self.model.place_of(parameter)
-            if isinstance(place, WholeMember):
-                is_flat = settings.kind is OptimizerKind.PIECES
-                if settings.kind is OptimizerKind.TOGETHER:
-                    place.owner = 0
+            found = self.model.group_and_param(parameter)
+            if isinstance(found, ReplicatedParam):
+                is_flat = settings.kind is OptimizerKind.ELEMENTWISE
+                if settings.kind is OptimizerKind.GLOBAL:
+                    found.owner = 0
                 updates.append(
-                    WholeUpdate(self.model.whole, place, group_index, is_primary=settings.is_primary, is_flat=is_flat)
+                    ReplicatedUpdate(
+                        self.model.replicated_params,
+                        found,
+                        group_index,
+                        is_primary=settings.is_primary,
+                        is_flat=is_flat,
+                    )
                 )
-            elif settings.kind is OptimizerKind.PIECES:
-                unit, member = place
-                updates.append(PieceUpdate(unit, member, group_index, is_primary=settings.is_primary))
+            elif settings.kind is OptimizerKind.ELEMENTWISE:
+                group, param = found
+                updates.append(ShardUpdate(group, param, group_index, is_primary=settings.is_primary))
             else:
-                unit, member = place
-                updates.append(OwnedUpdate(unit, member, group_index, next(owners), is_primary=settings.is_primary))
+                group, param = found
+                updates.append(OwnedUpdate(group, param, group_index, next(owners), is_primary=settings.is_primary))
         return updates
 
     def _owners_of(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """Return the owners of the sharded ones among `parameters`, in order."""
-        places = [self.model.place_of(one) for one in parameters]
-        divided = [_divided(place[1]) for place in places if not isinstance(place, WholeMember)]
-        if self._settings.kind is OptimizerKind.TOGETHER:
-            return [0] * len(divided)
-        return choose_owners(divided, group_size(self._settings.shard_group))
+        places = [self.model.group_and_param(one) for one in parameters]
+        sharded = [_row_sharded(found[1]) for found in places if not isinstance(found, ReplicatedParam)]
+        if self._settings.kind is OptimizerKind.GLOBAL:
+            return [0] * len(sharded)
+        return assign_owners(sharded, group_size(self._settings.shard_group))
 
-    def _note_shards(self) -> None:
+    def _register_shards(self) -> None:
         owned = [one for one in self._updates if isinstance(one, OwnedUpdate)]
-        exchange = PieceExchange(
-            [_divided(one.member) for one in owned],
+        redistribution = ParamRedistribution(
+            [_row_sharded(one.param) for one in owned],
             [one.owner for one in owned],
             self._settings.shard_group,
             self.model.shard_device,
         )
-        self._owned = OwnedUpdates(owned, exchange)
-        parts = [one.shard for one in self._updates if one.shard is not None]
-        shapes = {one.member.name: one.member.shape for one in self._updates}
-        self._use_shards(Shards(parts, list(shapes), self._settings.shard_group, shapes=shapes))
+        self._owned = OwnedUpdates(owned, redistribution)
+        shards = [one.shard for one in self._updates if one.shard is not None]
+        shapes = {one.param.name: one.param.shape for one in self._updates}
+        self._use_shards(Shards(shards, list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _shard_unfrozen(self) -> None:
-        for member in self.model.members:  # also of modules that this rank did not use
-            member.settle_training()
+        for param in self.model.sharded_params:  # also of modules that this rank did not use
+            param.sync_requires_grad()
         super()._shard_unfrozen()
 
     def _reshard(self, indices: Sequence[int]) -> None:
@@ -187,13 +193,13 @@ class FSDPOptimizer(ShardedOptimizer):
         self._keeps_masters = True
         replaced: dict[int, nn.Parameter] = {}
         for update in self._updates:
-            before = update.keep_master(originals, self._original_ids[update.member.name])
+            before = update.create_master(originals, self._original_ids[update.param.name])
             if before is None:
                 continue
             assert update.shard is not None
             master = update.shard.parameter
             replaced[id(before)] = master
-            self._working_of[id(master)] = update.shard.working
+            self._working_of[id(master)] = update.shard.model_param
             if before in self.optim.state:
                 self.optim.state[master] = {
                     key: value.float() if isinstance(value, torch.Tensor) and value.dtype == before.dtype else value
@@ -201,21 +207,21 @@ class FSDPOptimizer(ShardedOptimizer):
                 }
         for group in self.param_groups:
             group["params"][:] = [replaced.get(id(one), one) for one in group["params"]]
-        self._note_shards()
+        self._register_shards()
         return True
 
     def _refresh_masters(self) -> None:
         for update in self._updates:
-            update.follow()
+            update.refresh_master()
 
     def follow_weights(self, shard: Shard) -> None:
         update = next(one for one in self._updates if one.shard is shard)
-        update.follow()
+        update.refresh_master()
 
     # Backward.
 
-    def _collecting_gradients(self) -> AbstractContextManager[None]:
-        return self.model.backward(synchronizes=self._synchronizes)
+    def _backward_context(self) -> AbstractContextManager[None]:
+        return self.model.backward(sync_gradients=self._synchronizes)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -230,85 +236,92 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _reduce_gradients(self) -> float:
         self._known_norm = None
-        self._bring_together()
+        self._reduce_unreduced_grads()
         for update in self._updates:
-            update.point_gradient()
+            update.set_gradient()
         if self._owned.updates:
-            self._owned.bring_gradients()
+            self._owned.gather_gradients()
         return 1.0 / group_size(self.data_parallel_group)
 
-    def _bring_together(self) -> None:
+    def _reduce_unreduced_grads(self) -> None:
         """Reduce local gradients, and all-reduce over the replicas. Collective."""
-        model, whole = self.model, self.model.whole
-        model.coordinator.close(TaskKind.COLLECTION)
-        whole.note_use()
-        *has_local, reduces_whole = self._any_rank([*(unit.has_local for unit in model.units), whole.has_gradients])
-        for unit, reduces in zip(model.units, has_local, strict=True):
+        model, whole = self.model, self.model.replicated_params
+        model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
+        whole.mark_used()
+        *has_local, reduces_whole = self._any_rank(
+            [*(group.has_unreduced_grads for group in model.fsdp_groups), whole.has_gradients]
+        )
+        for group, reduces in zip(model.fsdp_groups, has_local, strict=True):
             if reduces:
-                unit.reduce_local()
-        summed = self._agree_on_use()
+                group.reduce_unreduced_grads()
+        summed = self._sync_is_used()
         if self._settings.replica_group is not None:
-            for unit in summed:
-                self._sum_over_replicas(unit)
+            for group in summed:
+                self._all_reduce_replicas(group)
         if reduces_whole:
             whole.reduce()
 
-    def _agree_on_use(self) -> list[Unit]:
+    def _sync_is_used(self) -> list[ParamGroup]:
         """All-reduce `is_used`; return the parameter groups with reduced gradients on any rank. Collective."""
-        units = self.model.units
-        members: list[Member | WholeMember] = [*self.model.members, *self.model.whole.members]
-        agreed = self._any_rank([*(one.is_used for one in members), *(unit.has_sums for unit in units)])
-        for member, is_used in zip(members, agreed, strict=False):
-            member.is_used = is_used
-        return [unit for unit, has_sums in zip(units, agreed[len(members) :], strict=True) if has_sums]
+        groups = self.model.fsdp_groups
+        members: list[ShardedParam | ReplicatedParam] = [
+            *self.model.sharded_params,
+            *self.model.replicated_params.params,
+        ]
+        agreed = self._any_rank([*(one.is_used for one in members), *(group.has_reduced_grads for group in groups)])
+        for param, is_used in zip(members, agreed, strict=False):
+            param.is_used = is_used
+        return [group for group, has_sums in zip(groups, agreed[len(members) :], strict=True) if has_sums]
 
-    def _any_rank(self, facts: Sequence[bool]) -> list[bool]:
-        group = self._settings.agreement_group or self.data_parallel_group
-        mask = torch.tensor(facts, dtype=torch.uint8, device=collective_device(group))
-        return [bool(fact) for fact in all_reduce_max(mask, group).tolist()] if facts else []
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        group = self._settings.control_group or self.data_parallel_group
+        mask = torch.tensor(flags, dtype=torch.uint8, device=collective_device(group))
+        return [bool(flag) for flag in all_reduce_max(mask, group).tolist()] if flags else []
 
-    def _sum_over_replicas(self, unit: Unit) -> None:
-        sums = unit.sums()
-        home = collective_device(self._settings.replica_group)
-        summed = all_reduce_sum(sums.to(home), self._settings.replica_group)
+    def _all_reduce_replicas(self, group: ParamGroup) -> None:
+        sums = group.reduced_grads()
+        device = collective_device(self._settings.replica_group)
+        summed = all_reduce_sum(sums.to(device), self._settings.replica_group)
         if summed.data_ptr() != sums.data_ptr():
             sums.copy_(summed)
 
     def _has_gradients(self) -> bool:
-        return self.model.whole.has_gradients or any(unit.has_sums or unit.has_local for unit in self.model.units)
+        return self.model.replicated_params.has_gradients or any(
+            group.has_reduced_grads or group.has_unreduced_grads for group in self.model.fsdp_groups
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients and end the accumulation; no effect inside `Booster.accumulate` before its last step."""
-        if self._holds_gradients:
+        if self._is_accumulating:
             return
         super().zero_grad()
-        self.model.forget_gradients(keeps_use=not set_to_none)
+        self.model.clear_grads(keep_used=not set_to_none)
 
     # Step.
 
     def _check_weights(self) -> None:
         self.model.check_may_step()
-        self.model.require_unmoved()
+        self.model.check_not_moved()
         for update in self._updates:
             if update.has_moved():
                 raise ConfigError(
-                    f"the memory of {update.member.name!r} was replaced after boost(), by model.to(), .half(), .data ="
+                    f"the memory of {update.param.name!r} was replaced after boost(), by model.to(), .half(), .data ="
                     " or the like, so that the optimizer's updates would not reach the model: do it before boost()"
                 )
 
     def _fetch_weights(self) -> None:
         self.model.reshard()
         if self._owned.updates:
-            self._owned.bring_weights()
+            self._owned.gather_weights()
 
     def _update_parameters(self) -> None:
         self._fetch_weights()
         self._is_stepping = True
         try:
-            self._run_together(self._step_shards)
+            self._run_on_all_ranks(self._step_shards)
         finally:
             self._is_stepping = False
-        if self._window.num_backwards > 0:
+        if self._accumulation.num_backwards > 0:
             self._restore_memory()
             self._write_weights()
 
@@ -321,7 +334,7 @@ class FSDPOptimizer(ShardedOptimizer):
     def _publish_weights(self) -> None:
         for update in self._updates:
             update.write_weights()
-        self._spread_everything()
+        self._broadcast_weights()
 
     @in_phase("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -331,7 +344,7 @@ class FSDPOptimizer(ShardedOptimizer):
             ConfigError: As in `ShardedOptimizer.step`; and for a closure of an optimizer over all parameters together
                 with loss scaling or master weights.
         """
-        if closure is None or self._defers_step or self._settings.kind is not OptimizerKind.TOGETHER:
+        if closure is None or self._defers_step or self._settings.kind is not OptimizerKind.GLOBAL:
             return super().step(closure)
         if self.loss_scaler is not None or any(one.has_master for one in self.shards.parts):
             raise ConfigError(
@@ -340,13 +353,13 @@ class FSDPOptimizer(ShardedOptimizer):
             )
         self._check_weights()
         self.model.reshard()
-        self._owned.bring_weights()
+        self._owned.gather_weights()
         self._is_stepping = True
         try:
-            result = drive(
+            result = run_closure_step(
                 lambda driving: self.optim.step(driving),  # type: ignore[arg-type, return-value]
                 lambda: self._evaluate(closure),
-                self._spread_everything,
+                self._broadcast_weights,
                 shard_group=self._settings.shard_group,
                 data_parallel_group=self.data_parallel_group,
             )
@@ -358,18 +371,18 @@ class FSDPOptimizer(ShardedOptimizer):
     def _evaluate(self, closure: Callable[[], Any]) -> torch.Tensor:
         with torch.enable_grad():
             loss = torch.as_tensor(closure())
-        self._finalize_gradients()
+        self._unscale_gradients()
         self._clip_to_max_norm()
         return loss
 
-    def _spread_everything(self) -> None:
+    def _broadcast_weights(self) -> None:
         self.model.reshard()
-        self.model.whole.spread(everything=True)
-        self._owned.spread(everything=True)
-        self.model.outdate_graphs()
+        self.model.replicated_params.broadcast_weights(include_unused=True)
+        self._owned.scatter_weights(include_unused=True)
+        self.model.bump_versions()
 
     def _step_shards(self) -> None:
-        if self._window.factors is None:
+        if self._accumulation.factors is None:
             self._step_by_kind()
             return
         copies = {
@@ -380,9 +393,9 @@ class FSDPOptimizer(ShardedOptimizer):
         self._step_fused(copies, {})
 
     def _step_by_kind(self) -> None:
-        if self._settings.kind is OptimizerKind.PIECES:
+        if self._settings.kind is OptimizerKind.ELEMENTWISE:
             self._step_parts()
-        elif self._settings.kind is OptimizerKind.WHOLES or self.shards.parts or not self._updates:
+        elif self._settings.kind is OptimizerKind.PER_PARAM or self.shards.parts or not self._updates:
             self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
         else:  # another rank has all parameters; only the step's hooks run here
             Optimizer.profile_hook_step(_step_nothing)(self.optim)
@@ -390,96 +403,96 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _write_weights(self) -> None:
         for update in self._updates:
-            if self._window.factors is None or not update.rounds_in_place:
+            if self._accumulation.factors is None or not update.rounds_in_place:
                 update.write_weights()
         if self._owned.updates:
-            self._owned.spread()
-        self.model.whole.spread()
-        self.model.outdate_graphs()
+            self._owned.scatter_weights()
+        self.model.replicated_params.broadcast_weights()
+        self.model.bump_versions()
 
     # Interface of checkpoints.
 
     @property
     def gradient_shards(self) -> Sequence[Shard]:
         """Shards of the reduced gradients on this rank: row shards, also of parameters that another rank updates."""
-        return [shard for shard, _ in self._pieces()]
+        return [shard for shard, _ in self._grad_shards()]
 
-    def _pieces(self) -> Iterator[tuple[Shard, Update]]:
+    def _grad_shards(self) -> Iterator[tuple[Shard, ParamUpdate]]:
         """Yield the shards of reduced gradients: this rank's rows, and full replicated parameters on their owners."""
         for update in self._updates:
-            member = update.member
-            if isinstance(update, PieceUpdate) and update.shard is not None:
+            param = update.param
+            if isinstance(update, ShardUpdate) and update.shard is not None:
                 yield update.shard, update
-            elif isinstance(member, Member):
-                start, stop = member.span
-                if stop > start and not isinstance(update, PieceUpdate):
-                    yield _row_shard(member, update, is_primary=self._settings.is_primary), update
+            elif isinstance(param, ShardedParam):
+                start, stop = param.flat_range
+                if stop > start and not isinstance(update, ShardUpdate):
+                    yield _row_shard(param, update, is_primary=self._settings.is_primary), update
             elif update.shard is not None:
                 yield update.shard, update
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for update in self._updates:
-            member = update.member
-            gradient = member.parameter.grad if isinstance(member, WholeMember) else member.local_gradient()
+            param = update.param
+            gradient = param.parameter.grad if isinstance(param, ReplicatedParam) else param.unreduced_grad()
             if gradient is not None:
-                found[member.name] = gradient
+                found[param.name] = gradient
         return found
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
         if allocate is None:
-            self.model.coordinator.close(TaskKind.COLLECTION)
-            self._agree_on_use()
+            self.model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
+            self._sync_is_used()
         else:
-            self._make_sums(allocate)
+            self._allocate_grads(allocate)
         found = []
-        for shard, update in self._pieces():
-            sums = update.sums()
-            if sums is not None and update.member.is_used:
+        for shard, update in self._grad_shards():
+            sums = update.reduced_grad()
+            if sums is not None and update.param.is_used:
                 found.append((shard, sums))
         return found
 
-    def _make_sums(self, names: Collection[str]) -> None:
-        self.model.forget_gradients()
-        for unit in self.model.units:
-            used = [one for one in unit.members if one.name in names]
+    def _allocate_grads(self, names: Collection[str]) -> None:
+        self.model.clear_grads()
+        for group in self.model.fsdp_groups:
+            used = [one for one in group.params if one.name in names]
             for one in used:
                 one.is_used = True
             if used:
-                unit.sums()
-        for member in self.model.whole.members:
-            if member.name in names:
-                member.is_used = True
-                if self.model.whole.is_own(member):
-                    member.sums = torch.zeros(
-                        member.parameter.numel(), dtype=member.sum_dtype, device=member.parameter.device
+                group.reduced_grads()
+        for param in self.model.replicated_params.params:
+            if param.name in names:
+                param.is_used = True
+                if self.model.replicated_params.owns(param):
+                    param.reduced_grad = torch.zeros(
+                        param.parameter.numel(), dtype=param.grad_dtype, device=param.parameter.device
                     )
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        member = next(one.member for one in self._updates if one.member.name == name)
-        if isinstance(member, WholeMember):
-            member.parameter.grad = torch.empty_like(member.parameter, requires_grad=False).copy_(gradient)
+        param = next(one.param for one in self._updates if one.param.name == name)
+        if isinstance(param, ReplicatedParam):
+            param.parameter.grad = torch.empty_like(param.parameter, requires_grad=False).copy_(gradient)
             return
-        unit = next(unit for unit in self.model.units if member in unit.members)
-        room = torch.empty(member.shape, dtype=unit.reduce_dtype, device=unit.device)
-        member.state.unsharded_accumulated_grad = room.copy_(gradient)
+        group = next(group for group in self.model.fsdp_groups if param in group.params)
+        buffer = torch.empty(param.shape, dtype=group.reduce_dtype, device=group.device)
+        param.state.unsharded_accumulated_grad = buffer.copy_(gradient)
 
 
 def _step_nothing(optimizer: Optimizer) -> None:
     """No-op step."""
 
 
-def _divided(member: Member) -> Divided:
-    return Divided(name=member.name, shape=member.shape, dtype=member.piece.dtype)
+def _row_sharded(param: ShardedParam) -> RowSharded:
+    return RowSharded(name=param.name, shape=param.shape, dtype=param.shard.dtype)
 
 
-def _row_shard(member: Member, update: Update, *, is_primary: bool) -> Shard:
+def _row_shard(param: ShardedParam, update: ParamUpdate, *, is_primary: bool) -> Shard:
     return Shard(
-        name=member.name,
-        global_shape=member.shape,
-        span=member.span,
-        parameter=nn.Parameter(member.piece.detach(), requires_grad=False),
-        working=member.parameter,
+        name=param.name,
+        global_shape=param.shape,
+        span=param.flat_range,
+        parameter=nn.Parameter(param.shard.detach(), requires_grad=False),
+        model_param=param.parameter,
         group_index=update.group_index,
         has_master=False,
         is_primary=is_primary,

@@ -13,15 +13,15 @@ from booster.plugins.sharding.probe import find_tie
 __all__ = ["OptimizerKind", "kind_of"]
 
 # Known classes of torch, covered by tests. A subclass may behave differently, so it is probed.
-_WHOLES = frozenset({optim.Adafactor, optim.Muon})
+_PER_PARAM_CLASSES = frozenset({optim.Adafactor, optim.Muon})
 
 
 class OptimizerKind(IntEnum):
     """Unit of data that an optimizer's update depends on. A larger kind is valid for all smaller ones."""
 
-    PIECES = 0  # any elements of parameters
-    WHOLES = 1  # one full parameter
-    TOGETHER = 2  # all full parameters
+    ELEMENTWISE = 0  # any elements of parameters
+    PER_PARAM = 1  # one full parameter
+    GLOBAL = 2  # all full parameters
 
 
 def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
@@ -36,14 +36,14 @@ def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
         ConfigError: The optimizer can't run on sharded parameters.
     """
     if obstacle_to_parts(optimizer) is None:
-        return OptimizerKind.PIECES
+        return OptimizerKind.ELEMENTWISE
     if isinstance(optimizer, optim.SparseAdam):
         raise ConfigError(
             f"{type(optimizer).__name__} takes sparse gradients, but gradients of sharded parameters are dense: use"
             " torch.optim.AdamW, and embeddings without sparse=True"
         )
     if isinstance(optimizer, optim.LBFGS):
-        return OptimizerKind.TOGETHER
-    if type(optimizer) in _WHOLES:
-        return OptimizerKind.WHOLES
-    return OptimizerKind.TOGETHER if find_tie(optimizer) is not None else OptimizerKind.WHOLES
+        return OptimizerKind.GLOBAL
+    if type(optimizer) in _PER_PARAM_CLASSES:
+        return OptimizerKind.PER_PARAM
+    return OptimizerKind.GLOBAL if find_tie(optimizer) is not None else OptimizerKind.PER_PARAM

@@ -11,16 +11,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.utils._pytree import tree_leaves
 
-from booster.plugins.torch_fsdp.units import groups_of
+from booster.plugins.torch_fsdp.units import fsdp_param_groups
 from booster.tensor_tree import map_tensors
 
-__all__ = ["SafeOutputs"]
+__all__ = ["ViewSafeOutputs"]
 
 # FSDP2's search for tensors in outputs; before torch 2.13 it searched pytrees.
 _collect: Callable[[Any], Sequence[torch.Tensor]] | None = getattr(_common_utils, "collect_grad_tensors", None)
 
 
-class SafeOutputs:
+class ViewSafeOutputs:
     """Forward hook that runs before FSDP2's own.
 
     FSDP2 gathers weights for backward in a hook on each output tensor that it finds. This fails silently in two cases:
@@ -33,9 +33,9 @@ class SafeOutputs:
         copies_views: If True, views are cloned; needed where the weights are freed after forward.
     """
 
-    def __init__(self, module: nn.Module, *, copies_views: bool) -> None:
-        self._copies_views = copies_views
-        self._freed_to: dict[int, Any] | None = None
+    def __init__(self, module: nn.Module, *, clones_views: bool) -> None:
+        self._clones_views = clones_views
+        self._post_forward_meshes: dict[int, Any] | None = None
         module.register_forward_hook(self)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", module="torch")
 
@@ -44,23 +44,23 @@ class SafeOutputs:
         if not torch.is_grad_enabled():
             return output
         tensors = _tensors_with_gradients(output)
-        self._keep_weights(module, keeps=not tensors)
-        if self._copies_views and any(one._base is not None for one in tensors):
-            return map_tensors(_own, output)
+        self._keep_gathered(module, keeps=not tensors)
+        if self._clones_views and any(one._base is not None for one in tensors):
+            return map_tensors(_clone_view, output)
         return output
 
-    def _keep_weights(self, module: nn.Module, *, keeps: bool) -> None:
-        if not keeps and self._freed_to is None:
+    def _keep_gathered(self, module: nn.Module, *, keeps: bool) -> None:
+        if not keeps and self._post_forward_meshes is None:
             return
         assert isinstance(module, FSDPModule)
-        groups = groups_of(module)
-        if keeps and self._freed_to is None:
-            self._freed_to = {id(group): group.post_forward_mesh_info for group in groups}
-        assert self._freed_to is not None
+        groups = fsdp_param_groups(module)
+        if keeps and self._post_forward_meshes is None:
+            self._post_forward_meshes = {id(group): group.post_forward_mesh_info for group in groups}
+        assert self._post_forward_meshes is not None
         for group in groups:
-            group.post_forward_mesh_info = None if keeps else self._freed_to[id(group)]
+            group.post_forward_mesh_info = None if keeps else self._post_forward_meshes[id(group)]
         if not keeps:
-            self._freed_to = None
+            self._post_forward_meshes = None
 
 
 def _tensors_with_gradients(output: Any) -> Sequence[torch.Tensor]:
@@ -69,5 +69,5 @@ def _tensors_with_gradients(output: Any) -> Sequence[torch.Tensor]:
     return [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor

@@ -10,10 +10,10 @@ from torch import nn
 
 from booster.mixed_precision.half_weights import cast_floats
 
-__all__ = ["OwnFormat", "modules_with_forward"]
+__all__ = ["DtypeBoundary", "modules_with_forward"]
 
 
-class OwnFormat:
+class DtypeBoundary:
     """Casts a module's inputs to the dtype of its weights, and its outputs to the dtype of the model.
 
     FSDP1 does so for `_module_classes_to_ignore`; FSDP2 leaves it to the user.
@@ -23,19 +23,19 @@ class OwnFormat:
         outside: Compute dtype of the rest of the model.
     """
 
-    def __init__(self, module: nn.Module, outside: torch.dtype) -> None:
-        inside = next((one.dtype for one in module.parameters() if one.is_floating_point()), outside)
-        if inside == outside:
+    def __init__(self, module: nn.Module, model_dtype: torch.dtype) -> None:
+        module_dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), model_dtype)
+        if module_dtype == model_dtype:
             return
-        self._inside, self._outside = inside, outside
+        self._module_dtype, self._model_dtype = module_dtype, model_dtype
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_floats(self._inside, args), cast_floats(self._inside, kwargs)
+        return cast_floats(self._module_dtype, args), cast_floats(self._module_dtype, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floats(self._outside, output)
+        return cast_floats(self._model_dtype, output)
 
 
 def modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from booster.comm import all_to_all_single, collective_device, group_rank, group_size
 
-__all__ = ["Divided", "PieceExchange", "choose_owners", "row_span"]
+__all__ = ["ParamRedistribution", "RowSharded", "assign_owners", "row_range"]
 
-_MAX_ROUTES = 32  # plans in the cache; needed where each step has gradients of other parameters
+_MAX_PLANS = 32  # plans in the cache; needed where each step has gradients of other parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
+class RowSharded:
     """A parameter that is sharded by rows over the ranks.
 
     Attributes:
@@ -36,7 +36,7 @@ class Divided:
         return math.prod(self.shape)
 
 
-def row_span(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
+def row_range(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
     """Return start and stop of a rank's flat range of a row-major parameter.
 
     Shards have equally many full rows, except that the last ranks may have fewer or none. A scalar counts as one row.
@@ -51,19 +51,19 @@ def row_span(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]
     return min(rank * rows_each, rows) * rest, min((rank + 1) * rows_each, rows) * rest
 
 
-def choose_owners(members: Sequence[Divided], num_ranks: int) -> list[int]:
+def assign_owners(params: Sequence[RowSharded], num_ranks: int) -> list[int]:
     """Return the owner rank of every parameter.
 
     Longest processing time first: in order of size, each to the rank with the fewest bytes so far. No rank has more
     than 4/3 of the optimum (Graham 1969, Bounds on Multiprocessing Timing Anomalies, theorem 2).
 
     Args:
-        members: Parameters, equal on all ranks.
+        params: Parameters, equal on all ranks.
         num_ranks: Size of the group that the rows are sharded over.
     """
-    sizes = [member.numel * member.dtype.itemsize for member in members]
-    owners, loads = [0] * len(members), [0] * num_ranks
-    for index in sorted(range(len(members)), key=lambda index: -sizes[index]):
+    sizes = [param.numel * param.dtype.itemsize for param in params]
+    owners, loads = [0] * len(params), [0] * num_ranks
+    for index in sorted(range(len(params)), key=lambda index: -sizes[index]):
         owner = min(range(num_ranks), key=lambda rank: loads[rank])
         owners[index] = owner
         loads[owner] += sizes[index]
@@ -71,7 +71,7 @@ def choose_owners(members: Sequence[Divided], num_ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Route:
+class _AllToAllPlan:
     """All-to-all plan for a subset of the parameters; all sizes are bytes.
 
     Attributes:
@@ -81,13 +81,13 @@ class _Route:
         largest: Largest size between any two ranks.
     """
 
-    members: tuple[int, ...]
+    params: tuple[int, ...]
     to_owners: tuple[int, ...]
     from_ranks: tuple[int, ...]
-    largest: int
+    max_bytes: int
 
 
-class PieceExchange:
+class ParamRedistribution:
     """Redistributes row-sharded parameters to their owners, and back.
 
     Each direction is one all-to-all of bytes, whatever the dtypes are. A rank sends its rows of all parameters that it
@@ -96,26 +96,26 @@ class PieceExchange:
 
     Args:
         members: Parameters, equal on all ranks; other arguments refer to them by index.
-        owners: Owner rank of each parameter, as returned by `choose_owners`.
+        owners: Owner rank of each parameter, as returned by `assign_owners`.
         group: Group that the rows are sharded over; None for the world group.
         device: Device of the unsharded tensors.
     """
 
     def __init__(
         self,
-        members: Sequence[Divided],
+        params: Sequence[RowSharded],
         owners: Sequence[int],
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        self._members = tuple(members)
+        self._params = tuple(params)
         self._owners = tuple(owners)
         self._group = group
         self._device = device
         self._rank, self._num_ranks = group_rank(group), group_size(group)
-        if len(self._owners) != len(self._members) or not set(self._owners) <= set(range(self._num_ranks)):
-            raise AssertionError(f"invalid owners {self._owners} of {len(members)} members on {self._num_ranks} ranks")
-        self._routes: dict[tuple[tuple[int, ...], torch.dtype | None], _Route] = {}
+        if len(self._owners) != len(self._params) or not set(self._owners) <= set(range(self._num_ranks)):
+            raise AssertionError(f"invalid owners {self._owners} of {len(params)} members on {self._num_ranks} ranks")
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype | None], _AllToAllPlan] = {}
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class PieceExchange:
 
     def to_owners(
         self,
-        pieces: Mapping[int, torch.Tensor],
+        shards: Mapping[int, torch.Tensor],
         *,
         indices: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
@@ -132,31 +132,29 @@ class PieceExchange:
         """Return the unsharded tensors of the parameters that this rank owns, in newly allocated memory.
 
         Args:
-            pieces: This rank's contiguous shards, by index; an empty shard may be omitted.
+            shards: This rank's contiguous shards, by index; an empty shard may be omitted.
             indices: Parameters to redistribute, equal on all ranks; optional, defaults to all.
             dtype: Dtype of all shards; optional, defaults to each parameter's own.
 
         Collective: every rank of the group must call it. One all-to-all, or none if every owner has all rows already.
         """
-        route = self._route(indices, dtype)
-        mine = {index: self._bytes_of_piece(index, pieces, dtype) for index in route.members}
-        wholes = {
-            index: torch.empty(
-                self._members[index].shape, dtype=dtype or self._members[index].dtype, device=self._device
-            )
-            for index in sorted(route.members)
+        plan = self._plan_of(indices, dtype)
+        mine = {index: self._bytes_of_shard(index, shards, dtype) for index in plan.params}
+        full_tensors = {
+            index: torch.empty(self._params[index].shape, dtype=dtype or self._params[index].dtype, device=self._device)
+            for index in sorted(plan.params)
             if self._owners[index] == self._rank
         }
-        own, elsewhere = self._parts_of(wholes, route)
+        own, remote = self._rows_of(full_tensors, plan)
         for index, part in own.items():
             part.copy_(mine.pop(index))
-        self._move(list(mine.values()), elsewhere, route.to_owners, route.from_ranks, route.largest)
-        return wholes
+        self._all_to_all(list(mine.values()), remote, plan.to_owners, plan.from_ranks, plan.max_bytes)
+        return full_tensors
 
     def from_owners(
         self,
-        wholes: Mapping[int, torch.Tensor],
-        pieces: Mapping[int, torch.Tensor],
+        full_tensors: Mapping[int, torch.Tensor],
+        shards: Mapping[int, torch.Tensor],
         *,
         indices: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
@@ -164,103 +162,107 @@ class PieceExchange:
         """Fill this rank's shards in place from the owners' unsharded tensors; the inverse of `to_owners`.
 
         Args:
-            wholes: Contiguous unsharded tensors of the parameters that this rank owns, by index.
-            pieces: This rank's contiguous shards, by index; an empty shard may be omitted.
+            full_tensors: Contiguous unsharded tensors of the parameters that this rank owns, by index.
+            shards: This rank's contiguous shards, by index; an empty shard may be omitted.
             indices: Parameters to redistribute, equal on all ranks; optional, defaults to all.
             dtype: Dtype of all tensors; optional, defaults to each parameter's own.
 
         Collective: every rank of the group must call it. One all-to-all, or none if every owner has all rows already.
         """
-        route = self._route(indices, dtype)
-        mine = {index: self._bytes_of_piece(index, pieces, dtype) for index in route.members}
-        own, elsewhere = self._parts_of(self._checked_wholes(wholes, route, dtype), route)
+        plan = self._plan_of(indices, dtype)
+        mine = {index: self._bytes_of_shard(index, shards, dtype) for index in plan.params}
+        own, remote = self._rows_of(self._check_full_tensors(full_tensors, plan, dtype), plan)
         for index, part in own.items():
             mine.pop(index).copy_(part)
-        self._move(elsewhere, list(mine.values()), route.from_ranks, route.to_owners, route.largest)
+        self._all_to_all(remote, list(mine.values()), plan.from_ranks, plan.to_owners, plan.max_bytes)
 
-    def _move(
+    def _all_to_all(
         self,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         sizes_to: Sequence[int],
         sizes_from: Sequence[int],
-        largest: int,
+        max_bytes: int,
     ) -> None:
         """All-to-all of bytes, ordered by rank; `targets` are filled in place."""
-        if largest == 0:
+        if max_bytes == 0:
             return
         device = collective_device(self._group)
         empty = torch.empty(0, dtype=torch.uint8, device=device)
-        payload = torch.cat([empty, *(source.to(device) for source in sources)])
+        send_buffer = torch.cat([empty, *(source.to(device) for source in sources)])
         output = empty.new_empty(sum(sizes_from))
         all_to_all_single(
-            output, payload, self._group, output_sizes=sizes_from, payload_sizes=sizes_to, largest_size=largest
+            output, send_buffer, self._group, output_sizes=sizes_from, payload_sizes=sizes_to, largest_size=max_bytes
         )
-        for target, part in zip(targets, output.split([target.numel() for target in targets]), strict=True):
-            target.copy_(part)
+        for target, received in zip(targets, output.split([target.numel() for target in targets]), strict=True):
+            target.copy_(received)
 
-    def _route(self, indices: Iterable[int] | None, dtype: torch.dtype | None) -> _Route:
-        chosen = tuple(range(len(self._members)) if indices is None else sorted(set(indices)))
-        if (chosen, dtype) not in self._routes:
-            if len(self._routes) == _MAX_ROUTES:
-                self._routes.clear()
-            self._routes[chosen, dtype] = self._plan(chosen, dtype)
-        return self._routes[chosen, dtype]
+    def _plan_of(self, indices: Iterable[int] | None, dtype: torch.dtype | None) -> _AllToAllPlan:
+        chosen = tuple(range(len(self._params)) if indices is None else sorted(set(indices)))
+        if (chosen, dtype) not in self._plans:
+            if len(self._plans) == _MAX_PLANS:
+                self._plans.clear()
+            self._plans[chosen, dtype] = self._build_plan(chosen, dtype)
+        return self._plans[chosen, dtype]
 
-    def _plan(self, chosen: Sequence[int], dtype: torch.dtype | None) -> _Route:
+    def _build_plan(self, chosen: Sequence[int], dtype: torch.dtype | None) -> _AllToAllPlan:
         sizes = [[0] * self._num_ranks for _ in range(self._num_ranks)]  # bytes by source rank and owner
         for index in chosen:
-            owner, itemsize = self._owners[index], (dtype or self._members[index].dtype).itemsize
+            owner, itemsize = self._owners[index], (dtype or self._params[index].dtype).itemsize
             for rank in range(self._num_ranks):
-                start, stop = self._span(index, rank)
+                start, stop = self._row_range(index, rank)
                 sizes[rank][owner] += (stop - start) * itemsize if rank != owner else 0
-        return _Route(
-            members=tuple(sorted(chosen, key=lambda index: self._owners[index])),
+        return _AllToAllPlan(
+            params=tuple(sorted(chosen, key=lambda index: self._owners[index])),
             to_owners=tuple(sizes[self._rank]),
             from_ranks=tuple(row[self._rank] for row in sizes),
-            largest=max(map(max, sizes)),
+            max_bytes=max(map(max, sizes)),
         )
 
-    def _span(self, index: int, rank: int) -> tuple[int, int]:
-        return row_span(self._members[index].shape, rank, self._num_ranks)
+    def _row_range(self, index: int, rank: int) -> tuple[int, int]:
+        return row_range(self._params[index].shape, rank, self._num_ranks)
 
-    def _parts_of(
-        self, wholes: Mapping[int, torch.Tensor], route: _Route
+    def _rows_of(
+        self, full_tensors: Mapping[int, torch.Tensor], plan: _AllToAllPlan
     ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return byte views of this rank's rows by index, and of the other ranks' rows ordered by rank."""
-        parts = {
-            (rank, index): _bytes(wholes[index].reshape(-1)[slice(*self._span(index, rank))])
+        rows = {
+            (rank, index): _bytes(full_tensors[index].reshape(-1)[slice(*self._row_range(index, rank))])
             for rank in range(self._num_ranks)
-            for index in route.members
+            for index in plan.params
             if self._owners[index] == self._rank
         }
-        own = {index: part for (rank, index), part in parts.items() if rank == self._rank}
-        return own, [part for (rank, _), part in parts.items() if rank != self._rank]
+        own = {index: part for (rank, index), part in rows.items() if rank == self._rank}
+        return own, [part for (rank, _), part in rows.items() if rank != self._rank]
 
-    def _bytes_of_piece(
-        self, index: int, pieces: Mapping[int, torch.Tensor], dtype: torch.dtype | None
+    def _bytes_of_shard(
+        self, index: int, shards: Mapping[int, torch.Tensor], dtype: torch.dtype | None
     ) -> torch.Tensor:
-        member, (start, stop) = self._members[index], self._span(index, self._rank)
-        expected = dtype or member.dtype
-        piece = pieces.get(index)
-        if piece is None and start == stop:
+        param, (start, stop) = self._params[index], self._row_range(index, self._rank)
+        expected = dtype or param.dtype
+        shard = shards.get(index)
+        if shard is None and start == stop:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
-        if piece is None or (piece.numel(), piece.dtype) != (stop - start, expected) or not piece.is_contiguous():
-            found = None if piece is None else f"{piece.numel()} {piece.dtype} of stride {piece.stride()}"
-            raise AssertionError(f"rank {self._rank} has {found} of {member}, not {stop - start} contiguous {expected}")
-        return _bytes(piece)
+        if shard is None or (shard.numel(), shard.dtype) != (stop - start, expected) or not shard.is_contiguous():
+            found = None if shard is None else f"{shard.numel()} {shard.dtype} of stride {shard.stride()}"
+            raise AssertionError(f"rank {self._rank} has {found} of {param}, not {stop - start} contiguous {expected}")
+        return _bytes(shard)
 
-    def _checked_wholes(
-        self, wholes: Mapping[int, torch.Tensor], route: _Route, dtype: torch.dtype | None
+    def _check_full_tensors(
+        self, full_tensors: Mapping[int, torch.Tensor], plan: _AllToAllPlan, dtype: torch.dtype | None
     ) -> Mapping[int, torch.Tensor]:
-        for index in route.members:
-            member, whole = self._members[index], wholes.get(index)
+        for index in plan.params:
+            param, full_tensor = self._params[index], full_tensors.get(index)
             if self._owners[index] != self._rank:
                 continue
-            if whole is None or whole.dtype != (dtype or member.dtype) or tuple(whole.shape) != member.shape:
-                found = None if whole is None else f"{whole.dtype} of shape {tuple(whole.shape)}"
-                raise AssertionError(f"rank {self._rank} owns {member} and has {found}, not {dtype or member.dtype}")
-        return wholes
+            if (
+                full_tensor is None
+                or full_tensor.dtype != (dtype or param.dtype)
+                or tuple(full_tensor.shape) != param.shape
+            ):
+                found = None if full_tensor is None else f"{full_tensor.dtype} of shape {tuple(full_tensor.shape)}"
+                raise AssertionError(f"rank {self._rank} owns {param} and has {found}, not {dtype or param.dtype}")
+        return full_tensors
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from booster.comm import all_reduce_max, collective_device, group_size, new_cpu_group, patience
+from booster.comm import all_reduce_max, collective_device, group_size, new_cpu_group, timeout_scope
 from booster.data import shard_dataloader
 from booster.errors import ConfigError
-from booster.interface import Boosted, MemoryQuestion, ModelWrapper, OptimizerWrapper, RankMemory
+from booster.interface import Boosted, MemoryRequest, ModelWrapper, OptimizerWrapper, RankMemory
 from booster.interface.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.mixed_precision import mixed_precision_names
 from booster.mixed_precision.fp16_naive import log_on_master
@@ -30,13 +30,13 @@ from booster.plugins.sharding.checks import check_memory_is_apart
 from booster.plugins.sharding.loss_scale import new_loss_scaler
 from booster.plugins.sharding.materializing import Materializer
 from booster.plugins.sync_batch_norm import convert_batch_norm
-from booster.plugins.torch_fsdp.assembly import Assembly
+from booster.plugins.torch_fsdp.assembly import FSDPModelBuilder
 from booster.plugins.torch_fsdp.grouping import groups_of
 from booster.plugins.torch_fsdp.memory import fsdp_memory
 from booster.plugins.torch_fsdp.optimizer import FSDPOptimizer, OptimizerSettings
 from booster.plugins.torch_fsdp.optimizer_kinds import OptimizerKind, kind_of
 from booster.plugins.torch_fsdp.settings import FSDPArguments
-from booster.plugins.torch_fsdp.unit_precision import UnitPrecision
+from booster.plugins.torch_fsdp.unit_precision import FSDPPrecision
 
 __all__ = ["TorchFSDPPlugin"]
 
@@ -98,7 +98,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         DesyncError: The ranks' arguments differ.
     """
 
-    @patience("setup")
+    @timeout_scope("setup")
     def __init__(
         self,
         process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | DeviceMesh | None = None,
@@ -137,56 +137,58 @@ class TorchFSDPPlugin(DistributedPlugin):
         self._arguments.check(group_size())
         self._loss_scale.check()
 
-    def agreement_facts(self) -> list[str]:
-        return [*self._arguments.facts, *self._loss_scale.facts]
+    def config_fingerprint(self) -> list[str]:
+        return [*self._arguments.fingerprint, *self._loss_scale.facts]
 
     def _make_groups(self) -> None:
         self._strategy = self._arguments.strategy(group_size(), _num_hosts())
         self._mesh = self._arguments.make_mesh(self._device.type, self._strategy)
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard")
-        self._agreement_group = None if is_cpu else new_cpu_group()
-        self._coordination_group = shard_group if is_cpu else new_cpu_group(shard_group)
+        self._control_group = None if is_cpu else new_cpu_group()
+        self._order_group = shard_group if is_cpu else new_cpu_group(shard_group)
         if is_cpu and self._arguments.offloads:
             log_on_master("cpu_offload changes nothing: weights and states are in host memory already")
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         given = groups_of(self._arguments.process_group)
         made = [group for group in self._mesh.get_all_groups() if group not in given]
-        return [*made, self._agreement_group, None if self._coordination_group in given else self._coordination_group]
+        return [*made, self._control_group, None if self._order_group in given else self._order_group]
 
     def supported_precisions(self) -> list[str]:
         return ["fp32", *mixed_precision_names()]
 
     def control_precision(self) -> bool:
-        return self._arguments.formats is not None
+        return self._arguments.precision_dtypes is not None
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
 
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        formats = self._arguments.formats
-        travels = parameter_dtype if formats is None else formats.reduce_dtype or formats.param_dtype or parameter_dtype
-        is_summed_in_fp32 = self._device.type == "cpu" and travels.itemsize < 4
-        return torch.float32 if is_summed_in_fp32 else travels
+        policy = self._arguments.precision_dtypes
+        reduce_dtype = (
+            parameter_dtype if policy is None else policy.reduce_dtype or policy.param_dtype or parameter_dtype
+        )
+        is_summed_in_fp32 = self._device.type == "cpu" and reduce_dtype.itemsize < 4
+        return torch.float32 if is_summed_in_fp32 else reduce_dtype
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._assembly().check(model)
+        self._builder().check(model)
         check_memory_is_apart(model, list(model.parameters()))
         self._materializer(model).check()
-        self._kind = OptimizerKind.PIECES if optimizer is None else kind_of(optimizer)
+        self._kind = OptimizerKind.ELEMENTWISE if optimizer is None else kind_of(optimizer)
 
     def place(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
-            self._agree_on_kind()
+            self._sync_optimizer_kind()
         self._materializer(model).place_real()
         if self._arguments.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
 
-    def _agree_on_kind(self) -> None:
+    def _sync_optimizer_kind(self) -> None:
         """Take the maximum over the ranks, each of which has tested the optimizer locally."""
-        mine = torch.tensor([self._kind], dtype=torch.int64, device=collective_device(self._agreement_group))
-        self._kind = OptimizerKind(int(all_reduce_max(mine, self._agreement_group)))
+        mine = torch.tensor([self._kind], dtype=torch.int64, device=collective_device(self._control_group))
+        self._kind = OptimizerKind(int(all_reduce_max(mine, self._control_group)))
 
     def _materializer(self, model: nn.Module) -> Materializer:
         arguments = self._arguments
@@ -203,11 +205,11 @@ class TorchFSDPPlugin(DistributedPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
         originals = list(model.parameters())
-        boosted = self._assembly().assemble(model, self._materializer(model), self._device)
+        boosted = self._builder().build(model, self._materializer(model), self._device)
         wrapped = None
-        formats = self._arguments.formats
+        policy = self._arguments.precision_dtypes
         if optimizer is not None:
-            scales = formats is not None and formats.param_dtype is torch.float16
+            scales = policy is not None and policy.param_dtype is torch.float16
             wrapped = FSDPOptimizer(
                 optimizer,
                 boosted,
@@ -215,28 +217,28 @@ class TorchFSDPPlugin(DistributedPlugin):
                 loss_scaler=self._new_loss_scaler() if scales else None,
                 is_primary=self.dp_rank == 0,
             )
-        for unit in boosted.units if optimizer is None else ():
+        for unit in boosted.fsdp_groups if optimizer is None else ():
             unit.on_gradients = refuse_plain_gradient
-        untrained = [member.parameter for member in boosted.whole.members] if optimizer is None else []
+        untrained = [member.parameter for member in boosted.replicated_params.params] if optimizer is None else []
         refuse_plain_training(boosted, untrained=untrained, originals=originals)
-        if formats is not None:
-            boosted.precision = UnitPrecision(formats)
+        if policy is not None:
+            boosted.precision = FSDPPrecision(policy)
         if self._arguments.verbose:
-            log_on_master(f"TorchFSDPPlugin: {boosted.describe_units()}")
+            log_on_master(f"TorchFSDPPlugin: {boosted.describe_groups()}")
         if dataloader is not None:
             dataloader = shard_dataloader(dataloader, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
-    def _assembly(self) -> Assembly:
+    def _builder(self) -> FSDPModelBuilder:
         arguments = self._arguments
-        return Assembly(
+        return FSDPModelBuilder(
             mesh=self._mesh,
             strategy=self._strategy,
-            formats=arguments.formats,
+            precision_dtypes=arguments.precision_dtypes,
             offload_policy=arguments.offload_policy(self._device),
             auto_wrap_policy=arguments.auto_wrap_policy,
             ignored_modules=arguments.ignored_modules or (),
-            coordination_group=self._coordination_group,
+            order_group=self._order_group,
             is_primary=self.dp_rank == 0,
             broadcasts_buffers=arguments.broadcast_buffers and self.dp_size > 1,
         )
@@ -244,7 +246,7 @@ class TorchFSDPPlugin(DistributedPlugin):
     def _optimizer_settings(self) -> OptimizerSettings:
         return OptimizerSettings(
             kind=self._kind,
-            agreement_group=self._agreement_group,
+            control_group=self._control_group,
             shard_group=self._mesh.get_group("shard"),
             replica_group=self._mesh.get_group("replica") if self._mesh.size(0) > 1 else None,
             is_primary=self._mesh.get_local_rank("replica") == 0,
@@ -263,9 +265,9 @@ class TorchFSDPPlugin(DistributedPlugin):
             )
         return optimizer.no_sync()
 
-    def estimate_memory(self, question: MemoryQuestion) -> RankMemory:
+    def estimate_memory(self, request: MemoryRequest) -> RankMemory:
         is_cpu = self._device.type == "cpu"
-        return fsdp_memory(question, self._assembly(), is_cpu=is_cpu, offloads=self._arguments.offloads and not is_cpu)
+        return fsdp_memory(request, self._builder(), is_cpu=is_cpu, offloads=self._arguments.offloads and not is_cpu)
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

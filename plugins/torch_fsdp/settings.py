@@ -17,13 +17,18 @@ from torch.distributed.fsdp.wrap import _Policy
 from booster.comm import group_size
 from booster.errors import ConfigError
 from booster.plugins.sharding.checks import check_clipping, check_flag, check_replicas
-from booster.plugins.torch_fsdp.formats import UnitFormats, check_formats, is_module_class, read_formats
+from booster.plugins.torch_fsdp.formats import (
+    PrecisionDtypes,
+    check_mixed_precision,
+    is_module_class,
+    read_mixed_precision,
+)
 from booster.plugins.torch_fsdp.grouping import check_process_group, describe_process_group, make_mesh
 
-__all__ = ["FSDPArguments", "Strategy", "UnitFormats", "check_reshard_after_forward"]
+__all__ = ["FSDPArguments", "PrecisionDtypes", "Strategy", "check_reshard_after_forward"]
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
-_KEEPS_GATHERED = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+_NO_RESHARD_STRATEGIES = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
 _FLAGS = ("sync_module_states", "verbose", "sync_batch_norm", "broadcast_buffers")
 _POLICY_CALL = "policy(module=..., recurse=..., nonwrapped_numel=...)"
 
@@ -68,10 +73,10 @@ class FSDPArguments:
             object.__setattr__(self, "ignored_modules", tuple(self.ignored_modules))
 
     @property
-    def facts(self) -> list[str]:
+    def fingerprint(self) -> list[str]:
         """Fingerprint: descriptions of the arguments that must be equal on all ranks."""
-        formats = self.formats
-        policy = None if formats is None else [getattr(formats, name) for name in UnitFormats.__slots__]
+        formats = self.precision_dtypes
+        policy = None if formats is None else [getattr(formats, name) for name in PrecisionDtypes.__slots__]
         described = {
             "process_group": describe_process_group(self.process_group),
             "sharding_strategy": self._strategy_name,
@@ -81,13 +86,13 @@ class FSDPArguments:
             "ignored_modules": _describe(self.ignored_modules or ()),
             "param_init_fn": _describe(self.param_init_fn),
         }
-        same = [name for name in self.__slots__ if name != "verbose"]
-        return [f"{name}={described[name] if name in described else repr(getattr(self, name))}" for name in same]
+        compared = [name for name in self.__slots__ if name != "verbose"]
+        return [f"{name}={described[name] if name in described else repr(getattr(self, name))}" for name in compared]
 
     @property
-    def formats(self) -> UnitFormats | None:
+    def precision_dtypes(self) -> PrecisionDtypes | None:
         """Dtypes of FSDP's mixed precision, or None."""
-        return read_formats(self.mixed_precision)
+        return read_mixed_precision(self.mixed_precision)
 
     @property
     def offloads(self) -> bool:
@@ -116,7 +121,7 @@ class FSDPArguments:
         self._check_strategy()
         self._check_group(world_size)
         _check_offload(self.cpu_offload)
-        check_formats(self.mixed_precision)
+        check_mixed_precision(self.mixed_precision)
         _check_policy(self.auto_wrap_policy)
         _check_modules(self.ignored_modules)
         _check_function(self.param_init_fn)
@@ -140,8 +145,8 @@ class FSDPArguments:
             num_replicas = _one_replica_per_host(world_size, num_hosts)
         shard_size = world_size // num_replicas
         check_reshard_after_forward(self.reshard_after_forward, shard_size)
-        reshards = False if self._strategy_name in _KEEPS_GATHERED else self.reshard_after_forward
-        return Strategy(num_replicas=num_replicas, shard_size=shard_size, reshard_after_forward=reshards)
+        reshard_after_forward = False if self._strategy_name in _NO_RESHARD_STRATEGIES else self.reshard_after_forward
+        return Strategy(num_replicas=num_replicas, shard_size=shard_size, reshard_after_forward=reshard_after_forward)
 
     def make_mesh(self, device_type: str, strategy: Strategy) -> DeviceMesh:
         """Return the ranks as a mesh with the axes "replica" and "shard".
@@ -181,7 +186,7 @@ class FSDPArguments:
                 " torch's ShardingStrategy"
             )
         reshards, name = self.reshard_after_forward, self._strategy_name
-        if name in _KEEPS_GATHERED and not (reshards is None or reshards is False):
+        if name in _NO_RESHARD_STRATEGIES and not (reshards is None or reshards is False):
             raise ConfigError(
                 f"reshard_after_forward={reshards!r} frees weights after forward, and sharding_strategy={name!r} keeps"
                 " them until backward is done: leave it out, or choose FULL_SHARD or HYBRID_SHARD"
@@ -294,8 +299,8 @@ def _check_modules(given: Any) -> None:
 def _describe(value: Any) -> str:
     """Return a text that is equal on all ranks for equal policies or functions: no addresses."""
     if isinstance(value, functools.partial):
-        parts = [*map(_describe, value.args), *(f"{name}={_describe(one)}" for name, one in value.keywords.items())]
-        return f"{_describe(value.func)}({', '.join(parts)})"
+        arguments = [*map(_describe, value.args), *(f"{name}={_describe(one)}" for name, one in value.keywords.items())]
+        return f"{_describe(value.func)}({', '.join(arguments)})"
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_describe, value)))}}}"
     if isinstance(value, (list, tuple)):

@@ -11,15 +11,15 @@ from torch import nn
 from booster.interface import Shard
 from booster.mixed_precision.master_weights import LOW_PRECISION
 from booster.plugins.sharding.masters import take_over
-from booster.plugins.torch_fsdp.members import Member
-from booster.plugins.torch_fsdp.piece_exchange import PieceExchange
-from booster.plugins.torch_fsdp.units import Unit
-from booster.plugins.torch_fsdp.whole_parameters import WholeMember, WholeParameters
+from booster.plugins.torch_fsdp.members import ShardedParam
+from booster.plugins.torch_fsdp.piece_exchange import ParamRedistribution
+from booster.plugins.torch_fsdp.units import ParamGroup
+from booster.plugins.torch_fsdp.whole_parameters import ReplicatedParam, ReplicatedParams
 
-__all__ = ["OwnedUpdate", "OwnedUpdates", "PieceUpdate", "Update", "WholeUpdate", "new_master"]
+__all__ = ["OwnedUpdate", "OwnedUpdates", "ParamUpdate", "ReplicatedUpdate", "ShardUpdate", "new_master"]
 
 
-class Update(ABC):
+class ParamUpdate(ABC):
     """A trainable parameter on the optimizer's side.
 
     Args:
@@ -36,7 +36,7 @@ class Update(ABC):
 
     @property
     @abstractmethod
-    def member(self) -> Member | WholeMember:
+    def param(self) -> ShardedParam | ReplicatedParam:
         """The parameter."""
 
     @property
@@ -50,11 +50,11 @@ class Update(ABC):
         return None if self.shard is None or self.shard.has_master else self.weights
 
     @abstractmethod
-    def sums(self) -> torch.Tensor | None:
+    def reduced_grad(self) -> torch.Tensor | None:
         """Return this rank's shard of the reduced gradient, flat, or None."""
 
     @abstractmethod
-    def point_gradient(self) -> None:
+    def set_gradient(self) -> None:
         """Set the shard's gradient to the reduced one; None if no rank used the parameter."""
 
     def has_moved(self) -> bool:
@@ -73,12 +73,12 @@ class Update(ABC):
             self.weights.copy_(self.shard.parameter.detach().reshape(-1))
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def refresh_master(self) -> None:
         """Update the master weights from model weights that were changed outside of the optimizer."""
         if self.shard is not None and self.shard.has_master:
             take_over(self.shard.parameter.detach().view(-1), self.weights)
 
-    def keep_master(self, originals: Mapping[int, torch.Tensor], original_id: int) -> nn.Parameter | None:
+    def create_master(self, originals: Mapping[int, torch.Tensor], original_id: int) -> nn.Parameter | None:
         """Replace the shard by an fp32 master copy; return the parameter that was replaced, or None.
 
         Args:
@@ -88,53 +88,53 @@ class Update(ABC):
         shard = self.shard
         if shard is None or shard.has_master or shard.parameter.dtype not in LOW_PRECISION:
             return None
-        exact = originals.get(original_id)
-        self.shard = new_master(shard, exact)
+        unrounded = originals.get(original_id)
+        self.shard = new_master(shard, unrounded)
         return shard.parameter
 
 
-class PieceUpdate(Update):
+class ShardUpdate(ParamUpdate):
     """A sharded parameter, whose shard is updated in place, in the memory that FSDP2 gathers from."""
 
-    def __init__(self, unit: Unit, member: Member, group_index: int, *, is_primary: bool) -> None:
+    def __init__(self, unit: ParamGroup, member: ShardedParam, group_index: int, *, is_primary: bool) -> None:
         super().__init__(group_index)
-        self.unit = unit
-        self._member = member
-        start, stop = member.span
+        self.group = unit
+        self._param = member
+        start, stop = member.flat_range
         if stop > start:
-            self.shard = _shard_of(member, (start, stop), member.piece, group_index, is_primary=is_primary)
+            self.shard = _shard_of(member, (start, stop), member.shard, group_index, is_primary=is_primary)
 
     @property
-    def member(self) -> Member:
-        return self._member
+    def param(self) -> ShardedParam:
+        return self._param
 
     @property
     def weights(self) -> torch.Tensor:
-        return self._member.piece
+        return self._param.shard
 
-    def sums(self) -> torch.Tensor | None:
-        return self.unit.gradient_of(self._member)
+    def reduced_grad(self) -> torch.Tensor | None:
+        return self.group.grad_shard_of(self._param)
 
-    def point_gradient(self) -> None:
+    def set_gradient(self) -> None:
         if self.shard is not None:
-            self.shard.parameter.grad = _gradient_for(self.shard, self._member.is_used, self.sums())
+            self.shard.parameter.grad = _gradient_for(self.shard, self._param.is_used, self.reduced_grad())
 
 
-class WholeUpdate(Update):
+class ReplicatedUpdate(ParamUpdate):
     """A replicated parameter, which its owner updates."""
 
     def __init__(
         self,
-        everything: WholeParameters,
-        member: WholeMember,
+        replicated: ReplicatedParams,
+        member: ReplicatedParam,
         group_index: int,
         *,
         is_primary: bool,
         is_flat: bool,
     ) -> None:
         super().__init__(group_index)
-        self._member = member
-        if everything.is_own(member) and member.parameter.numel() > 0:
+        self._param = member
+        if replicated.owns(member) and member.parameter.numel() > 0:
             memory = member.parameter.detach()
             self.shard = _shard_of(
                 member,
@@ -145,49 +145,51 @@ class WholeUpdate(Update):
             )
 
     @property
-    def member(self) -> WholeMember:
-        return self._member
+    def param(self) -> ReplicatedParam:
+        return self._param
 
     @property
     def weights(self) -> torch.Tensor:
-        return self._member.parameter.detach().view(-1)
+        return self._param.parameter.detach().view(-1)
 
-    def sums(self) -> torch.Tensor | None:
-        return self._member.sums
+    def reduced_grad(self) -> torch.Tensor | None:
+        return self._param.reduced_grad
 
-    def point_gradient(self) -> None:
+    def set_gradient(self) -> None:
         if self.shard is not None:
-            self.shard.parameter.grad = _gradient_for(self.shard, self._member.is_used, self.sums())
+            self.shard.parameter.grad = _gradient_for(self.shard, self._param.is_used, self.reduced_grad())
 
     def has_moved(self) -> bool:
         shard = self.shard
         if shard is None or shard.has_master:
             return False
-        return shard.parameter.data_ptr() != self._member.parameter.data_ptr()
+        return shard.parameter.data_ptr() != self._param.parameter.data_ptr()
 
 
-class OwnedUpdate(Update):
+class OwnedUpdate(ParamUpdate):
     """A sharded parameter, which is redistributed to its owner and updated there unsharded."""
 
-    def __init__(self, unit: Unit, member: Member, group_index: int, owner: int, *, is_primary: bool) -> None:
+    def __init__(
+        self, unit: ParamGroup, member: ShardedParam, group_index: int, owner: int, *, is_primary: bool
+    ) -> None:
         super().__init__(group_index)
-        self.unit = unit
+        self.group = unit
         self.owner = owner
-        self._member = member
+        self._param = member
         if member.rank == owner:
-            memory = torch.empty(member.shape, dtype=member.piece.dtype, device=member.piece.device)
+            memory = torch.empty(member.shape, dtype=member.shard.dtype, device=member.shard.device)
             self.shard = _shard_of(member, (0, memory.numel()), memory, group_index, is_primary=is_primary)
 
     @property
-    def member(self) -> Member:
-        return self._member
+    def param(self) -> ShardedParam:
+        return self._param
 
     @property
     def weights(self) -> torch.Tensor:
-        return self._member.piece
+        return self._param.shard
 
-    def sums(self) -> torch.Tensor | None:
-        return self.unit.gradient_of(self._member)
+    def reduced_grad(self) -> torch.Tensor | None:
+        return self.group.grad_shard_of(self._param)
 
     @property
     def memory(self) -> None:
@@ -195,16 +197,16 @@ class OwnedUpdate(Update):
 
     def gradient_or_zeros(self) -> torch.Tensor:
         """Return this rank's shard of the reduced gradient, flat; zeros if there is none."""
-        sums = self.sums()
-        return torch.zeros_like(self.weights, dtype=self.unit.sum_dtype) if sums is None else sums
+        sums = self.reduced_grad()
+        return torch.zeros_like(self.weights, dtype=self.group.grad_dtype) if sums is None else sums
 
-    def point_gradient(self) -> None:
-        """No-op, as `OwnedUpdates.bring_gradients` sets all gradients in one collective."""
+    def set_gradient(self) -> None:
+        """No-op, as `OwnedUpdates.gather_gradients` sets all gradients in one collective."""
 
     def write_weights(self) -> None:
-        """No-op, as `OwnedUpdates.spread` writes all weights in one collective."""
+        """No-op, as `OwnedUpdates.scatter_weights` writes all weights in one collective."""
 
-    def follow(self) -> None:
+    def refresh_master(self) -> None:
         """No-op, as the owners receive the current weights before every step."""
 
 
@@ -216,59 +218,59 @@ class OwnedUpdates:
         exchange: Redistribution over the shard group; its indices are those of `updates`.
     """
 
-    def __init__(self, updates: Sequence[OwnedUpdate], exchange: PieceExchange) -> None:
+    def __init__(self, updates: Sequence[OwnedUpdate], redistribution: ParamRedistribution) -> None:
         self.updates = tuple(updates)
-        self._exchange = exchange
+        self._redistribution = redistribution
 
     def _used(self) -> dict[int, OwnedUpdate]:
-        return {index: one for index, one in enumerate(self.updates) if one.member.is_used}
+        return {index: one for index, one in enumerate(self.updates) if one.param.is_used}
 
     @torch.no_grad()
-    def bring_gradients(self) -> None:
+    def gather_gradients(self) -> None:
         """Set the reduced gradients of the owners' parameters. Collective."""
         for one in self.updates:
             if one.shard is not None:
                 one.shard.parameter.grad = None
         used = self._used()
-        for dtype in dict.fromkeys(one.unit.sum_dtype for one in used.values()):
-            chosen = {index: one for index, one in used.items() if one.unit.sum_dtype == dtype}
+        for dtype in dict.fromkeys(one.group.grad_dtype for one in used.values()):
+            chosen = {index: one for index, one in used.items() if one.group.grad_dtype == dtype}
             sums = {index: one.gradient_or_zeros() for index, one in chosen.items()}
-            for index, whole in self._exchange.to_owners(sums, indices=chosen, dtype=dtype).items():
+            for index, full_grad in self._redistribution.to_owners(sums, indices=chosen, dtype=dtype).items():
                 shard = chosen[index].shard
                 assert shard is not None
-                shard.parameter.grad = whole.to(device=shard.parameter.device, dtype=shard.parameter.dtype)
+                shard.parameter.grad = full_grad.to(device=shard.parameter.device, dtype=shard.parameter.dtype)
 
     @torch.no_grad()
-    def bring_weights(self) -> None:
+    def gather_weights(self) -> None:
         """Set the owners' parameters to the current weights; equal master weights keep their precision. Collective."""
-        pieces = {index: one.weights for index, one in enumerate(self.updates)}
-        for index, whole in self._exchange.to_owners(pieces).items():
+        shards = {index: one.weights for index, one in enumerate(self.updates)}
+        for index, full_param in self._redistribution.to_owners(shards).items():
             shard = self.updates[index].shard
             assert shard is not None
             if shard.has_master:
-                take_over(shard.parameter.detach(), whole)
+                take_over(shard.parameter.detach(), full_param)
             else:
-                shard.parameter.copy_(whole)
+                shard.parameter.copy_(full_param)
 
     @torch.no_grad()
-    def spread(self, *, everything: bool = False) -> None:
+    def scatter_weights(self, *, include_unused: bool = False) -> None:
         """Write the owners' updated parameters back to all ranks' shards. Collective.
 
         Args:
             everything: If True, unused parameters are written as well.
         """
-        chosen = dict(enumerate(self.updates)) if everything else self._used()
-        wholes = {
+        chosen = dict(enumerate(self.updates)) if include_unused else self._used()
+        full_params = {
             index: one.shard.parameter.detach().to(one.weights.dtype)
             for index, one in chosen.items()
             if one.shard is not None
         }
-        pieces = {index: one.weights for index, one in chosen.items()}
-        self._exchange.from_owners(wholes, pieces, indices=chosen)
+        shards = {index: one.weights for index, one in chosen.items()}
+        self._redistribution.from_owners(full_params, shards, indices=chosen)
 
 
 def _shard_of(
-    member: Member | WholeMember,
+    member: ShardedParam | ReplicatedParam,
     span: tuple[int, int],
     memory: torch.Tensor,
     group_index: int,
@@ -280,25 +282,25 @@ def _shard_of(
         global_shape=member.shape,
         span=span,
         parameter=nn.Parameter(memory.detach()),
-        working=member.parameter,
+        model_param=member.parameter,
         group_index=group_index,
         has_master=False,
         is_primary=is_primary,
     )
 
 
-def new_master(shard: Shard, exact: torch.Tensor | None) -> Shard:
+def new_master(shard: Shard, unrounded: torch.Tensor | None) -> Shard:
     """Return the shard with an fp32 master copy of its weights.
 
     Args:
         shard: Shard with rounded weights.
-        exact: Unsharded parameter before rounding; optional, defaults to the rounded values. Elements that do not round
+        unrounded: Unsharded parameter before rounding; optional, defaults to the rounded values. Elements that do not round
             to the current weights, as after a broadcast from another rank, start at the rounded values.
     """
     rounded = shard.parameter.detach()
     values = rounded.float()
-    if exact is not None and not exact.is_meta:
-        values = exact.detach().reshape(-1)[slice(*shard.span)].to(rounded.device, torch.float32, copy=True)
+    if unrounded is not None and not unrounded.is_meta:
+        values = unrounded.detach().reshape(-1)[slice(*shard.span)].to(rounded.device, torch.float32, copy=True)
         values = values.view(rounded.shape)
         take_over(values, rounded)
     return Shard(
@@ -306,7 +308,7 @@ def new_master(shard: Shard, exact: torch.Tensor | None) -> Shard:
         global_shape=shard.global_shape,
         span=shard.span,
         parameter=nn.Parameter(values),
-        working=shard.working,
+        model_param=shard.model_param,
         group_index=shard.group_index,
         has_master=True,
         is_primary=shard.is_primary,

@@ -12,67 +12,67 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.tensor_tree import map_tensors
 
-__all__ = ["InputWatch"]
+__all__ = ["InputGradHook"]
 
 
-class InputWatch:
+class InputGradHook:
     """Calls back in backward when the gradients of a module's inputs are ready.
 
     FSDP2 passes the inputs through an autograd function, whose outputs can't be modified in place: a block that begins
     with `x += ...` fails. Views can be modified. So here each input becomes a view of itself, with one multi-grad hook
     on all of them. If one is modified in place its hook is lost, and the end of the model's backward stands in for it.
 
-    The hook keeps its graph alive. A `_Lifeline` on the module's outputs removes it when the graph could be freed.
+    The hook keeps its graph alive. A `_HookGuard` on the module's outputs removes it when the graph could be freed.
 
     Args:
         module: Module that `fully_shard` was applied to.
         arrived: Callback in backward when the inputs' gradients are ready.
     """
 
-    def __init__(self, module: nn.Module, arrived: Callable[..., None]) -> None:
-        self._arrived = arrived
+    def __init__(self, module: nn.Module, callback: Callable[..., None]) -> None:
+        self._callback = callback
         self._handles: list[RemovableHandle] = []
-        module.register_forward_hook(self.tie)
+        module.register_forward_hook(self.bind_to_outputs)
 
-    def watch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def register(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with tensors replaced by hooked views."""
-        watched: list[torch.Tensor] = []
+        views: list[torch.Tensor] = []
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
-            watched.append(tensor.view_as(tensor))
-            return watched[-1]
+            views.append(tensor.view_as(tensor))
+            return views[-1]
 
         if not torch.is_grad_enabled():
             return args, kwargs
         args, kwargs = map_tensors(view, args), map_tensors(view, kwargs)
-        if watched:
-            self._handles.append(register_multi_grad_hook(watched, self._arrived))
+        if views:
+            self._handles.append(register_multi_grad_hook(views, self._callback))
         return args, kwargs
 
-    def drop(self) -> None:
+    def remove(self) -> None:
         """Remove the hooks of forwards that did not complete."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
 
-    def tie(self, module: nn.Module, args: Any, output: Any) -> None:
+    def bind_to_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         """Bind the lifetime of this forward's hooks to its outputs."""
         if not self._handles:
             return
-        lifeline = _Lifeline(self._handles)
+        guard = _HookGuard(self._handles)
         self._handles = []
 
         def tie(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.requires_grad:
-                tensor.register_hook(lifeline)
+                tensor.register_hook(guard)
             return tensor
 
         map_tensors(tie, output)
 
 
-class _Lifeline:
+class _HookGuard:
     """Removes hooks when it is garbage-collected."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:

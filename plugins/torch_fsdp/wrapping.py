@@ -15,14 +15,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from booster.errors import ConfigError
 
-__all__ = ["UnitPlan", "plan_units"]
+__all__ = ["WrapPlan", "plan_wrapping"]
 
 # Modules that a policy selects, with reshard_after_forward of each.
-_Chosen: TypeAlias = dict[nn.Module, bool | int | None]
+_Selection: TypeAlias = dict[nn.Module, bool | int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UnitPlan:
+class WrapPlan:
     """One module that becomes a parameter group.
 
     Attributes:
@@ -36,13 +36,13 @@ class UnitPlan:
     reshard_after_forward: bool | int | None = None
 
 
-def plan_units(
+def plan_wrapping(
     model: nn.Module,
     policy: Callable[..., bool] | _Policy | None,
     *,
-    whole: Collection[nn.Parameter],
-    keeps_own_format: tuple[type[nn.Module], ...] = (),
-) -> list[UnitPlan]:
+    replicated: Collection[nn.Parameter],
+    own_dtype_classes: tuple[type[nn.Module], ...] = (),
+) -> list[WrapPlan]:
     """Return the modules below the root that become parameter groups, inner ones first.
 
     Modules that a policy selects and FSDP2 can't wrap join the enclosing group: those without a forward, and those
@@ -52,27 +52,27 @@ def plan_units(
         model: Root module.
         policy: Policy of `torch.distributed.fsdp.wrap`, or a function with its signature; optional, defaults to the
             blocks that transformers names, else the repeated ones.
-        whole: Replicated parameters, which belong to no group.
-        keeps_own_format: Classes of modules that are always wrapped, as they compute in the dtype of their weights.
+        replicated: Replicated parameters, which belong to no group.
+        own_dtype_classes: Classes of modules that are always wrapped, as they compute in the dtype of their weights.
 
     Raises:
         ConfigError: The policy selects a module that is never called, or gives one an option that FSDP2 does not have
-            per group; or a module of `keeps_own_format` can't be wrapped.
+            per group; or a module of `own_dtype_classes` can't be wrapped.
     """
-    tree = _ModuleTree(model, whole)
+    tree = _ModuleGraph(model, replicated)
     if policy is None:
-        named = _units(tree, _blocks_named_by_transformers(model), keeps_own_format, is_automatic=True)
-        if any(not isinstance(plan.module, keeps_own_format) for plan in named):
+        named = _wrap_plans(tree, _transformers_blocks(model), own_dtype_classes, is_automatic=True)
+        if any(not isinstance(plan.module, own_dtype_classes) for plan in named):
             return named
-        return _units(tree, _repeated_blocks(tree), keeps_own_format, is_automatic=True)
+        return _wrap_plans(tree, _repeated_blocks(tree), own_dtype_classes, is_automatic=True)
     if isinstance(policy, _Policy):
-        chosen = _chosen_by_object(tree, policy)
+        chosen = _select_by_policy(tree, policy)
     else:
-        chosen = _chosen_by_function(tree, policy, keeps_own_format)
-    return _units(tree, chosen, keeps_own_format, is_automatic=False)
+        chosen = _select_by_function(tree, policy, own_dtype_classes)
+    return _wrap_plans(tree, chosen, own_dtype_classes, is_automatic=False)
 
 
-class _ModuleTree:
+class _ModuleGraph:
     """Graph of modules with their parents and the owners of each parameter.
 
     Args:
@@ -80,13 +80,13 @@ class _ModuleTree:
         whole: Parameters to leave out.
     """
 
-    def __init__(self, root: nn.Module, whole: Collection[nn.Parameter]) -> None:
+    def __init__(self, root: nn.Module, replicated: Collection[nn.Parameter]) -> None:
         self.root = root
         self.names = {module: name for name, module in root.named_modules()}
         self.post_order = list(_post_order(root, set()))
         self._parents: dict[nn.Module, set[nn.Module]] = {module: set() for module in self.names}
         self._owners: dict[int, set[nn.Module]] = {}
-        left_out = {id(parameter) for parameter in whole}
+        left_out = {id(parameter) for parameter in replicated}
         self._own: dict[nn.Module, dict[int, nn.Parameter]] = {}
         for module in self.names:
             own = {id(one): one for one in module.parameters(recurse=False) if id(one) not in left_out}
@@ -103,7 +103,7 @@ class _ModuleTree:
         """Return the parameters of a module and its submodules, by id."""
         return {key: one for below in module.modules() for key, one in self._own[below].items()}
 
-    def is_only_way_to(self, parameters: Collection[int], module: nn.Module) -> bool:
+    def is_sole_access_to(self, parameters: Collection[int], module: nn.Module) -> bool:
         """Return whether the parameters are reachable only through `module`: no module outside holds or bypasses it."""
         below = set(module.modules())
         if any(not self._owners[key] <= below for key in parameters):
@@ -121,28 +121,28 @@ def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     yield module
 
 
-def _units(
-    tree: _ModuleTree,
+def _wrap_plans(
+    tree: _ModuleGraph,
     chosen: Mapping[nn.Module, bool | int | None],
-    keeps_own_format: tuple[type[nn.Module], ...],
+    own_dtype_classes: tuple[type[nn.Module], ...],
     *,
     is_automatic: bool,
-) -> list[UnitPlan]:
-    plans: list[UnitPlan] = []
+) -> list[WrapPlan]:
+    plans: list[WrapPlan] = []
     taken: set[int] = set()
     for module in tree.post_order[:-1]:
-        keeps_format = isinstance(module, keeps_own_format)
-        if module not in chosen and not keeps_format:
+        keeps_dtype = isinstance(module, own_dtype_classes)
+        if module not in chosen and not keeps_dtype:
             continue
         own = tree.parameters(module).keys() - taken
         if not own:
             continue
         name = tree.names[module]
-        obstacle = _why_never_called(module, name) or _why_no_unit(tree, module, own)
+        obstacle = _why_never_called(module, name) or _why_not_wrappable(tree, module, own)
         if obstacle is None:
             taken |= own
-            plans.append(UnitPlan(name, module, chosen.get(module)))
-        elif keeps_format:
+            plans.append(WrapPlan(name, module, chosen.get(module)))
+        elif keeps_dtype:
             raise ConfigError(
                 f"mixed_precision leaves {type(module).__name__}s in their own dtype, which takes a separate parameter"
                 f" group, and {name!r} can't be one: {obstacle}. Leave its class out of _module_classes_to_ignore"
@@ -155,13 +155,13 @@ def _units(
     return plans
 
 
-def _why_no_unit(tree: _ModuleTree, module: nn.Module, own: Collection[int]) -> str | None:
+def _why_not_wrappable(tree: _ModuleGraph, module: nn.Module, own: Collection[int]) -> str | None:
     """Return why these parameters must belong to the enclosing group, or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit, which does not take FSDP2's hooks"
     if not _has_forward(module):
         return "it has no forward, before which weights would be gathered"
-    if not tree.is_only_way_to(own, module):
+    if not tree.is_sole_access_to(own, module):
         return "its weights are used from outside as well, by a module that is tied to it or shares a submodule with it"
     return None
 
@@ -179,7 +179,7 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _blocks_named_by_transformers(model: nn.Module) -> _Chosen:
+def _transformers_blocks(model: nn.Module) -> _Selection:
     """Return the modules of transformers' `_no_split_modules` classes, which are the blocks of its models."""
     names: set[str] = set()
     for module in model.modules():
@@ -187,14 +187,14 @@ def _blocks_named_by_transformers(model: nn.Module) -> _Chosen:
     return {one: None for one in model.modules() if any(cls.__name__ in names for cls in type(one).__mro__)}
 
 
-def _repeated_blocks(tree: _ModuleTree) -> _Chosen:
+def _repeated_blocks(tree: _ModuleGraph) -> _Selection:
     """Return the elements of the outermost lists of modules of one class; nested lists belong to their element."""
-    blocks: _Chosen = {}
+    blocks: _Selection = {}
     seen: set[nn.Module] = set()
 
     def descend(module: nn.Module) -> None:
         seen.add(module)
-        blocks.update(dict.fromkeys(_alike_elements(tree, module)))
+        blocks.update(dict.fromkeys(_repeated_elements(tree, module)))
         for child in module.children():
             if child not in blocks and child not in seen:
                 descend(child)
@@ -203,7 +203,7 @@ def _repeated_blocks(tree: _ModuleTree) -> _Chosen:
     return blocks
 
 
-def _alike_elements(tree: _ModuleTree, module: nn.Module) -> list[nn.Module]:
+def _repeated_elements(tree: _ModuleGraph, module: nn.Module) -> list[nn.Module]:
     """Return the elements of a container that are repeated blocks. A Sequential of single layers has none."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if not is_list and not isinstance(module, nn.Sequential):
@@ -217,7 +217,7 @@ def _alike_elements(tree: _ModuleTree, module: nn.Module) -> list[nn.Module]:
     return [one for one in elements if counts[type(one)] > 1 and (takes_layers or any(True for _ in one.children()))]
 
 
-def _chosen_by_object(tree: _ModuleTree, policy: _Policy) -> _Chosen:
+def _select_by_policy(tree: _ModuleGraph, policy: _Policy) -> _Selection:
     try:
         kwargs_of = policy._run_policy(tree.root, tree.ignored, {})
     except ValueError as error:
@@ -243,27 +243,27 @@ def _reshard_of(kwargs: dict[str, Any], name: str) -> bool | int | None:
     return value
 
 
-def _chosen_by_function(
-    tree: _ModuleTree, policy: Callable[..., bool], keeps_own_format: tuple[type[nn.Module], ...]
-) -> _Chosen:
+def _select_by_function(
+    tree: _ModuleGraph, policy: Callable[..., bool], own_dtype_classes: tuple[type[nn.Module], ...]
+) -> _Selection:
     """Return the modules that torch's `_recursive_wrap` would wrap, by the same calls of the policy in the same order.
 
-    Modules of `keeps_own_format` are always wrapped, and count as wrapped for enclosing modules. As in torch, the
+    Modules of `own_dtype_classes` are always wrapped, and count as wrapped for enclosing modules. As in torch, the
     policy is also called for modules that it does not recurse into, but unlike there not for their children.
     """
-    chosen: _Chosen = {}
+    chosen: _Selection = {}
 
     def numel_wrapped(module: nn.Module, *, asks: bool) -> int:
         numel = sum(parameter.numel() for parameter in tree.parameters(module).values())
         goes_in = asks and bool(policy(module=module, recurse=True, nonwrapped_numel=numel))
-        if not goes_in and not keeps_own_format:
+        if not goes_in and not own_dtype_classes:
             return 0
         children = [child for child in module.children() if child not in tree.ignored]
         wrapped = sum(numel_wrapped(child, asks=goes_in) for child in children)
         if module is tree.root:
             return wrapped
         is_wrapped = asks and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped)
-        if not is_wrapped and not isinstance(module, keeps_own_format):
+        if not is_wrapped and not isinstance(module, own_dtype_classes):
             return wrapped
         chosen[module] = None
         return numel

@@ -26,7 +26,7 @@ from torch.distributed import DistError, HashStore
 import booster
 from booster import Booster, Monitor
 from booster.comm import signs
-from booster.comm.bounded_store import answer_within
+from booster.comm.bounded_store import call_with_timeout
 from booster.plugins import LowLevelZeroPlugin
 
 NUM_RANKS = 2
@@ -98,7 +98,7 @@ def _free_port() -> int:
 
 def run_rank(end: str, rank: int, port: int, folder: Path) -> None:
     """Does what a short program of a user's does; the interpreter ends after it."""
-    signs._SECONDS = 0.001  # the thread of the signs is in the store most of the time
+    signs._INTERVAL_SECONDS = 0.001  # the thread of the signs is in the store most of the time
     booster.launch(rank, NUM_RANKS, "127.0.0.1", port, "gloo", 0, verbose=False)
     if end == "launch_only":
         return
@@ -116,7 +116,7 @@ def run_rank(end: str, rank: int, port: int, folder: Path) -> None:
     if end == "late_answer":  # from a store that is busy: it comes while the interpreter ends
         for milliseconds in range(100, 400, 20):
             with suppress(DistError):
-                answer_within(lambda: HashStore().wait(["never"], timedelta(milliseconds=milliseconds)), 0.001)  # noqa: B023
+                call_with_timeout(lambda: HashStore().wait(["never"], timedelta(milliseconds=milliseconds)), 0.001)  # noqa: B023
     if end == "sys_exit":
         sys.exit(3)
     if end == "error":

@@ -20,7 +20,7 @@ from faults.loss_program import CHECKPOINT_SECONDS, SETUP_SECONDS, TRAINING_SECO
 from harness.forkserver import start_context
 
 from booster.comm.faults import OPERATIONS
-from booster.phases import PARTS_OF_SAVE
+from booster.phases import SAVE_PHASES
 
 # Survivors have the time limit of what they wait in, and this to find out who is missing and to end.
 END_SECONDS = 5.0
@@ -97,7 +97,7 @@ class Running:
         marks = [line.split(maxsplit=1) for line in _lines(self.directory / f"marks-{fault.rank}")]
         if fault.at in OPERATIONS:  # in whatever part it was last
             return float(marks[-1][0]) if marks else None
-        part = "save" if fault.at in PARTS_OF_SAVE else fault.at
+        part = "save" if fault.at in SAVE_PHASES else fault.at
         name = part if part in ("boost", "load") else f"{part} {fault.call}"
         return next((float(time) for time, begun in marks if begun == name), None)
 

@@ -32,9 +32,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from booster import Booster, boost_agreement
 from booster.comm import (
-    agree,
+    check_same_across_ranks,
     count_communication,
-    imagine_others,
+    fake_collectives,
     raise_on_all_ranks,
 )
 from booster.errors import ConfigError, DesyncError, RankFailedError
@@ -78,7 +78,7 @@ def test_every_rank_is_told_who_differs_in_what(seed, has_shared_memory):
 
 def compare(facts_of_rank: list[list[str]]) -> str:
     with pytest.raises(DesyncError) as caught:
-        agree("lunch", facts_of_rank[dist.get_rank()])
+        check_same_across_ranks("lunch", facts_of_rank[dist.get_rank()])
     return str(caught.value)
 
 
@@ -107,11 +107,11 @@ def test_different_calls_say_what_each_rank_is_at():
     with pytest.raises(
         DesyncError, match="make different calls: ranks 0, 2 are at tea, rank 1 is at coffee; rank 1 diff"
     ):
-        agree("coffee" if rank == 1 else "tea", ["with milk"])
+        check_same_across_ranks("coffee" if rank == 1 else "tea", ["with milk"])
     with pytest.raises(
         DesyncError, match="rank 0 is at tea, rank 1 is at coffee, rank 2 is at water; ranks 1, 2 differ"
     ):
-        agree(("tea", "coffee", "water")[rank], [str(rank)])
+        check_same_across_ranks(("tea", "coffee", "water")[rank], [str(rank)])
 
 
 @distributed(world_size=3)
@@ -119,12 +119,12 @@ def test_an_error_counts_more_than_a_difference():
     rank = dist.get_rank()
     error = ConfigError("no sugar") if rank else None
     with pytest.raises(ConfigError) as caught:
-        agree(f"place {rank}", [], error=error)
+        check_same_across_ranks(f"place {rank}", [], error=error)
     expected = "no sugar" if rank else "rank 1 failed (and on 1 more ranks), so rank 0 stops too: no sugar"
     assert str(caught.value) == expected
     with pytest.raises(RankFailedError if rank else KeyError, match="salt"):
-        agree("dinner", [], error=None if rank else KeyError("salt"))
-    agree("dinner", ["alike"])
+        check_same_across_ranks("dinner", [], error=None if rank else KeyError("salt"))
+    check_same_across_ranks("dinner", ["alike"])
 
 
 @distributed(world_size=3)
@@ -133,21 +133,21 @@ def test_ranks_of_a_group_have_their_numbers_of_the_world():
     rank = dist.get_rank()
     if rank:
         with pytest.raises(DesyncError, match="rank 1 has 1, rank 2 has 2; rank 2 differs from rank 1"):
-            agree("numbers", [str(rank)], group)
+            check_same_across_ranks("numbers", [str(rank)], group)
         with pytest.raises(ConfigError, match="no" if rank == 2 else "rank 2 failed, so rank 1 stops too: no"):
             raise_on_all_ranks(ConfigError("no") if rank == 2 else None, group)
 
 
 def test_one_process_agrees_with_itself():
-    agree("lunch", ["alone"])
+    check_same_across_ranks("lunch", ["alone"])
     with pytest.raises(KeyError, match="salt"):
-        agree("lunch", [], error=KeyError("salt"))
+        check_same_across_ranks("lunch", [], error=KeyError("salt"))
 
 
 @distributed(world_size=2)
 def test_imagined_ranks_agree():
-    with imagine_others():
-        agree("lunch", [str(dist.get_rank())])
+    with fake_collectives():
+        check_same_across_ranks("lunch", [str(dist.get_rank())])
 
 
 def refused_then_boosted(plugin: str) -> None:
@@ -260,7 +260,7 @@ def test_agreement_at_boost_is_one_small_all_gather():
     model = Net()
     optimizer = optimizer_of(model)
     with count_communication() as count:
-        boost_agreement.agree_on_boost(plugin, None, model, optimizer, None, None, None)
+        boost_agreement.verify_same_across_ranks(plugin, None, model, optimizer, None, None, None)
     assert dict(count.calls) == {"all_gather": 1}
     assert count.sent["all_gather"] == 33
 

@@ -34,7 +34,7 @@ NUMEL = 1200  # of a whole fp32 buffer; every world size below divides it
 def test_flat_collectives_move_what_theory_asks_for(world_size):
     with count_communication() as count:
         for _ in range(3):
-            start_reduce_scatter(torch.ones(NUMEL)).finish(torch.empty(NUMEL // world_size), accumulate=False)
+            start_reduce_scatter(torch.ones(NUMEL)).wait(torch.empty(NUMEL // world_size), accumulate=False)
         start_all_gather(torch.ones(NUMEL, dtype=torch.bfloat16)).wait()
     share = (world_size - 1) / world_size
     expected = {"reduce_scatter": round(3 * 4 * NUMEL * share), "all_gather": round(2 * NUMEL * share)}

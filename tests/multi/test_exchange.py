@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from harness import distributed
 
-from booster.comm import gather_distinct, new_cpu_group, receive, send
+from booster.comm import all_gather_bytes, new_cpu_group, receive, send
 
 
 @distributed(world_size=[1, 2, 3])
 @pytest.mark.parametrize("same", [True, False])
 def test_equal_payloads_are_one(world_size, same):
     mine = b"all" if same else b"%d" % dist.get_rank() * (1 + dist.get_rank())
-    payloads, index = gather_distinct(mine)
+    payloads, index = all_gather_bytes(mine)
     expected = [b"all" if same else b"%d" % rank * (1 + rank) for rank in range(world_size)]
     assert [payloads[i] for i in index] == expected
     assert len(payloads) == (1 if same else world_size)
@@ -23,7 +23,7 @@ def test_equal_payloads_are_one(world_size, same):
 @distributed(world_size=3)
 def test_an_empty_payload_and_a_long_one():
     mine = [b"", b"x" * 100_000, b""][dist.get_rank()]
-    payloads, index = gather_distinct(mine)
+    payloads, index = all_gather_bytes(mine)
     assert payloads == [b"", b"x" * 100_000]
     assert index == [0, 1, 0]
 
@@ -34,7 +34,7 @@ def test_many_different_payloads_take_one_all_gather():
 
     limit, exchange._MAX_BROADCASTS = exchange._MAX_BROADCASTS, 2
     try:
-        payloads, index = gather_distinct(b"ab" * dist.get_rank())
+        payloads, index = all_gather_bytes(b"ab" * dist.get_rank())
     finally:
         exchange._MAX_BROADCASTS = limit
     assert [payloads[i] for i in index] == [b"", b"ab", b"abab", b"ababab"]

@@ -45,7 +45,7 @@ def test_reduce_scatter_is_a_sum_in_fp32(world_size, dtype, output_dtype, accumu
         expected = _sum_of_piece(rank, world_size, numel, dtype)
         if accumulate:
             expected += output.float()
-        start_reduce_scatter(payload).finish(output, accumulate=accumulate)
+        start_reduce_scatter(payload).wait(output, accumulate=accumulate)
         assert torch.equal(output, expected.to(output_dtype))
         assert torch.equal(payload, _payload(rank, world_size * numel, dtype))
 
@@ -57,7 +57,7 @@ def test_a_sum_may_go_into_the_payload(world_size, dtype):
     payload = _payload(rank, world_size * numel, dtype)
     own = payload[rank * numel : (rank + 1) * numel]
     received = torch.empty((world_size - 1) * numel, dtype=dtype)
-    start_reduce_scatter(payload, received=received).finish(own, accumulate=False)
+    start_reduce_scatter(payload, received=received).wait(own, accumulate=False)
     expected = _payload(rank, world_size * numel, dtype)
     expected[rank * numel : (rank + 1) * numel] = _sum_of_piece(rank, world_size, numel, dtype).to(dtype)
     assert torch.equal(payload, expected)
@@ -70,7 +70,7 @@ def test_fp64_and_integers_keep_their_precision(world_size):
         payload = torch.arange(world_size * numel).to(dtype) + 2**40 + rank
         output = torch.ones(numel, dtype=dtype)
         expected = world_size * (torch.arange(rank * numel, (rank + 1) * numel) + 2**40) + sum(range(world_size)) + 1
-        start_reduce_scatter(payload).finish(output, accumulate=True)
+        start_reduce_scatter(payload).wait(output, accumulate=True)
         assert torch.equal(output, expected.to(dtype))
 
 
@@ -103,7 +103,7 @@ def test_several_under_way_find_their_own_messages(world_size):
     assert torch.equal(total, torch.full((10,), float(world_size)))
     for draw, numel in reversed(list(enumerate(lengths))):
         output = torch.empty(numel)
-        sums[draw].finish(output, accumulate=False)
+        sums[draw].wait(output, accumulate=False)
         gatherings[draw].wait()
         assert torch.equal(output, _sum_of_piece(rank, world_size, numel, torch.float32, draw))
         assert torch.equal(buffers[draw], torch.arange(float(world_size)).repeat_interleave(numel))
@@ -117,7 +117,7 @@ def test_other_messages_of_the_group_do_not_mix_in(world_size):
     received = torch.empty(7)
     theirs = dist.irecv(received, src=sender)
     output = torch.empty(5)
-    start_reduce_scatter(torch.ones(5 * world_size)).finish(output, accumulate=False)
+    start_reduce_scatter(torch.ones(5 * world_size)).wait(output, accumulate=False)
     dist.isend(torch.full((7,), float(rank)), dst=receiver).wait()
     theirs.wait()
     assert torch.equal(output, torch.full((5,), float(world_size)))
@@ -131,7 +131,7 @@ def test_subgroups_sum_among_themselves():
     group = groups[rank % 2]
     place = dist.get_rank(group)
     output = torch.empty(3)
-    start_reduce_scatter(torch.arange(6.0) + 10 * rank, group).finish(output, accumulate=False)
+    start_reduce_scatter(torch.arange(6.0) + 10 * rank, group).wait(output, accumulate=False)
     members = dist.get_process_group_ranks(group)
     assert torch.equal(output, 2 * torch.arange(3.0) + 6 * place + 10 * sum(members))
     buffer = torch.zeros(8)
@@ -142,7 +142,7 @@ def test_subgroups_sum_among_themselves():
     if rank % 2:
         start_all_gather(buffer, group).wait()
     world = torch.empty(1)
-    start_reduce_scatter(torch.ones(4)).finish(world, accumulate=False)
+    start_reduce_scatter(torch.ones(4)).wait(world, accumulate=False)
     assert world.item() == 4
 
 
@@ -150,7 +150,7 @@ def test_subgroups_sum_among_themselves():
 def test_parameters_and_their_gradients_may_be_given(world_size):
     weights = torch.nn.Parameter(torch.ones(world_size * 4))
     output = torch.nn.Parameter(torch.zeros(4))
-    start_reduce_scatter(weights).finish(output, accumulate=True)
+    start_reduce_scatter(weights).wait(output, accumulate=True)
     start_all_gather(weights).wait()
     assert torch.equal(output.detach(), torch.full((4,), float(world_size)))
 
@@ -161,10 +161,10 @@ def test_the_backend_s_own_calls_serve_where_messages_do_not(world_size, accumul
     """As on other devices than the CPU; here gloo stands in for the backend."""
     rank, numel = dist.get_rank(), 1000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_collectives, "_goes_by_messages", lambda tensor: False)
+        patch.setattr(flat_collectives, "_use_p2p", lambda tensor: False)
         payload = torch.arange(float(world_size * numel)) + rank
         output = torch.ones(numel)
-        start_reduce_scatter(payload).finish(output, accumulate=accumulate)
+        start_reduce_scatter(payload).wait(output, accumulate=accumulate)
         buffer = torch.full((world_size * numel,), float(rank))
         start_all_gather(buffer).wait()
     total = world_size * torch.arange(rank * numel, (rank + 1) * numel) + sum(range(world_size))
@@ -195,9 +195,9 @@ def test_what_is_no_flat_buffer_is_refused_before_it_is_sent(payload):
 def test_a_wrong_output_is_refused():
     started = start_reduce_scatter(torch.ones(8, dtype=torch.bfloat16))
     with pytest.raises(AssertionError, match=r"a sum of 4 torch.bfloat16 can't go into 4 torch.float16"):
-        started.finish(torch.empty(4, dtype=torch.float16), accumulate=False)
+        started.wait(torch.empty(4, dtype=torch.float16), accumulate=False)
     output = torch.empty(4)
-    started.finish(output, accumulate=False)
+    started.wait(output, accumulate=False)
     assert output.tolist() == [2.0] * 4
 
 
@@ -208,5 +208,5 @@ def test_a_wrong_scratch_is_refused_before_anything_is_sent(world_size):
         with pytest.raises(AssertionError, match=r"are no room for 2 copies of 4 torch\.float32"):
             start_reduce_scatter(payload, received=received)
     output = torch.empty(4)
-    start_reduce_scatter(payload, received=torch.empty(8)).finish(output, accumulate=False)
+    start_reduce_scatter(payload, received=torch.empty(8)).wait(output, accumulate=False)
     assert output.tolist() == [3.0] * 4

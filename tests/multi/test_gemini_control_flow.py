@@ -433,7 +433,7 @@ GROUP_SECONDS = 2
 def _impatient(twins):
     waiting.REPORT_SECONDS = 2.0  # these processes are the test's own and end with it
     dist.set_debug_level(dist.DebugLevel.OFF)
-    twins.model.manager.meeting.group = dist.new_group(
+    twins.model.manager.negotiation.group = dist.new_group(
         list(range(dist.get_world_size())), timeout=timedelta(seconds=GROUP_SECONDS)
     )
 

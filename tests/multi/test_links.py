@@ -12,15 +12,15 @@ from harness import RanksFailed, distributed, run_ranks
 
 from booster.comm import (
     Fault,
-    IncomingLink,
-    OutgoingLink,
+    RecvChannel,
+    SendChannel,
     TensorSpec,
+    abort_groups,
     all_reduce_sum,
     count_communication,
-    hang_up,
     inject_faults,
-    note_failure,
     point_to_point,
+    report_failure,
     use_shared_memory,
 )
 from booster.errors import ConfigError, RankFailedError
@@ -77,14 +77,14 @@ def known_as(is_known):
 @pytest.mark.parametrize("posted", [0, 2, 6])
 def test_messages_arrive_in_any_order_of_taking(unknown, order, posted):
     if dist.get_rank() == 0:
-        link = OutgoingLink(1, None)
+        link = SendChannel(1, None)
         for number, tensors in enumerate(MESSAGES):
             link.send(tensors, str(number).encode() if number in unknown else None)
-        assert link.num_under_way == len(MESSAGES)
+        assert link.num_in_flight == len(MESSAGES)
         link.wait()
-        assert link.num_under_way == 0
+        assert link.num_in_flight == 0
         return
-    link = IncomingLink(0, None, read_number)
+    link = RecvChannel(0, None, read_number)
     link.expect(known_as(lambda number: number not in unknown))
     link.post(posted)
     for number in order:
@@ -103,13 +103,13 @@ def test_what_a_header_says_is_known_of_later_messages():
         return known
 
     if dist.get_rank() == 0:
-        link = OutgoingLink(1, None)
+        link = SendChannel(1, None)
         for run in range(2):
             for index in range(3):
                 link.send(MESSAGES[2], b"2" if run == index == 0 else None)
             link.wait()
         return
-    link = IncomingLink(0, None, read)
+    link = RecvChannel(0, None, read)
     for run in range(2):
         link.expect([lambda: known or None] * 3)
         for index in (2, 0, 1):
@@ -122,23 +122,23 @@ def test_what_a_header_says_is_known_of_later_messages():
 def test_both_ways_at_once_around_a_ring():
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [(rank + 1) % size, (rank - 1) % size]
-    incoming = {other: IncomingLink(other, None, no_header) for other in others}
-    outgoing = {other: OutgoingLink(other, None) for other in others}
+    incoming = {other: RecvChannel(other, None, no_header) for other in others}
+    outgoing = {other: SendChannel(other, None) for other in others}
     shapes = [(index * 1000, 3) for index in range(8)]
     for link in incoming.values():
         link.expect([lambda shape=shape: [TensorSpec(shape, torch.float32)] for shape in shapes])
-        link.post(len(shapes))
+        link.post_recvs(len(shapes))
     for shape in shapes:
         for other, link in outgoing.items():
             link.send([torch.full(shape, float(10 * rank + other))])
     for index, shape in enumerate(shapes):
         for other, link in incoming.items():
-            (tensor,) = link.take(index)[1]
+            (tensor,) = link.recv(index)[1]
             assert torch.equal(tensor, torch.full(shape, float(10 * other + rank)))
     dist.barrier()
     for link in outgoing.values():
         link.finish(3)  # which were taken
-        assert link.num_under_way == len(shapes) - 3
+        assert link.num_in_flight == len(shapes) - 3
         link.wait()
 
 
@@ -146,14 +146,14 @@ def test_both_ways_at_once_around_a_ring():
 def test_a_sender_does_not_wait_for_messages_with_headers():
     """Else both ranks, who send much before they take anything, would wait for each other."""
     other = 1 - dist.get_rank()
-    outgoing = OutgoingLink(other, None)
+    outgoing = SendChannel(other, None)
     for _ in range(10):
         outgoing.send(MESSAGES[0], b"0")
-    assert outgoing.num_under_way == 10
-    incoming = IncomingLink(other, None, read_number)
+    assert outgoing.num_in_flight == 10
+    incoming = RecvChannel(other, None, read_number)
     incoming.expect([lambda: None] * 10)
     for index in range(10):
-        assert_message(incoming.take(index)[1], 0)
+        assert_message(incoming.recv(index)[1], 0)
     outgoing.wait()
 
 
@@ -162,12 +162,12 @@ def test_messages_are_counted():
     tensor = torch.ones(10)
     with count_communication() as count:
         if dist.get_rank() == 0:
-            link = OutgoingLink(1, None)
+            link = SendChannel(1, None)
             link.send([tensor, torch.empty(0)])
             link.send([tensor], b"abc")
             link.wait()
         else:
-            link = IncomingLink(0, None, lambda header: [spec_of(tensor)])
+            link = RecvChannel(0, None, lambda header: [spec_of(tensor)])
             link.expect([lambda: [spec_of(tensor), spec_of(torch.empty(0))], lambda: None])
             link.take(1)
             link.take(0)
@@ -179,18 +179,18 @@ def test_messages_are_counted():
 @distributed(2)
 def test_mistakes_are_told():
     rank = dist.get_rank()
-    for make in (lambda peer: OutgoingLink(peer, None), lambda peer: IncomingLink(peer, None, no_header)):
+    for make in (lambda peer: SendChannel(peer, None), lambda peer: RecvChannel(peer, None, no_header)):
         for peer in (rank, 2, -1):
             with pytest.raises(ConfigError, match="can't have a link with rank"):
                 make(peer)
     if rank == 0:
-        link = OutgoingLink(1, None)
+        link = SendChannel(1, None)
         with pytest.raises(ConfigError, match=r"torch\.sparse_coo.*send a dense one"):
             link.send([torch.ones(2), torch.ones(2).to_sparse()])
         link.send([torch.ones(2)])  # nothing of the message before has been sent
         link.wait()
         return
-    link = IncomingLink(0, None, no_header)
+    link = RecvChannel(0, None, no_header)
     link.expect([lambda: [spec_of(torch.ones(2))]])
     with pytest.raises(AssertionError, match="has taken 0 of 1 messages"):
         link.expect([])
@@ -202,7 +202,7 @@ def test_mistakes_are_told():
 def _hit_by_a_fault():
     with inject_faults(Fault.throw(rank=0, at="send", call=2)):
         if dist.get_rank() == 0:
-            link = OutgoingLink(1, None)
+            link = SendChannel(1, None)
             link.send([torch.ones(2)])
             link.send([torch.ones(2)])
 
@@ -219,7 +219,7 @@ def _patient_group(ranks=None):
 
 
 def _expecting(sender, group, *, is_known=True):
-    link = IncomingLink(sender, group, no_header)
+    link = RecvChannel(sender, group, no_header)
     link.expect([lambda: [TensorSpec((100,), torch.float32)] if is_known else None])
     return link
 
@@ -233,8 +233,8 @@ def _error_of(wait):
 
 
 def _fail(text, groups):
-    note_failure(text)
-    hang_up(groups)
+    report_failure(text)
+    abort_groups(groups)
 
 
 def _one_hangs_up(way):
@@ -244,18 +244,18 @@ def _one_hangs_up(way):
     all_reduce_sum(torch.ones(1), group)
     if rank == 1:
         for other in others:
-            OutgoingLink(other, group).send([torch.ones(1)])  # nobody takes it, which must not hinder
+            SendChannel(other, group).send([torch.ones(1)])  # nobody takes it, which must not hinder
         dist.barrier()  # the others are about to wait
         return _fail("ValueError: no such\ntoken", [group])
-    links = [IncomingLink(1, group, no_header)] if way == "posted" else []
+    links = [RecvChannel(1, group, no_header)] if way == "posted" else []
     for link in links:
         link.expect([lambda: [TensorSpec((1,), torch.float32)], lambda: [TensorSpec((100,), torch.float32)]])
-        link.post(2)
+        link.post_recvs(2)
     dist.barrier()
     if way == "posted":
-        return _error_of(lambda: links[0].take(1))
+        return _error_of(lambda: links[0].recv(1))
     if way == "send":
-        outgoing = OutgoingLink(1, group)
+        outgoing = SendChannel(1, group)
         outgoing.send([torch.ones(100)])
         return _error_of(outgoing.wait)
     return _error_of(lambda: _expecting(1, group, is_known=way != "header").take(0))
@@ -281,7 +281,7 @@ def _failure_is_passed_on():
     if rank == 0:
         return _error_of(lambda: _expecting(1, pairs[0]).take(0))
     result = _error_of(lambda: _expecting(1, pairs[1]).take(0))
-    hang_up(pairs)
+    abort_groups(pairs)
     return result
 
 
@@ -313,10 +313,10 @@ def test_a_rank_that_hangs_up_fails_collectives(is_shared):
 def _hangs_up_twice():
     group = _patient_group()
     dist.barrier()
-    hang_up([group, group])
-    hang_up([group])
+    abort_groups([group, group])
+    abort_groups([group])
     dist.barrier()  # other groups live on
-    note_failure("one")
+    report_failure("one")
     dist.barrier()
     return _error_of(lambda: all_reduce_sum(torch.ones(1), group))[0]
 
@@ -329,5 +329,5 @@ def test_hanging_up_again_does_nothing_and_leaves_other_groups():
 
 def test_without_a_world_nothing_is_noted():
     assert not dist.is_initialized()
-    note_failure("nobody reads this")  # and nothing is raised
+    report_failure("nobody reads this")  # and nothing is raised
     assert not dist.is_initialized()

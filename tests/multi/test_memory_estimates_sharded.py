@@ -268,7 +268,7 @@ def test_settings_worth_a_look_can_be_asked_about(plugin_class):
         arguments = {"batch": batch, "criterion": next_token_loss, "num_ranks": 8}
         estimate = estimate_memory(model, name, settings=settings, **arguments)
         whole = sum(one.numel() for one in model.parameters())
-        assert 0 < estimate.memory.kept.total + estimate.memory.elsewhere < 16 * whole
+        assert 0 < estimate.memory.steady_state.total + estimate.memory.offloaded < 16 * whole
         assert estimate.sent > 0
 
 

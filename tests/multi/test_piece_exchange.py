@@ -12,7 +12,7 @@ from harness import distributed
 
 from booster.comm import all_to_all_single, collectives, count_communication, transport, use_shared_memory
 from booster.errors import RankFailedError
-from booster.plugins.torch_fsdp.piece_exchange import Divided, PieceExchange, choose_owners, row_span
+from booster.plugins.torch_fsdp.piece_exchange import ParamRedistribution, RowSharded, assign_owners, row_range
 
 WAYS = pytest.mark.parametrize("uses_memory", [True, False], ids=["shared memory", "gloo"])
 SHAPES = [(1,), (5,), (7, 3), (2, 3, 4), (0, 3), (), (33, 10), (4, 4)]
@@ -32,7 +32,8 @@ def going_by_memory(is_on):
 
 def mixed_members():
     return [
-        Divided(name=f"p{index}", shape=shape, dtype=DTYPES[index % len(DTYPES)]) for index, shape in enumerate(SHAPES)
+        RowSharded(name=f"p{index}", shape=shape, dtype=DTYPES[index % len(DTYPES)])
+        for index, shape in enumerate(SHAPES)
     ]
 
 
@@ -46,7 +47,7 @@ def whole_of(member, draw=0, dtype=None):
 def pieces_of(members, draw=0, dtype=None, leave_out_empty=False):
     pieces = {}
     for index, member in enumerate(members):
-        start, stop = row_span(member.shape, dist.get_rank(), dist.get_world_size())
+        start, stop = row_range(member.shape, dist.get_rank(), dist.get_world_size())
         if stop > start or not leave_out_empty:
             pieces[index] = whole_of(member, draw, dtype).reshape(-1)[start:stop].clone()
     return pieces
@@ -65,7 +66,7 @@ def wire_bytes(members, owners, indices=None, dtype=None):
     out = back = 0
     for index in range(len(members)) if indices is None else indices:
         itemsize = (dtype or members[index].dtype).itemsize
-        start, stop = row_span(members[index].shape, rank, size)
+        start, stop = row_range(members[index].shape, rank, size)
         if owners[index] == rank:
             back += (members[index].numel - (stop - start)) * itemsize
         else:
@@ -79,8 +80,8 @@ def wire_bytes(members, owners, indices=None, dtype=None):
 def test_there_and_back(world_size, uses_memory, leave_out_empty):
     with going_by_memory(uses_memory):
         members = mixed_members()
-        owners = choose_owners(members, world_size)
-        exchange = PieceExchange(members, owners, None, CPU)
+        owners = assign_owners(members, world_size)
+        exchange = ParamRedistribution(members, owners, None, CPU)
         mine = {index for index, owner in enumerate(owners) if owner == dist.get_rank()}
         pieces = pieces_of(members, leave_out_empty=leave_out_empty)
         out, back = wire_bytes(members, owners)
@@ -107,8 +108,8 @@ def test_there_and_back(world_size, uses_memory, leave_out_empty):
 def test_subsets_and_other_dtypes(world_size, uses_memory):
     with going_by_memory(uses_memory):
         members = mixed_members()
-        owners = choose_owners(members, world_size)
-        exchange = PieceExchange(members, owners, None, CPU)
+        owners = assign_owners(members, world_size)
+        exchange = ParamRedistribution(members, owners, None, CPU)
         for indices in ([6, 2], [1], [4], [], [7, 0, 3]):
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
                 pieces = pieces_of(members, 2, dtype)
@@ -132,7 +133,7 @@ def test_a_rank_may_own_nothing_and_one_everything(world_size, uses_memory):
     with going_by_memory(uses_memory):
         members = mixed_members()
         for owner in (0, world_size - 1):
-            exchange = PieceExchange(members, [owner] * len(members), None, CPU)
+            exchange = ParamRedistribution(members, [owner] * len(members), None, CPU)
             pieces = pieces_of(members, leave_out_empty=True)
             wholes = exchange.to_owners(pieces)
             is_owner = dist.get_rank() == owner
@@ -143,8 +144,11 @@ def test_a_rank_may_own_nothing_and_one_everything(world_size, uses_memory):
 
 @distributed([2])
 def test_rows_that_lie_at_their_owner_are_not_sent():
-    members = [Divided(name="p0", shape=(1, 5), dtype=torch.float32), Divided(name="p1", shape=(0,), dtype=torch.int64)]
-    exchange = PieceExchange(members, [0, 1], None, CPU)
+    members = [
+        RowSharded(name="p0", shape=(1, 5), dtype=torch.float32),
+        RowSharded(name="p1", shape=(0,), dtype=torch.int64),
+    ]
+    exchange = ParamRedistribution(members, [0, 1], None, CPU)
     with count_communication() as count:
         wholes = exchange.to_owners(pieces_of(members))
         exchange.from_owners(wholes, pieces_of(members))
@@ -160,10 +164,10 @@ def test_groups_exchange_among_themselves(uses_memory):
         group = groups[dist.get_rank() % 2]
         place, draw = dist.get_rank(group), dist.get_rank() % 2
         members = mixed_members()
-        owners = choose_owners(members, 2)
-        exchange = PieceExchange(members, owners, group, CPU)
+        owners = assign_owners(members, 2)
+        exchange = ParamRedistribution(members, owners, group, CPU)
         pieces = {
-            index: whole_of(member, draw).reshape(-1)[slice(*row_span(member.shape, place, 2))]
+            index: whole_of(member, draw).reshape(-1)[slice(*row_range(member.shape, place, 2))]
             for index, member in enumerate(members)
         }
         wholes = exchange.to_owners(pieces)
@@ -173,8 +177,8 @@ def test_groups_exchange_among_themselves(uses_memory):
 
 @distributed([2, 3])
 def test_parameters_may_be_given_and_need_no_certain_layout_when_whole(world_size):
-    member = Divided(name="p0", shape=(7, 3), dtype=torch.float32)
-    exchange = PieceExchange([member], [1], None, CPU)
+    member = RowSharded(name="p0", shape=(7, 3), dtype=torch.float32)
+    exchange = ParamRedistribution([member], [1], None, CPU)
     pieces = {0: torch.nn.Parameter(pieces_of([member])[0])}
     wholes = exchange.to_owners(pieces)
     transposed = {index: torch.nn.Parameter((2 * whole).t().contiguous().t()) for index, whole in wholes.items()}
@@ -196,8 +200,8 @@ def test_memory_of_a_rank_is_what_it_sends_and_twice_what_it_owns():
             return out
 
     with going_by_memory(False):
-        member = Divided(name="p0", shape=(4096, 4), dtype=torch.float32)
-        exchange = PieceExchange([member], [0], None, CPU)
+        member = RowSharded(name="p0", shape=(4096, 4), dtype=torch.float32)
+        exchange = ParamRedistribution([member], [0], None, CPU)
         pieces = pieces_of([member])
         with SeesSizes() as seen:
             wholes = exchange.to_owners(pieces)
@@ -229,7 +233,7 @@ def test_uneven_pieces(world_size, uses_memory, dtype):
     with going_by_memory(uses_memory):
         rank = dist.get_rank()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "_ROOM_BYTES", 4096)  # several rounds, the last one short
+            patch.setattr(collectives, "_ROUND_BUFFER_BYTES", 4096)  # several rounds, the last one short
             for largest in (0, 1, 7, 1024, 5003):
                 sizes = sizes_between(world_size, largest)
                 gives, takes = sizes[rank], [row[rank] for row in sizes]

@@ -12,7 +12,7 @@ from booster.comm import count_communication
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel import ring_attention, ring_blocks
 from booster.plugins.hybrid_parallel.sequence_parallel.attention import sequence_attention
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
 
 MODES = ["all_to_all", "ring_attn"]
 
@@ -52,7 +52,7 @@ def _dense(tensors, grad, mask, **how):
 def _check(ranks, tensors, grad, mask, *, tolerance=1e-6, needs_mask=False, **how):
     expected, dense_mask = _dense(tensors, grad, mask, needs_mask=needs_mask, **how)
     length = grad.shape[2]
-    order = ranks.order_of(length)
+    order = ranks.sharding_of(length)
     local = [order.take(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in tensors]
     own_mask = mask.clone().requires_grad_() if needs_mask else mask
     output = sequence_attention(*local, ranks, attn_mask=own_mask, enable_gqa=True, length=length, **how)
@@ -69,7 +69,7 @@ def _check(ranks, tensors, grad, mask, *, tolerance=1e-6, needs_mask=False, **ho
 @distributed([2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_attention_equals_dense_attention(world_size, mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     for heads, key_heads, length in [(4, 4, 16), (4, 2, 17), (6, 3, 23), (4, 1, 9), (5, 5, 24), (2, 2, 5), (2, 1, 2)]:
         tensors, grad = _tensors(2, heads, key_heads, length, 8)
         _check(ranks, tensors, grad, None, tolerance=2e-6)
@@ -80,7 +80,7 @@ def test_attention_equals_dense_attention(world_size, mode):
 @distributed([2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_masks_are_those_of_whole_sequences(world_size, mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     for heads, key_heads, length in [(4, 4, 16), (6, 2, 19)]:
         tensors, grad = _tensors(3, heads, key_heads, length, 8)
         for name, mask in _masks(3, heads, length).items():
@@ -94,7 +94,7 @@ def test_masks_are_those_of_whole_sequences(world_size, mode):
 @distributed([2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_gradient_of_a_mask_is_the_sum_of_the_ranks(world_size, mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     tensors, grad = _tensors(2, 4, 2, 13, 8)
     for shape in [(1, 4, 13, 13), (2, 1, 13, 13), (1, 1, 1, 13)]:
         _check(ranks, tensors, grad, torch.randn(shape), tolerance=2e-6, needs_mask=True)
@@ -103,7 +103,7 @@ def test_the_gradient_of_a_mask_is_the_sum_of_the_ranks(world_size, mode):
 @distributed([2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_values_of_other_features_and_low_precision(world_size, mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     tensors, grad = _tensors(2, 4, 4, 14, 8, value_features=6)
     _check(ranks, tensors, grad, None, is_causal=True, tolerance=2e-6)
     for dtype in (torch.bfloat16, torch.float16):
@@ -116,10 +116,10 @@ def test_values_of_other_features_and_low_precision(world_size, mode):
 
 @distributed([2, 3])
 def test_without_a_fused_kernel_rows_go_one_after_the_other(world_size):
-    ranks = SequenceParallelRanks(None, "ring_attn")
-    before = ring_attention._MAX_SCORES, ring_attention.is_for_flash, ring_blocks.is_for_flash
+    ranks = SequenceParallelGroup(None, "ring_attn")
+    before = ring_attention._MAX_SCORES, ring_attention.supports_flash, ring_blocks.supports_flash
     try:
-        ring_attention.is_for_flash = ring_blocks.is_for_flash = lambda *_: False
+        ring_attention.supports_flash = ring_blocks.supports_flash = lambda *_: False
         for ring_attention._MAX_SCORES in (2**26, 100):
             for heads, key_heads, length in [(4, 2, 17), (4, 1, 16)]:
                 tensors, grad = _tensors(2, heads, key_heads, length, 8)
@@ -129,19 +129,19 @@ def test_without_a_fused_kernel_rows_go_one_after_the_other(world_size):
                     _check(ranks, tensors, grad, _masks(2, heads, length)[name], tolerance=2e-6)
                 _check(ranks, tensors, grad, torch.randn(2, 1, length, length), tolerance=2e-6, needs_mask=True)
     finally:
-        ring_attention._MAX_SCORES, ring_attention.is_for_flash, ring_blocks.is_for_flash = before
+        ring_attention._MAX_SCORES, ring_attention.supports_flash, ring_blocks.supports_flash = before
 
 
 @distributed(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_length_is_found_and_autocast_is_followed(mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     (query, key, value), _ = _tensors(1, 2, 2, 11, 8)
-    order = ranks.order_of(11)
-    local = [order.take(tensor, 2, ranks.rank) for tensor in (query, key, value)]
+    order = ranks.sharding_of(11)
+    local = [order.shard(tensor, 2, ranks.rank) for tensor in (query, key, value)]
     whole = F.scaled_dot_product_attention(query, key, value)
     output = sequence_attention(*local, ranks)
-    torch.testing.assert_close(output, order.take(whole, 2, ranks.rank), rtol=0, atol=2e-6)
+    torch.testing.assert_close(output, order.shard(whole, 2, ranks.rank), rtol=0, atol=2e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert sequence_attention(*local, ranks).dtype == torch.bfloat16
 
@@ -149,15 +149,15 @@ def test_the_length_is_found_and_autocast_is_followed(mode):
 @distributed([2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_keeps_the_mean_and_has_its_own_gradient(world_size, mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     torch.manual_seed(ranks.rank)
     heads, length = 3, 64
     # Values of one make a row's output the sum of its weights: its mean over many rows is 1.
     query, key, value = (torch.randn(8, heads, length, 8) for _ in range(2)), None, None
     query, key = query
     value = torch.ones(8, heads, length, 8)
-    order = ranks.order_of(length)
-    local = [order.take(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in (query, key, value)]
+    order = ranks.sharding_of(length)
+    local = [order.shard(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in (query, key, value)]
     state = torch.get_rng_state()
 
     def run(scale):
@@ -197,14 +197,14 @@ def test_bytes_equal_theory(world_size):
     batch, heads, key_heads, length, features = 2, 4, 4, 32, 8
     size = 4 * batch * heads * length * features // world_size  # of this rank's part of one of query, key, value
     for mode in MODES:
-        ranks = SequenceParallelRanks(None, mode)
+        ranks = SequenceParallelGroup(None, mode)
         tensors, grad = _tensors(batch, heads, key_heads, length, features)
-        order = ranks.order_of(length)
-        local = [order.take(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in tensors]
+        order = ranks.sharding_of(length)
+        local = [order.shard(tensor, 2, ranks.rank).clone().requires_grad_() for tensor in tensors]
         with count_communication() as forward:
             output = sequence_attention(*local, ranks, is_causal=True, length=length)
         with count_communication() as backward:
-            output.backward(order.take(grad, 2, ranks.rank))
+            output.backward(order.shard(grad, 2, ranks.rank))
         others = world_size - 1
         if mode == "all_to_all":
             expected = [4 * size * others // world_size] * 2
@@ -218,7 +218,7 @@ def test_bytes_equal_theory(world_size):
 
 @distributed(4, timeout=180)
 def test_ring_attention_equals_dense_attention_at_4096_tokens():
-    ranks = SequenceParallelRanks(None, "ring_attn")
+    ranks = SequenceParallelGroup(None, "ring_attn")
     tensors, grad = _tensors(1, 2, 1, 4096, 16)
     _check(ranks, tensors, grad, None, is_causal=True, tolerance=3e-6)
 
@@ -226,7 +226,7 @@ def test_ring_attention_equals_dense_attention_at_4096_tokens():
 @distributed(2)
 def test_mistakes_are_named():
     for mode in MODES:
-        ranks = SequenceParallelRanks(None, mode)
+        ranks = SequenceParallelGroup(None, mode)
         query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
         with pytest.raises(ConfigError, match="enable_gqa=True"):
             sequence_attention(query, key, key, ranks, length=6)

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from booster.comm import all_reduce_sum
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpoint_layers
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceAxisSplitter, TensorAxisSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.stacks import attach_stack
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 
 MODES = ["all_to_all", "ring_attn"]
 VOCABULARY = 61
@@ -249,7 +249,7 @@ def test_more_ranks_have_the_gradients_of_one_process(world_size, name, mode):
 
 
 def _check_family(name, mode, world_size):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     model, stacks = _transformers_model(name)
     reference = copy.deepcopy(model)
     _attach(model, stacks, ranks)
@@ -272,7 +272,7 @@ def _check_family(name, mode, world_size):
 @pytest.mark.parametrize("mode", MODES)
 def test_user_written_models_that_look_at_another_sequence(world_size, mode):
     torch.manual_seed(0)
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     model = UserModel()
     reference = copy.deepcopy(model)
     _attach(model, ["blocks"], ranks)
@@ -292,7 +292,7 @@ def test_user_written_models_that_look_at_another_sequence(world_size, mode):
 @distributed(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputed_layers_drop_what_they_dropped(mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     gradients = []
     for checkpoints in ("none", "calls", "layers"):
         torch.manual_seed(0)
@@ -327,7 +327,7 @@ class _EchoRegions(nn.Module):
 @distributed([2, 3])
 def test_stacks_over_tensor_parallel_ranks_are_not_scaled(world_size):
     torch.manual_seed(0)
-    ranks = TensorParallelRanks(None, sequence_mode="split_gather")
+    ranks = TensorParallelGroup(None, sequence_mode="split_gather")
     layers = nn.ModuleList(_EchoRegions() for _ in range(2))
     reference = copy.deepcopy(layers)
     stack = attach_stack(list(layers), TensorAxisSplitter(ranks))
@@ -340,7 +340,7 @@ def test_stacks_over_tensor_parallel_ranks_are_not_scaled(world_size):
             hidden, more = layer(hidden)
             if one is layers and layer is not one[-1]:
                 assert ranks.sequence_length == 7
-                assert stack.length_of(hidden.shape[1]) == 7
+                assert stack.full_length(hidden.shape[1]) == 7
         assert more == "more"
         hidden.square().sum().backward()
         results.append((hidden.detach(), leaf.grad))
@@ -392,7 +392,7 @@ class _BatchSecond(nn.Module):
 @distributed(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_would_be_wrong_is_refused(mode):
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     x = torch.randn(3, 8, 8)
     for layer, message in [
         (_Mixer(), "uses neither F.scaled_dot_product_attention"),
@@ -415,7 +415,7 @@ def test_what_would_be_wrong_is_refused(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_of_torch_itself(mode):
     torch.manual_seed(0)
-    ranks = SequenceParallelRanks(None, mode)
+    ranks = SequenceParallelGroup(None, mode)
     make = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
     model = nn.TransformerEncoder(make, 2, enable_nested_tensor=False)
     reference = copy.deepcopy(model)

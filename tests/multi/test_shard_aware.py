@@ -61,7 +61,7 @@ def make_shard(name, working, span, group_index):
         global_shape=tuple(working.shape),
         span=span,
         parameter=nn.Parameter(working.detach().reshape(-1)[slice(*span)].clone()),
-        working=working,
+        model_param=working,
         group_index=group_index,
         has_master=False,
         is_primary=True,

@@ -24,7 +24,7 @@ from booster.checkpoint_io.training.training_parts import SaveOptions, TrainingP
 from booster.comm import group_rank, group_size
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.interface.gradient_window import GradientWindow
+from booster.interface.gradient_window import AccumulationState
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def load_state(wrapped, path: str) -> None:
 def save(path: str, place: Place, seed: int, has_items: bool, scale: float | None = None, dtype=torch.float32):
     wrapped = make(place, seed, scale=scale, dtype=dtype)
     put_gradients(wrapped, place, scale or 1.0)
-    window = GradientWindow(num_backwards=3, num_averaged=2)
+    window = AccumulationState(num_backwards=3, num_averaged=2)
     window.num_items = items_of(group_rank()) if has_items else None
     wrapped.restore_window(window, 2)
     save_state(wrapped, path)
@@ -177,7 +177,7 @@ def load(path: str, place: Place, seed: int, scale: float | None = None, dtype=t
 
 
 def assert_same_step(saved: Place, loaded: Place, of_rank, has_items: bool, *, factor=1.0, rtol=1e-6) -> None:
-    """The loaded gradients are those of the same step; see Note [Gradients of other ranks]."""
+    """The loaded gradients are those of the same step; see Note [Accumulated gradients]."""
     found = sum_of_all([holding for holding, _ in of_rank])
     assert found.keys() == {name for name, gradient in total(saved).items() if name in found or bool(gradient.any())}
     for name, whole in found.items():
@@ -276,7 +276,7 @@ def test_only_a_file_with_sums_has_the_new_format(tmp_path):
     wrapped = make(Place(4), 3)
     for name in ("own", "reduced"):
         wrapped.set_local_gradient(name, torch.ones(SHAPES[name]))
-    wrapped.restore_window(GradientWindow(num_backwards=1), 0)
+    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     document = json.loads((tmp_path / "a" / "training_state.json").read_text())
     assert document["format"] == 1
@@ -300,7 +300,7 @@ def test_only_a_file_with_sums_has_the_new_format(tmp_path):
 def test_sums_alone_wait_even_on_ranks_that_hold_none(tmp_path, seed):
     wrapped = make(Place(4), seed)
     wrapped.set_sum("reduced", torch.tensor(3.0))
-    wrapped.restore_window(GradientWindow(num_backwards=1), 0)
+    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     other = make(Place(4), seed + 10)
     put_gradients(other, Place(4))
@@ -311,7 +311,7 @@ def test_sums_alone_wait_even_on_ranks_that_hold_none(tmp_path, seed):
     assert found == [("reduced", [3.0])] * len(holders)
     after_step = make(Place(4), seed)
     after_step.set_sum("reduced", torch.tensor(3.0))
-    after_step.restore_window(GradientWindow(num_backwards=1, has_stepped=True), 0)
+    after_step.restore_window(AccumulationState(num_backwards=1, has_stepped=True), 0)
     save_state(after_step, tmp_path / "a")
     assert not (tmp_path / "a" / "gradients.safetensors").exists()
     load_state(other, tmp_path / "a")
@@ -327,7 +327,7 @@ def test_a_sum_that_was_made_in_part_is_zero_in_the_rest(tmp_path):
     first = next(shard for shard in wrapped.shards.parts if shard.name == "both")
     if group_rank() == group_size() - 1:
         del wrapped._sums["both", first.span]
-    wrapped.restore_window(GradientWindow(num_backwards=1), 0)
+    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     again = make(place, 1)
     load_state(again, tmp_path / "a")
@@ -340,7 +340,7 @@ def test_a_sum_that_was_made_in_part_is_zero_in_the_rest(tmp_path):
 def test_final_gradients_are_refused(tmp_path):
     wrapped = make(Place(2), 1)
     put_gradients(wrapped, Place(2))
-    wrapped.restore_window(GradientWindow(num_backwards=1, is_final=True, was_multiplied=True), 0)
+    wrapped.restore_window(AccumulationState(num_backwards=1, is_unscaled=True, was_unscaled=True), 0)
     with pytest.raises(ConfigError, match="between clipping"):
         save_state(wrapped, tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -350,7 +350,7 @@ def test_final_gradients_are_refused(tmp_path):
 def test_a_gradient_of_what_is_frozen_here_is_refused(tmp_path):
     wrapped = make(Place(2, is_sharded=False), 1)
     wrapped.model.unwrap().frozen.grad = torch.ones(3, 2)
-    wrapped.restore_window(GradientWindow(num_backwards=1), 0)
+    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
     save_state(wrapped, tmp_path / "a")
     other = make(Place(2), 1)
     put_gradients(other, Place(2))
@@ -363,13 +363,13 @@ def test_a_gradient_of_what_is_frozen_here_is_refused(tmp_path):
 def test_a_tensor_that_is_no_gradient_is_refused(tmp_path, monkeypatch):
     wrapped = make(Place(1, is_sharded=False), 1)
     put_gradients(wrapped, Place(1, is_sharded=False))
-    wrapped.restore_window(GradientWindow(num_backwards=1), 0)
-    real = waiting_gradients.Component
+    wrapped.restore_window(AccumulationState(num_backwards=1), 0)
+    real = waiting_gradients.CheckpointPart
 
     def renamed(*, slices, **options):
         return real(slices=[replace(one, name=one.name.replace("rank0", "rankdom")) for one in slices], **options)
 
-    monkeypatch.setattr(waiting_gradients, "Component", renamed)
+    monkeypatch.setattr(waiting_gradients, "CheckpointPart", renamed)
     save_state(wrapped, tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"'rankdom\.own' among its gradients that is not a gradient"):
         load_state(wrapped, tmp_path / "a")

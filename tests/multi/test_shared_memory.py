@@ -93,7 +93,7 @@ def test_a_reduce_scatter_has_the_bits_of_gloo_s(world_size, dtype, accumulate):
 
             def reduce(payload=payload, output_dtype=output_dtype, numel=numel):
                 output = _values(output_dtype, numel, draw=2)
-                start_reduce_scatter(payload).finish(output, accumulate=accumulate)
+                start_reduce_scatter(payload).wait(output, accumulate=accumulate)
                 return output
 
             assert _same(_by(MEMORY, reduce), _by(GLOO, reduce)), numel
@@ -205,7 +205,7 @@ def test_misaligned_tensors(world_size):
         whole = room[start : start + 65_536]
         whole.copy_(_values(torch.float32, len(whole), draw=9))
         output = torch.empty(40_000)[start : start + len(whole) // 2]
-        start_reduce_scatter(whole).finish(output, accumulate=False)
+        start_reduce_scatter(whole).wait(output, accumulate=False)
         pieces = [_values(torch.float32, len(whole), 9, rank).chunk(2)[dist.get_rank()] for rank in range(2)]
         assert torch.equal(output, pieces[0] + pieces[1])
         start_all_gather(whole).wait()
@@ -223,10 +223,10 @@ def test_results_that_go_past_the_caches(world_size, dtype, start):
     pieces = [_values(dtype, 2 * numel, 12, other).chunk(2) for other in range(2)]
     payload, room = torch.cat(pieces[rank]), torch.zeros(2 * numel + start, dtype=dtype)
     output = room[start : start + numel]
-    start_reduce_scatter(payload).finish(output, accumulate=False)
+    start_reduce_scatter(payload).wait(output, accumulate=False)
     assert torch.equal(output, (pieces[0][rank].float() + pieces[1][rank].float()).to(dtype))
     wide = torch.zeros(numel + start)[start:]
-    start_reduce_scatter(payload).finish(wide, accumulate=False)
+    start_reduce_scatter(payload).wait(wide, accumulate=False)
     assert torch.equal(wide, pieces[rank][rank].float() + pieces[1 - rank][rank].float())
     whole = room[start:]
     all_to_all_single(whole, payload)
@@ -246,7 +246,7 @@ def _train_a_little(steps):
     for step in range(steps):
         payload = torch.full((size * 5000,), float(rank + step))
         output = torch.empty(5000)
-        start_reduce_scatter(payload).finish(output, accumulate=False)
+        start_reduce_scatter(payload).wait(output, accumulate=False)
         assert output.unique().tolist() == [float(sum(range(size)) + size * step)]
         buffer = torch.zeros(size * 3)
         buffer[3 * rank : 3 * rank + 3] = rank
@@ -290,12 +290,12 @@ def test_a_sum_that_is_performed_before_it_is_asked_for_has_the_same_bits(world_
     payload = _values(dtype, world_size * 1000, draw=10)
     for output_dtype in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
         direct, late = (_values(output_dtype, 1000, draw=11) for _ in range(2))
-        start_reduce_scatter(payload).finish(direct, accumulate=accumulate)
+        start_reduce_scatter(payload).wait(direct, accumulate=accumulate)
         started = start_reduce_scatter(payload)
         barrier()  # performs it
         changed = payload.clone()
         payload.zero_()  # not needed any more
-        started.finish(late, accumulate=accumulate)
+        started.wait(late, accumulate=accumulate)
         payload.copy_(changed)
         assert _same(direct, late)
 
@@ -312,7 +312,7 @@ def test_blocking_operations_keep_their_place_among_those_under_way(world_size):
         assert buffer[1] == 2.0
     assert all_reduce_numbers([1.0]) == [world_size]
     output = torch.empty(2)
-    reducing.finish(output, accumulate=False)
+    reducing.wait(output, accumulate=False)
     gathering.wait()
     assert buffer.tolist() == [float(other + 1) for other in range(world_size)]
     assert output.tolist() == [world_size] * 2
@@ -340,7 +340,7 @@ def test_what_can_t_be_reduced_goes_by_messages_in_between(dtype):
     started = start_reduce_scatter(torch.ones(6, dtype=dtype))
     if dist.get_rank() == 0:
         gathering.wait()
-    started.finish(output, accumulate=False)
+    started.wait(output, accumulate=False)
     gathering.wait()
     assert output.tolist() == [2] * 3
     assert buffer.tolist() == [0.0, 1.0]

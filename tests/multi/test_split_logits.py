@@ -14,11 +14,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from booster.comm import count_communication
 from booster.mixed_precision.half_weights import low_precision_to_fp32
-from booster.plugins.hybrid_parallel.tensor_parallel.cross_entropy import split_cross_entropy
-from booster.plugins.hybrid_parallel.tensor_parallel.embedding import make_vocabulary_embedding, make_vocabulary_head
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import SplitLogits
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import vocabulary_layout, vocabulary_rows
+from booster.plugins.hybrid_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
+    make_vocab_parallel_embedding,
+    make_vocab_parallel_head,
+)
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import VocabParallelLogits
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import vocabulary_rows, vocabulary_spec
 
 preload("transformers.loss.loss_utils")
 WORLDS = [2, 3, 4]
@@ -57,7 +60,7 @@ def sizes(num_entries, multiple=1):
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 1e-2)]
 )
 def test_cross_entropy_equals_that_of_whole_logits(world_size, dtype, tolerance):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     for num_entries, multiple in ((13, 1), (2, 64), (70, 8)):
         start, stop = columns(num_entries, multiple)
         logits = (5 * torch.randn(9, num_entries)).to(dtype) + 30
@@ -70,12 +73,12 @@ def test_cross_entropy_equals_that_of_whole_logits(world_size, dtype, tolerance)
                     ours = logits[:, start:stop].clone().requires_grad_()
                     expected = cross_entropy(theirs, target, reduction=reduction, label_smoothing=smoothing)
                     with count_communication() as count:
-                        loss = split_cross_entropy(
+                        loss = vocab_parallel_cross_entropy(
                             ours,
                             target,
                             ranks,
                             start,
-                            num_entries=num_entries,
+                            vocab_size=num_entries,
                             reduction=reduction,
                             label_smoothing=smoothing,
                         )
@@ -92,11 +95,11 @@ def test_targets_that_are_no_class_are_refused(world_size):
     logits = torch.randn(2, 4).split(2, 1)[dist.get_rank()]
     for wrong in (4, -1):
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-            split_cross_entropy(
-                logits, torch.tensor([0, wrong]), TensorParallelRanks(), 2 * dist.get_rank(), num_entries=4
+            vocab_parallel_cross_entropy(
+                logits, torch.tensor([0, wrong]), TensorParallelGroup(), 2 * dist.get_rank(), vocab_size=4
             )
-    loss = split_cross_entropy(
-        logits, torch.tensor([0, 4]), TensorParallelRanks(), 2 * dist.get_rank(), num_entries=4, ignore_index=4
+    loss = vocab_parallel_cross_entropy(
+        logits, torch.tensor([0, 4]), TensorParallelGroup(), 2 * dist.get_rank(), vocab_size=4, ignore_index=4
     )
     assert loss.isfinite()
 
@@ -116,14 +119,14 @@ class Head(nn.Module):
 
 def split_head(num_entries=ENTRIES, multiple=1):
     """Returns a head over split logits, its serial twin, and what a serial gradient has to be cut by."""
-    model, ranks = Head(num_entries), TensorParallelRanks()
+    model, ranks = Head(num_entries), TensorParallelGroup()
     twin = copy.deepcopy(model)
-    layouts = [vocabulary_layout(parameter.shape, multiple, ranks.size, ranks.rank) for parameter in model.parameters()]
+    layouts = [vocabulary_spec(parameter.shape, multiple, ranks.size, ranks.rank) for parameter in model.parameters()]
     for parameter, layout in zip(model.parameters(), layouts, strict=True):
-        parameter.data = layout.cut(parameter.data)
+        parameter.data = layout.shard(parameter.data)
     options = {"num_entries": num_entries, "multiple": multiple}
-    make_vocabulary_embedding(model.embedding, ranks, **options)
-    make_vocabulary_head(model.head, ranks, gathers_output=False, **options)
+    make_vocab_parallel_embedding(model.embedding, ranks, **options)
+    make_vocab_parallel_head(model.head, ranks, gathers_output=False, **options)
     return model, twin, layouts
 
 
@@ -131,7 +134,7 @@ def assert_same_loss(loss_of, num_entries=ENTRIES, multiple=1, tolerance=1e-6, c
     model, twin, layouts = split_head(num_entries, multiple)
     entries = torch.randint(num_entries, (BATCH, SEQUENCE))
     logits = model(entries)
-    assert isinstance(logits, SplitLogits)
+    assert isinstance(logits, VocabParallelLogits)
     with count_communication() as count:
         loss = loss_of(logits, entries)
     if calls is not None:
@@ -307,6 +310,6 @@ def test_evaluation_needs_no_graph(world_size):
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             logits, expected = model(entries), twin(entries)
-            assert isinstance(logits, SplitLogits)
+            assert isinstance(logits, VocabParallelLogits)
             assert_close(shifted(logits, entries), shifted(expected, entries))
             assert_close(logits.softmax(-1), expected.softmax(-1))

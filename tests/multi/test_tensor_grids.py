@@ -11,32 +11,32 @@ from torch import nn
 
 from booster.benchmark.network import PerceptronLayer
 from booster.benchmark.tensor_grids import (
-    CUBE_ACTIVATIONS,
+    LINEAR_3D_ACTIVATIONS,
     SUMMA_ACTIVATIONS,
-    CubeLinear,
-    Layout,
+    BlockLayout,
+    Linear3D,
     SummaLinear,
-    cube_grid,
-    divide_layer,
-    summa_grid,
+    linear_3d_mesh,
+    shard_mlp,
+    summa_mesh,
 )
 from booster.comm import count_communication
 from booster.errors import ConfigError
 
 # What holds a weight (outputs, inputs) and a bias, of the first and of the second layer.
-SUMMA = [(Layout((("column",), ("row",))), Layout((("column",),)))] * 2
+SUMMA = [(BlockLayout((("column",), ("row",))), BlockLayout((("column",),)))] * 2
 CUBE = [
-    (Layout((("input", "weight"), ("output",))), Layout((("input",),))),
-    (Layout((("output", "weight"), ("input",))), Layout((("output",),))),
+    (BlockLayout((("input", "weight"), ("output",))), BlockLayout((("input",),))),
+    (BlockLayout((("output", "weight"), ("input",))), BlockLayout((("output",),))),
 ]
 
 
 def make_grid(kind, world_size):
     """Returns the grid, the cut of the activations, and those of the two layers' weights and biases."""
     if kind == "3d":
-        return cube_grid(round(world_size ** (1 / 3))), CUBE_ACTIVATIONS, CUBE
+        return linear_3d_mesh(round(world_size ** (1 / 3))), LINEAR_3D_ACTIVATIONS, CUBE
     depth = 2 if kind == "2.5d" else 1
-    return summa_grid(round((world_size / depth) ** 0.5), depth), SUMMA_ACTIVATIONS, SUMMA
+    return summa_mesh(round((world_size / depth) ** 0.5), depth), SUMMA_ACTIVATIONS, SUMMA
 
 
 class Pair(nn.Module):
@@ -58,7 +58,7 @@ def assert_like_serial(kind, world_size, rows, hidden, inner, has_bias=True):
     grid, activations, parameters = make_grid(kind, world_size)
     serial = Pair(hidden, inner, has_bias).double()
     divided = copy.deepcopy(serial)
-    divide_layer(divided, grid)
+    shard_mlp(divided, grid)
     whole, weights = torch.randn(2, rows, hidden, dtype=torch.float64)
     x = grid.block(whole, activations).requires_grad_()
     whole.requires_grad_()
@@ -106,7 +106,7 @@ def test_grids_of_one_rank_give_what_one_process_gives(kind):
 def local_shapes(kind, world_size):
     grid, activations, _ = make_grid(kind, world_size)
     pair = Pair(256, 1024)
-    divide_layer(pair, grid)
+    shard_mlp(pair, grid)
     x = grid.block(torch.randn(16, 256), activations)
     inner = pair.up(x)
     shapes = [x.shape, pair.up.weight.t().shape, inner.shape, pair.down.weight.t().shape, pair.down(inner).shape]
@@ -146,7 +146,7 @@ def received_by_one_layer(kind, world_size, rows, inputs, outputs):
 def assert_bytes(kind, world_size):
     rows, inputs, outputs = 8, 4, 12
     grid, activations, _ = make_grid(kind, world_size)
-    cls = CubeLinear if kind == "3d" else SummaLinear
+    cls = Linear3D if kind == "3d" else SummaLinear
     layer = cls(nn.Linear(inputs, outputs, bias=False), grid)
     x = grid.block(torch.randn(rows, inputs), activations).requires_grad_()
     with count_communication() as forward:
@@ -174,7 +174,7 @@ def test_the_bytes_on_squares_and_cubes_of_eight(kind):
 def test_what_needs_no_gradient_costs_nothing(kind):
     grid, activations, _ = make_grid(kind, 8)
     pair = Pair(4, 12)
-    divide_layer(pair, grid)
+    shard_mlp(pair, grid)
     x = grid.block(torch.randn(8, 4), activations)
 
     def received(pair):
@@ -198,7 +198,7 @@ def test_ranks_that_hold_the_same_weights_train_alike(kind):
     grid, activations, parameters = make_grid(kind, 8)
     serial = PerceptronLayer(4).double()
     divided = copy.deepcopy(serial)
-    divide_layer(divided, grid)
+    shard_mlp(divided, grid)
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (serial, divided)]
     whole = torch.randn(8, 4, dtype=torch.float64)
     x = grid.block(whole, activations)
@@ -216,9 +216,9 @@ def test_ranks_that_hold_the_same_weights_train_alike(kind):
 
 @distributed(4)
 def test_the_places_of_a_grid():
-    grid = summa_grid(2)
+    grid = summa_mesh(2)
     rank = torch.distributed.get_rank()
-    assert dict(grid.places) == {"depth": 0, "row": rank // 2, "column": rank % 2}
+    assert dict(grid.coordinates) == {"depth": 0, "row": rank // 2, "column": rank % 2}
     assert torch.distributed.get_process_group_ranks(grid.group("column")) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert torch.distributed.get_process_group_ranks(grid.group("row")) == [rank % 2, rank % 2 + 2]
     assert grid.group("row", "column") is None
@@ -228,10 +228,15 @@ def test_the_places_of_a_grid():
 
 @distributed(4)
 def test_grids_that_cannot_be():
-    for make in (lambda: summa_grid(3), lambda: summa_grid(2, depth=2), lambda: cube_grid(2), lambda: summa_grid(0)):
+    for make in (
+        lambda: summa_mesh(3),
+        lambda: summa_mesh(2, depth=2),
+        lambda: linear_3d_mesh(2),
+        lambda: summa_mesh(0),
+    ):
         with pytest.raises(ConfigError, match="but there are 4: start "):
             make()
-    grid = summa_grid(2)
+    grid = summa_mesh(2)
     with pytest.raises(
         ConfigError, match=r"dimension 0 of a weight is 7, which is not divisible by 2 ranks: use 6 or 8"
     ):
@@ -245,9 +250,9 @@ def test_grids_that_cannot_be():
 
 @distributed(8)
 def test_features_that_a_cube_cannot_divide():
-    grid = cube_grid(2)
+    grid = linear_3d_mesh(2)
     with pytest.raises(
         ConfigError, match=r"dimension 0 of a weight is 6, which is not divisible by 4 ranks: use 4 or 8"
     ):
-        CubeLinear(nn.Linear(4, 6), grid)
+        Linear3D(nn.Linear(4, 6), grid)
     grid.close()

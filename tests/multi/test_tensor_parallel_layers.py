@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 from booster.comm import count_communication
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import (
-    make_feature_embedding,
-    make_vocabulary_embedding,
-    make_vocabulary_head,
+    make_feature_parallel_embedding,
+    make_vocab_parallel_embedding,
+    make_vocab_parallel_head,
 )
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout, vocabulary_layout
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, sharded_spec, vocabulary_spec
 
 preload("transformers.pytorch_utils")
 WORLDS = [2, 3, 4]
@@ -33,15 +33,15 @@ class Cut:
     """Cuts the parameters of a twin, and remembers what the gradients have to be compared with."""
 
     def __init__(self):
-        self.ranks = TensorParallelRanks()
+        self.ranks = TensorParallelGroup()
         self.layouts = {}
 
     def cut(self, parameter, dim, blocks):
-        layout = split_layout(parameter.shape, dim, blocks, self.ranks.size, self.ranks.rank)
+        layout = sharded_spec(parameter.shape, dim, blocks, self.ranks.size, self.ranks.rank)
         return self._cut_by(parameter, layout)
 
     def cut_rows(self, parameter, multiple):
-        return self._cut_by(parameter, vocabulary_layout(parameter.shape, multiple, self.ranks.size, self.ranks.rank))
+        return self._cut_by(parameter, vocabulary_spec(parameter.shape, multiple, self.ranks.size, self.ranks.rank))
 
     def _cut_by(self, parameter, layout):
         parameter.data = layout.cut(parameter.data)
@@ -156,7 +156,7 @@ def test_gathered_output_and_split_input(world_size, kind):
     cut.column(model.up, 11, gathers_output=True)
     cut.row(model.down, 11, splits_input=True)
     assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 5))
-    assert not cut.ranks.streams.is_entered
+    assert not cut.ranks.rng.is_entered
 
 
 class Attention(nn.Module):
@@ -335,7 +335,7 @@ def test_embeddings_are_like_their_twins(world_size, num_entries, multiple):
             model = kind(num_entries, 5, padding_idx=padding)
             twin, cut = copy.deepcopy(model), Cut()
             cut.cut_rows(model.weight, multiple)
-            make_vocabulary_embedding(model, cut.ranks, num_entries=num_entries, multiple=multiple)
+            make_vocab_parallel_embedding(model, cut.ranks, vocab_size=num_entries, multiple=multiple)
             entries = torch.randint(num_entries, (BATCH, SEQUENCE))
             entries[0, :3] = num_entries - 1
             assert_like_twin(cut, model, twin, entries)
@@ -344,7 +344,7 @@ def test_embeddings_are_like_their_twins(world_size, num_entries, multiple):
         twin, blocks = copy.deepcopy(model), [Block(num_units=7)]
         cut.cut(model.weight, 1, blocks)
         sizes = local_sizes(blocks, world_size)
-        make_feature_embedding(model, cut.ranks, sizes=sizes, gathers_output=gathers)
+        make_feature_parallel_embedding(model, cut.ranks, sizes=sizes, gathers_output=gathers)
         start = sum(sizes[: cut.ranks.rank])
         if not gathers:
             forward = twin.forward
@@ -364,20 +364,20 @@ def test_a_head_that_gathers_is_like_its_twin(world_size, bias, num_entries, mul
         twin, cut = copy.deepcopy(model), Cut()
         for parameter in model.parameters():
             cut.cut_rows(parameter, multiple)
-        make_vocabulary_head(model, cut.ranks, num_entries=num_entries, multiple=multiple, gathers_output=True)
+        make_vocab_parallel_head(model, cut.ranks, vocab_size=num_entries, multiple=multiple, gathers_output=True)
         assert_like_twin(cut, model, twin, torch.randn(BATCH, SEQUENCE, 5))
 
 
 @distributed([2])
 def test_what_can_not_be_split_is_named(world_size):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     with pytest.raises(ConfigError, match="'colwise' to a Conv2d, which is not a linear layer"):
         make_column_parallel(nn.Conv2d(1, 1, 1), ranks, sizes=[1, 1])
     with pytest.raises(ConfigError, match="'rowwise' to a LayerNorm"):
         make_row_parallel(nn.LayerNorm(2), ranks, sizes=[1, 1])
     with pytest.raises(ConfigError, match="'vocab' to a Linear"):
-        make_vocabulary_embedding(nn.Linear(2, 2), ranks, num_entries=2, multiple=1)
+        make_vocab_parallel_embedding(nn.Linear(2, 2), ranks, vocab_size=2, multiple=1)
     with pytest.raises(ConfigError, match="max_norm"):
-        make_vocabulary_embedding(nn.Embedding(2, 2, max_norm=1.0), ranks, num_entries=2, multiple=1)
+        make_vocab_parallel_embedding(nn.Embedding(2, 2, max_norm=1.0), ranks, vocab_size=2, multiple=1)
     with pytest.raises(ConfigError, match="max_norm"):
-        make_feature_embedding(nn.Embedding(2, 2, max_norm=1.0), ranks, sizes=[1, 1], gathers_output=True)
+        make_feature_parallel_embedding(nn.Embedding(2, 2, max_norm=1.0), ranks, sizes=[1, 1], gathers_output=True)

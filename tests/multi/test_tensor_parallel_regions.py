@@ -16,11 +16,11 @@ from booster.plugins.hybrid_parallel.tensor_parallel import regions
 from booster.plugins.hybrid_parallel.tensor_parallel.experts import (
     make_identity_expert,
     make_latent_projection,
-    make_output_sum,
-    make_split_experts,
+    make_output_all_reduce,
+    make_sharded_experts,
 )
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 
 WORLDS = [2, 3, 4]
 
@@ -34,7 +34,7 @@ def parts(whole, dim, sizes):
 
 
 def lengths_of(length, size):
-    return [regions.sequence_length(length, size, rank) for rank in range(size)]
+    return [regions.local_sequence_length(length, size, rank) for rank in range(size)]
 
 
 @distributed(WORLDS)
@@ -46,7 +46,7 @@ def test_sums_are_made_in_fp32_and_rounded_once(world_size, dtype):
     for transport in (True, False):
         use_shared_memory(transport)
         x = everything[dist.get_rank()].clone()
-        summed = regions.sum_over_ranks(x, TensorParallelRanks())
+        summed = regions.reduce_from_tp_region(x, TensorParallelGroup())
         torch.testing.assert_close(
             summed, expected, rtol=1e-6 if wide == dtype else 0, atol=1e-6 if wide == dtype else 0
         )
@@ -60,7 +60,7 @@ def test_sums_are_made_in_fp32_and_rounded_once(world_size, dtype):
 @pytest.mark.parametrize("length", [9, 12, 1])
 def test_the_ways_of_a_sequence_and_back(world_size, length):
     """Along the first, a middle and the last dimension, evenly and not, contiguous and not."""
-    rank, ranks = dist.get_rank(), TensorParallelRanks()
+    rank, ranks = dist.get_rank(), TensorParallelGroup()
     sizes = lengths_of(length, world_size)
     for dim in (0, 1, 2):
         shape = [2, 3, 4]
@@ -69,26 +69,26 @@ def test_the_ways_of_a_sequence_and_back(world_size, length):
         own, total = parts(whole, dim, sizes)[rank], sum(gradients)
 
         x = own.clone().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
-        y = regions.gather_sequence(x, ranks, dim, length)
+        y = regions.all_gather_sequence(x, ranks, dim, length)
         y.backward(gradients[rank])
         assert torch.equal(y, whole)
         torch.testing.assert_close(x.grad, parts(total, dim, sizes)[rank])
 
         x = gradients[rank].clone().requires_grad_()
-        y = regions.scatter_sequence_sum(x, ranks, dim)
+        y = regions.reduce_scatter_sequence(x, ranks, dim)
         torch.testing.assert_close(y.detach(), parts(total, dim, sizes)[rank])
         y.backward(own)
         assert torch.equal(x.grad, whole)
 
         x = whole.clone().requires_grad_()
-        y = regions.split_sequence(x, ranks, dim)
+        y = regions.scatter_to_sequence_region(x, ranks, dim)
         assert torch.equal(y, own)
         y.backward(own)
         assert torch.equal(x.grad, whole)
 
         x = own.clone().requires_grad_()
         ranks.sequence_length = length
-        y = regions.join_sequence(x, ranks, dim)
+        y = regions.gather_from_sequence_region(x, ranks, dim)
         assert torch.equal(y, whole)
         y.backward(whole)
         assert torch.equal(x.grad, own)
@@ -97,30 +97,30 @@ def test_the_ways_of_a_sequence_and_back(world_size, length):
 @distributed(WORLDS)
 def test_flattened_batches_of_sequences(world_size):
     """Tokens of several sequences along one dimension: joined rank by rank, and taken apart the same way."""
-    rank, ranks, length, batch = dist.get_rank(), TensorParallelRanks(), 7, 3
+    rank, ranks, length, batch = dist.get_rank(), TensorParallelGroup(), 7, 3
     sizes = lengths_of(length, world_size)
     whole = drawn(99, batch, length, 2)
     by_rank = torch.cat([part.reshape(-1, 2) for part in whole.split(sizes, 1)])
     own = whole.split(sizes, 1)[rank].reshape(-1, 2)
     ranks.sequence_length = length
-    assert torch.equal(regions.gather_sequence(own, ranks, 0), by_rank)
-    summed = regions.scatter_sequence_sum(by_rank, ranks, 0, length)
+    assert torch.equal(regions.all_gather_sequence(own, ranks, 0), by_rank)
+    summed = regions.reduce_scatter_sequence(by_rank, ranks, 0, length)
     torch.testing.assert_close(summed, world_size * own)
 
 
 @distributed(WORLDS)
 def test_features_of_uneven_sizes(world_size):
-    rank, ranks = dist.get_rank(), TensorParallelRanks()
+    rank, ranks = dist.get_rank(), TensorParallelGroup()
     sizes = [3 * one for one in range(world_size)]  # the first rank has none
     whole = drawn(99, 2, sum(sizes))
     own = parts(whole, -1, sizes)[rank]
     x = own.clone().requires_grad_()
-    y = regions.gather_features(x, ranks, sizes)
+    y = regions.gather_from_tp_region(x, ranks, sizes)
     assert torch.equal(y, whole)
     y.backward(whole)
     assert torch.equal(x.grad, own)
     x = whole.clone().requires_grad_()
-    y = regions.split_features(x, ranks, sizes)
+    y = regions.scatter_to_tp_region(x, ranks, sizes)
     assert torch.equal(y, own)
     y.backward(own)
     assert torch.equal(x.grad, whole)
@@ -128,10 +128,10 @@ def test_features_of_uneven_sizes(world_size):
 
 @distributed([2])
 def test_regions_can_be_differentiated_twice(world_size):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     weight = torch.full((), 1.0 + dist.get_rank(), dtype=torch.float64)
-    y = regions.sum_over_ranks(weight * regions.copy_to_ranks(x, ranks) ** 3, ranks)
+    y = regions.reduce_from_tp_region(weight * regions.copy_to_tp_region(x, ranks) ** 3, ranks)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(first, 9 * x**2)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -141,16 +141,16 @@ def test_regions_can_be_differentiated_twice(world_size):
 @distributed([2])
 def test_a_group_of_one_rank_communicates_nothing(world_size):
     groups = [dist.new_group([rank]) for rank in range(world_size)]
-    ranks = TensorParallelRanks(groups[dist.get_rank()])
+    ranks = TensorParallelGroup(groups[dist.get_rank()])
     x = torch.randn(2, 3, requires_grad=True)
     with count_communication() as count:
         for y in (
-            regions.copy_to_ranks(x, ranks),
-            regions.sum_over_ranks(x, ranks),
-            regions.gather_features(x, ranks, [3]),
-            regions.gather_sequence(x, ranks, 0, 2),
-            regions.scatter_sequence_sum(x, ranks, 0),
-            regions.split_sequence(x, ranks, 0),
+            regions.copy_to_tp_region(x, ranks),
+            regions.reduce_from_tp_region(x, ranks),
+            regions.gather_from_tp_region(x, ranks, [3]),
+            regions.all_gather_sequence(x, ranks, 0, 2),
+            regions.reduce_scatter_sequence(x, ranks, 0),
+            regions.scatter_to_sequence_region(x, ranks, 0),
         ):
             assert torch.equal(y, x)
     assert not count.calls
@@ -185,7 +185,7 @@ def is_same_on_all_ranks(tensor):
 
 @distributed(WORLDS)
 def test_masks_differ_where_activations_are_split_only(world_size):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     blocks = split_blocks(2, 0.5, ranks)
     masks = {"inside": [], "behind": []}
     for block in blocks:
@@ -193,7 +193,7 @@ def test_masks_differ_where_activations_are_split_only(world_size):
             getattr(block, name).register_forward_hook(lambda m, a, y, seen=seen: seen.append((y == 0).float()))
     torch.manual_seed(7)
     blocks(torch.randn(4, 5, 8))
-    assert not ranks.streams.is_entered
+    assert not ranks.rng.is_entered
     for inside, behind in zip(masks["inside"], masks["behind"], strict=True):
         assert not is_same_on_all_ranks(inside)
         assert is_same_on_all_ranks(behind)
@@ -203,7 +203,7 @@ def test_masks_differ_where_activations_are_split_only(world_size):
 
 @distributed([2])
 def test_without_dropout_the_numbers_are_those_of_one_process(world_size):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     blocks, x = split_blocks(2, 0.5, ranks), torch.randn(2, 3, 8)
     torch.manual_seed(7)
     expected = torch.rand(5)
@@ -222,7 +222,7 @@ def test_without_dropout_the_numbers_are_those_of_one_process(world_size):
 @pytest.mark.parametrize("reaches", ["block", "up", "all"])
 def test_checkpointing_draws_the_same_masks_again(world_size, use_reentrant, reaches):
     """Whole blocks, the whole model, and parts that end within a region."""
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     blocks = split_blocks(3, 0.4, ranks)
     twin = copy.deepcopy(blocks)
     x = torch.randn(2, 3, 8, requires_grad=True)
@@ -258,11 +258,11 @@ def test_checkpointing_draws_the_same_masks_again(world_size, use_reentrant, rea
 
 @distributed([2])
 def test_a_region_that_nobody_leaves_ends_with_the_forward(world_size):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     up = nn.Linear(3, 4)
     make_column_parallel(up, ranks, sizes=[4, 4])
     nn.functional.dropout(up(torch.randn(2, 3)))
-    assert ranks.streams.is_entered
+    assert ranks.rng.is_entered
     ranks.reset()
     assert is_same_on_all_ranks(torch.rand(3))
 
@@ -282,12 +282,12 @@ class Experts(nn.Module):
 
 @distributed(WORLDS)
 def test_split_experts_are_like_their_twin(world_size):
-    rank, ranks, inner = dist.get_rank(), TensorParallelRanks(), 2 * world_size
+    rank, ranks, inner = dist.get_rank(), TensorParallelGroup(), 2 * world_size
     model = Experts(3, 4, inner)
     twin = copy.deepcopy(model)
     own = slice(2 * rank, 2 * rank + 2)
     model.up.data, model.down.data = model.up.data[:, own].clone(), model.down.data[..., own].clone()
-    make_split_experts(model, ranks)
+    make_sharded_experts(model, ranks)
     router = nn.Linear(4, 3)
     hidden, results = torch.randn(5, 4), []
     for experts in (model, twin):
@@ -305,17 +305,17 @@ def test_split_experts_are_like_their_twin(world_size):
 
 @distributed([2, 3])
 def test_identity_experts_and_sums_of_outputs(world_size):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     block = nn.Sequential(nn.Identity())
     make_identity_expert(block[0], ranks)
-    make_output_sum(block, ranks)
+    make_output_all_reduce(block, ranks)
     x = torch.randn(3)
     torch.testing.assert_close(block(x), x)
 
 
 @distributed([2, 3])
 def test_a_rotary_key_gets_the_gradient_of_all_heads(world_size):
-    ranks = TensorParallelRanks()
+    ranks = TensorParallelGroup()
     projection = nn.Linear(2, 5, bias=False)
     make_latent_projection(projection, ranks, num_rotary=2)
     projection(torch.ones(1, 2)).mul(torch.full((5,), dist.get_rank() + 1.0)).sum().backward()

@@ -17,9 +17,9 @@ from zoo import TRANSFORMERS_MODULES
 from booster.comm import all_reduce_sum, count_communication, use_shared_memory
 from booster.plugins.hybrid_parallel.tensor_parallel import chunks, overlap, regions
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.region_input import RegionInput
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, sharded_spec
 
 preload(*TRANSFORMERS_MODULES)
 WORLDS = [2, 3, 4]
@@ -51,25 +51,25 @@ COLUMNS = ("query", "key", "value")
 
 def parallel(model, mode, columns=COLUMNS):
     """Returns a twin whose layers have this rank's parts, its ranks, and the layouts of its parameters by name."""
-    model, ranks = copy.deepcopy(model), TensorParallelRanks(sequence_mode=mode)
+    model, ranks = copy.deepcopy(model), TensorParallelGroup(sequence_mode=mode)
     blocks, layouts = [Block(num_units=INNER)], {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.partition(".")
         if owner == "out" and kind == "bias":
             continue
         dim = 0 if kind == "bias" else int((owner == "out") != isinstance(model.out, Conv1D))
-        layouts[name] = split_layout(parameter.shape, dim, blocks, ranks.size, ranks.rank)
-        parameter.data = layouts[name].cut(parameter.data)
+        layouts[name] = sharded_spec(parameter.shape, dim, blocks, ranks.size, ranks.rank)
+        parameter.data = layouts[name].shard(parameter.data)
     sizes = local_sizes(blocks, ranks.size)
     for name in columns:
         make_column_parallel(getattr(model, name), ranks, sizes=sizes, is_input_gathered=True)
     make_row_parallel(model.out, ranks, sizes=sizes)
-    RegionInput(ranks, [getattr(model, name) for name in columns]).attach(model)
+    GatheredRegionInput(ranks, [getattr(model, name) for name in columns]).attach(model)
     return model, ranks, layouts
 
 
 def own_tokens(whole, size, rank, *, flat=False):
-    lengths = [regions.sequence_length(whole.shape[1], size, one) for one in range(size)]
+    lengths = [regions.local_sequence_length(whole.shape[1], size, one) for one in range(size)]
     part = whole.split(lengths, 1)[rank]
     return part.reshape(-1, part.shape[-1]) if flat else part
 
@@ -138,7 +138,7 @@ def test_a_region_is_like_its_twin(world_size, kind, bias, dtype):
                 assert dict(ring.sent) == dict(together.sent)
                 assert dict(ring.received) == dict(together.received)
                 assert together.calls["all_gather"] == together.calls["reduce_scatter"] == 1
-                longest = regions.sequence_length(length, world_size, 0) * (BATCH if flat else 1)
+                longest = regions.local_sequence_length(length, world_size, 0) * (BATCH if flat else 1)
                 num_chunks = len(range(0, longest, -(-longest // 4)))
                 assert ring.calls["all_gather"] == ring.calls["reduce_scatter"] == num_chunks
 
@@ -157,9 +157,9 @@ def test_sums_of_low_precision_are_rounded_once(world_size):
     torch.manual_seed(0)
     x = torch.randn(2, 11, INNER).bfloat16()
     layer = nn.Linear(INNER, 64, bias=False).bfloat16()
-    ranks = TensorParallelRanks(sequence_mode="ring")
+    ranks = TensorParallelGroup(sequence_mode="ring")
     layer.weight.data = layer.weight.data * (1 + ranks.rank)
-    expected = regions.scatter_sequence_sum(layer(x), ranks, 1)
+    expected = regions.reduce_scatter_sequence(layer(x), ranks, 1)
     make_row_parallel(layer, ranks, sizes=[INNER] * world_size)
     assert_close(layer(x), expected, 2**-8)
 
@@ -271,7 +271,7 @@ def test_second_derivatives_are_the_same_in_both_modes_and_without_products(worl
         ranks.sequence_length = 7
         x = torch.linspace(-1, 1, BATCH * 7 * HIDDEN, dtype=torch.float64).view(BATCH, 7, HIDDEN)
         x = own_tokens(x, 2, ranks.rank).clone().requires_grad_()
-        y = model(x if columns else regions.gather_sequence(x, ranks))
+        y = model(x if columns else regions.all_gather_sequence(x, ranks))
         first = torch.autograd.grad(y.square().sum(), [x, *model.parameters()], create_graph=True)
         sum(one.square().sum() for one in first).backward()
         found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
@@ -346,12 +346,12 @@ def test_transfers_are_under_way_while_products_are_computed(world_size):
         events.append("weight")
         return gradient(self, arrived)
 
-    gradient = overlap.Stash.gradient
+    gradient = overlap.WGradOperands.gradient
     with pytest.MonkeyPatch.context() as patch:
         for module in (chunks, regions):
             for name in ("start_all_gather", "start_reduce_scatter"):
                 patch.setattr(module, name, started(getattr(module, name), name.removeprefix("start_")))
-        patch.setattr(overlap.Stash, "gradient", deferred)
+        patch.setattr(overlap.WGradOperands, "gradient", deferred)
         for mode, num_chunks in (("split_gather", 1), ("ring", 4)):
             model, ranks, _ = parallel(Region(), mode)
             ranks.sequence_length = 16

@@ -22,16 +22,16 @@ from booster.comm import (
     new_cpu_group,
     new_group,
     new_mesh,
-    patience,
     receive,
     send,
+    timeout_scope,
     transport,
     use_shared_memory,
     waiting,
 )
 from booster.errors import RankFailedError
 from booster.kernels.shared_memory import is_available
-from booster.time_limits import TimeLimits, set_time_limits
+from booster.time_limits import Timeouts, set_timeouts
 
 SHORT_SECONDS, LATE_SECONDS, LONG_SECONDS = 0.8, 2.5, 120.0
 SLACK_SECONDS = 30.0  # for a busy machine; far from the long limit
@@ -55,7 +55,7 @@ def _prepare(way, **limits):
     use_shared_memory(way == MEMORY)
     # As in a user's run. With DETAIL a barrier of torch's own goes ahead of every collective, and waits by other rules.
     dist.set_debug_level(dist.DebugLevel.OFF)
-    set_time_limits(TimeLimits(**limits))
+    set_timeouts(Timeouts(**limits))
 
 
 def _sum_with_a_late_rank(group, at="all_reduce"):
@@ -74,7 +74,7 @@ def _fails_soon(call):
 
 
 def _end(results):
-    set_time_limits(None)
+    set_timeouts(None)
     use_shared_memory(None)
     return results
 
@@ -83,7 +83,7 @@ def wait_long_in_patience(kind, way):
     _prepare(way, training=SHORT_SECONDS, **{kind: LONG_SECONDS})
     group = new_group([0, 1])
     assert transport(group) == way
-    with patience(kind):
+    with timeout_scope(kind):
         assert _sum_with_a_late_rank(group) == [2.0]
     barrier()
     seconds = _fails_soon(lambda: _sum_with_a_late_rank(group))
@@ -99,7 +99,7 @@ def wait_long_in_training(kind, way):
     assert transport(group) == way
     assert _sum_with_a_late_rank(group) == [2.0]
     barrier()
-    with patience(kind):
+    with timeout_scope(kind):
         seconds = _fails_soon(lambda: _sum_with_a_late_rank(group))
     barrier()
     return _end(seconds)
@@ -124,7 +124,7 @@ def exchange_late_messages():
         with inject_faults(Fault.delay(rank=1, at="send", seconds=LATE_SECONDS)):
             send(tensor, 0, group)
 
-    with patience("setup"):
+    with timeout_scope("setup"):
         pass_on()
     barrier()
     is_receiver = dist.get_rank() == 0
@@ -145,7 +145,7 @@ def test_messages_have_the_limits_too():
 def decide_in_patience():
     """The transport of a group is chosen at its first collective, which may be in a block of patience."""
     _prepare(MEMORY, training=SHORT_SECONDS, setup=LONG_SECONDS)
-    with patience("setup"):
+    with timeout_scope("setup"):
         group = new_group([0, 1])
         assert transport(group) == MEMORY
     seconds = _fails_soon(lambda: _sum_with_a_late_rank(group))
@@ -162,7 +162,7 @@ def make_a_group_alone(in_block):
     text = ""
     if dist.get_rank() == 0:
         began = time.monotonic()
-        with pytest.raises(RankFailedError) as caught, patience("setup") if in_block else nullcontext():
+        with pytest.raises(RankFailedError) as caught, timeout_scope("setup") if in_block else nullcontext():
             new_cpu_group()
         assert SHORT_SECONDS <= time.monotonic() - began < SHORT_SECONDS + SLACK_SECONDS
         text = str(caught.value)

@@ -14,7 +14,7 @@ from zoo import get_model, split_batch
 
 from booster import Booster
 from booster.plugins import TorchFSDPPlugin
-from booster.plugins.torch_fsdp.wrapping import plan_units
+from booster.plugins.torch_fsdp.wrapping import plan_wrapping
 
 PRECISIONS = {
     "fp32": functools.partial(MixedPrecisionPolicy),
@@ -35,7 +35,7 @@ def by_hand(entry, precision):
     """This rank's rows of the gradients, and the loss."""
     model = entry.build()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for plan in plan_units(model, None, whole=()):
+    for plan in plan_wrapping(model, None, replicated=()):
         fully_shard(plan.module, mesh=mesh, mp_policy=policy(precision, is_root=False))
     fully_shard(model, mesh=mesh, mp_policy=policy(precision, is_root=True))
     model.set_gradient_divide_factor(1.0)

@@ -60,7 +60,7 @@ def _impatient_group(wanted=MEMORY):
 
 def _reduce_scatter(group):
     numel = 100 * dist.get_world_size()
-    start_reduce_scatter(torch.ones(numel), group).finish(torch.empty(100), accumulate=False)
+    start_reduce_scatter(torch.ones(numel), group).wait(torch.empty(100), accumulate=False)
 
 
 CALLS = {
@@ -169,7 +169,7 @@ GLOO_FILE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:5
 )
 def test_what_a_transport_says_is_short(monkeypatch, error, text):
     monkeypatch.setattr(dist, "get_backend", lambda group: "cpu:gloo,cuda:nccl")
-    assert waiting._witness(error, None) == text
+    assert waiting._backend_message(error, None) == text
 
 
 class _UndecidedGroup:
@@ -180,7 +180,7 @@ def test_what_fails_in_the_choice_of_a_transport_has_no_other_error_behind_it(mo
     def fail(group):
         raise RuntimeError("connection closed")
 
-    monkeypatch.setattr(shared_memory, "_decide", fail)
+    monkeypatch.setattr(shared_memory, "_choose", fail)
     with pytest.raises(RuntimeError, match="connection closed") as caught:
         shared_memory.memory_of(_UndecidedGroup(), torch.empty(0))
     assert caught.value.__context__ is None

@@ -11,14 +11,17 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from booster.comm import count_communication
-from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients, defer_weight_gradients
-from booster.plugins.hybrid_parallel.tensor_parallel.embedding import make_vocabulary_head
-from booster.plugins.hybrid_parallel.tensor_parallel.gradients import sum_whole_gradient
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import (
+    DeferredWeightGrads,
+    defer_weight_gradients,
+)
+from booster.plugins.hybrid_parallel.tensor_parallel.embedding import make_vocab_parallel_head
+from booster.plugins.hybrid_parallel.tensor_parallel.gradients import all_reduce_replicated_grad
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.region_input import RegionInput
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import sequence_length
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout, vocabulary_layout
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
+from booster.plugins.hybrid_parallel.tensor_parallel.regions import local_sequence_length
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, sharded_spec, vocabulary_spec
 
 preload("transformers.pytorch_utils")
 BATCH, LENGTH, HIDDEN, INNER, ENTRIES = 2, 5, 6, 8, 11
@@ -48,18 +51,18 @@ def split_region(ranks, kind, bias, *, reads_gathered):
         if name != "out.bias":
             is_bias, is_out = name.endswith("bias"), name.startswith("out")
             dim = 0 if is_bias else int(is_out != (kind is Conv1D))
-            parameter.data = split_layout(parameter.shape, dim, blocks, ranks.size, ranks.rank).cut(parameter.data)
+            parameter.data = sharded_spec(parameter.shape, dim, blocks, ranks.size, ranks.rank).shard(parameter.data)
     sizes, layers = local_sizes(blocks, ranks.size), [getattr(model, name) for name in COLUMNS]
     for layer in layers:
         make_column_parallel(layer, ranks, sizes=sizes, is_input_gathered=reads_gathered, siblings=layers)
     make_row_parallel(model.out, ranks, sizes=sizes)
     if reads_gathered:
-        RegionInput(ranks, layers).attach(model)
+        GatheredRegionInput(ranks, layers).attach(model)
     return model
 
 
 def prepared(twin):
-    model, gradients = copy.deepcopy(twin), WeightGradients()
+    model, gradients = copy.deepcopy(twin), DeferredWeightGrads()
     defer_weight_gradients(model, gradients)
     return model, gradients
 
@@ -117,9 +120,9 @@ WEIGHTS = {"query.weight", "key.weight", "value.weight", "out.weight"}
 @pytest.mark.parametrize("mode", [None, "split_gather", "ring"])
 def test_split_layers(world_size, kind, bias, mode):
     """Overlapped backwards, products that wait for their layers, sums in chunks."""
-    ranks = TensorParallelRanks(sequence_mode=mode)
+    ranks = TensorParallelGroup(sequence_mode=mode)
     twin = split_region(ranks, kind, bias, reads_gathered=mode is not None)
-    lengths = [sequence_length(LENGTH, ranks.size, rank) for rank in range(ranks.size)]
+    lengths = [local_sequence_length(LENGTH, ranks.size, rank) for rank in range(ranks.size)]
     whole = [torch.randn(BATCH, LENGTH, HIDDEN) for _ in range(2)]
     ranks.sequence_length = LENGTH
     inputs = whole if mode is None else [x.split(lengths, 1)[ranks.rank].contiguous() for x in whole]
@@ -129,7 +132,7 @@ def test_split_layers(world_size, kind, bias, mode):
 @distributed(2)
 @pytest.mark.parametrize("mode", [None, "ring"])
 def test_a_graph_of_backward_is_computed_at_once(mode):
-    ranks = TensorParallelRanks(sequence_mode=mode)
+    ranks = TensorParallelGroup(sequence_mode=mode)
     twin = split_region(ranks, nn.Linear, True, reads_gathered=mode is not None)
     model, gradients = prepared(twin)
     ranks.sequence_length = 4
@@ -150,10 +153,10 @@ def test_a_graph_of_backward_is_computed_at_once(mode):
 def test_vocabulary_heads(gathers, bias):
     """Of rows that are padding, too: with a vocabulary of 11 in parts of 8 the second rank has 5 of them."""
     torch.manual_seed(0)
-    ranks, twin = TensorParallelRanks(), nn.Linear(HIDDEN, ENTRIES, bias=bias)
+    ranks, twin = TensorParallelGroup(), nn.Linear(HIDDEN, ENTRIES, bias=bias)
     for parameter in twin.parameters():
-        parameter.data = vocabulary_layout(parameter.shape, 16, ranks.size, ranks.rank).cut(parameter.data)
-    make_vocabulary_head(twin, ranks, num_entries=ENTRIES, multiple=16, gathers_output=gathers)
+        parameter.data = vocabulary_spec(parameter.shape, 16, ranks.size, ranks.rank).shard(parameter.data)
+    make_vocab_parallel_head(twin, ranks, vocab_size=ENTRIES, multiple=16, gathers_output=gathers)
     targets = torch.arange(BATCH * LENGTH) % ENTRIES
     inputs = [torch.randn(BATCH, LENGTH, HIDDEN) for _ in range(2)]
 
@@ -169,9 +172,9 @@ def test_sums_over_ranks_come_with_the_gradient():
     torch.manual_seed(0)
     model, twin = nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, INNER)
     twin.load_state_dict(model.state_dict())
-    gradients, ranks = WeightGradients(), TensorParallelRanks()
+    gradients, ranks = DeferredWeightGrads(), TensorParallelGroup()
     for one in (model, twin):
-        sum_whole_gradient(one.weight, ranks.group)
+        all_reduce_replicated_grad(one.weight, ranks.group)
     defer_weight_gradients(model, gradients)
     x = torch.randn(3, HIDDEN) + ranks.rank
     with count_communication() as early, gradients.deferring(0):

@@ -90,7 +90,7 @@ def test_only_what_the_ranges_ask_for_is_copied(seed):
     ranges = _ranges(slices, *spans_of)
     choose.shuffle(ranges)
     arena = Arena()
-    arena.take(10**5).fill_(0x5A)
+    arena.allocate(10**5).fill_(0x5A)
     arena.reset()
     copies = stage_slices(ranges, slices, arena)
     for part in ranges:
@@ -115,7 +115,7 @@ def test_a_rank_that_writes_nothing_needs_no_memory():
 def test_copies_are_what_the_writer_takes(tmp_path):
     slices = _slices()[:1] + _slices()[3:]
     plan = plan_save(
-        [SliceTable.of(slices)],
+        [SliceTable.from_slices(slices)],
         [0],
         MODEL.names(is_safetensors=True),
         max_shard_bytes=10**9,
@@ -151,7 +151,7 @@ def test_memory_stays_from_save_to_save():
 def test_parts_of_one_save_do_not_overlap():
     arena = Arena()
     for _ in range(2):
-        taken = [arena.take(size) for size in (5000, 1, 100_000, 0, 4096, 7)]
+        taken = [arena.allocate(size) for size in (5000, 1, 100_000, 0, 4096, 7)]
         for number, memory in enumerate(taken):
             memory.fill_(number)
         assert [memory.unique().tolist() for memory in taken] == [[0], [1], [2], [], [4], [5]]
@@ -161,13 +161,13 @@ def test_parts_of_one_save_do_not_overlap():
 
 def test_an_arena_follows_what_is_saved():
     arena = Arena()
-    arena.take(10 * PAGE_BYTES)
+    arena.allocate(10 * PAGE_BYTES)
     arena.reset()
-    arena.take(100 * PAGE_BYTES)  # more: the old memory goes before the new comes
+    arena.allocate(100 * PAGE_BYTES)  # more: the old memory goes before the new comes
     assert arena.num_bytes == 100 * PAGE_BYTES
-    arena.take(50 * PAGE_BYTES)
+    arena.allocate(50 * PAGE_BYTES)
     arena.reset()
-    arena.take(20 * PAGE_BYTES)  # less: the rest goes when the next save begins
+    arena.allocate(20 * PAGE_BYTES)  # less: the rest goes when the next save begins
     arena.reset()
     assert arena.num_bytes == 50 * PAGE_BYTES
 
@@ -180,7 +180,7 @@ def test_copies_to_a_device_are_awaited(monkeypatch):
         waited.append(len(list(tensors)))
         return False
 
-    monkeypatch.setattr(async_staging, "wait_for_devices", wait)
+    monkeypatch.setattr(async_staging, "synchronize_devices", wait)
     slices = _slices()
     stage_slices(_ranges(slices, *_all_spans(slices)), slices, Arena())
     assert waited == [9, 9]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from booster.benchmark.tensor_grids import CUBE_ACTIVATIONS, SUMMA_ACTIVATIONS, Layout
+from booster.benchmark.tensor_grids import LINEAR_3D_ACTIVATIONS, SUMMA_ACTIVATIONS, BlockLayout
 from booster.errors import ConfigError
 
 SUMMA = {"depth": 2, "row": 2, "column": 2}
@@ -19,7 +19,7 @@ def all_places(sizes):
         yield dict(zip(sizes, places, strict=True))
 
 
-@pytest.mark.parametrize(("layout", "sizes"), [(SUMMA_ACTIVATIONS, SUMMA), (CUBE_ACTIVATIONS, CUBE)])
+@pytest.mark.parametrize(("layout", "sizes"), [(SUMMA_ACTIVATIONS, SUMMA), (LINEAR_3D_ACTIVATIONS, CUBE)])
 def test_the_blocks_of_activations_are_the_whole(layout, sizes):
     whole = torch.arange(16 * 6).view(16, 6)
     blocks = [layout.block(whole, sizes, places) for places in all_places(sizes)]
@@ -29,7 +29,7 @@ def test_the_blocks_of_activations_are_the_whole(layout, sizes):
 
 def test_the_outermost_axis_counts_the_most():
     rows = torch.arange(8)
-    layout = Layout((("weight", "input"),))
+    layout = BlockLayout((("weight", "input"),))
     starts = {
         (places["weight"], places["input"]): int(layout.block(rows, CUBE, places)[0]) for places in all_places(CUBE)
     }
@@ -38,13 +38,13 @@ def test_the_outermost_axis_counts_the_most():
 
 def test_axes_that_cut_nothing_hold_copies():
     whole = torch.arange(4)
-    blocks = {tuple(Layout((("column",),)).block(whole, SUMMA, places).tolist()) for places in all_places(SUMMA)}
+    blocks = {tuple(BlockLayout((("column",),)).block(whole, SUMMA, places).tolist()) for places in all_places(SUMMA)}
     assert blocks == {(0, 1), (2, 3)}
 
 
 def test_a_block_is_a_copy():
     whole = torch.zeros(4, 4)
-    Layout((("row",), ("column",))).block(whole, SUMMA, {"depth": 0, "row": 0, "column": 0}).fill_(1)
+    BlockLayout((("row",), ("column",))).block(whole, SUMMA, {"depth": 0, "row": 0, "column": 0}).fill_(1)
     assert not whole.any()
 
 

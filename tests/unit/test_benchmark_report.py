@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from booster.benchmark.configurations import SERIAL, Configuration, LeftOut
+from booster.benchmark.configurations import SERIAL, Configuration, Skipped
 from booster.benchmark.live_memory import LiveMemory
-from booster.benchmark.measurement import Figures, largest
-from booster.benchmark.outcomes import Outcome, _compared
-from booster.benchmark.plot import draw, require_can_draw
-from booster.benchmark.processes import _ending, _failure
+from booster.benchmark.measurement import Metrics, max_over_ranks
+from booster.benchmark.outcomes import BenchmarkResult, _compare_losses
+from booster.benchmark.plot import check_can_draw, draw
+from booster.benchmark.processes import _exit_text, _root_cause_text
 from booster.benchmark.report import describe, format_notes, format_table, to_json
 from booster.benchmark.settings import BenchmarkSettings
 from booster.cli import main
 from booster.errors import ConfigError
 
-FIGURES = Figures(
+FIGURES = Metrics(
     forward_seconds=0.001,
     backward_seconds=0.0025,
     step_seconds=0.0005,
@@ -34,11 +34,13 @@ FIGURES = Figures(
 )
 ONE = Configuration("1d", {"tp": 2, "dp": 1})
 OUTCOMES = [
-    Outcome(configuration=Configuration(SERIAL), figures=replace(FIGURES, peak_bytes=2**23), loss_difference=0.0),
-    Outcome(configuration=ONE, figures=FIGURES, loss_difference=1e-7),
-    Outcome(configuration=Configuration("dp", {"dp": 2}), error="rank 1 of 2 failed: ValueError: no"),
+    BenchmarkResult(
+        configuration=Configuration(SERIAL), metrics=replace(FIGURES, peak_bytes=2**23), loss_difference=0.0
+    ),
+    BenchmarkResult(configuration=ONE, metrics=FIGURES, loss_difference=1e-7),
+    BenchmarkResult(configuration=Configuration("dp", {"dp": 2}), error="rank 1 of 2 failed: ValueError: no"),
 ]
-LEFT_OUT = [LeftOut("2d", "-g 2 makes none")]
+LEFT_OUT = [Skipped("2d", "-g 2 makes none")]
 
 
 def test_the_table():
@@ -72,7 +74,7 @@ def test_one_of_a_kind_is_no_plural():
 
 
 def test_json_is_strict_and_has_everything():
-    wrong = Outcome(configuration=ONE, figures=FIGURES, loss_difference=math.nan, error="its losses are wrong")
+    wrong = BenchmarkResult(configuration=ONE, metrics=FIGURES, loss_difference=math.nan, error="its losses are wrong")
     text = json.dumps(to_json(BenchmarkSettings(num_ranks=2), "cpu", [*OUTCOMES, wrong], LEFT_OUT), allow_nan=False)
     read = json.loads(text)
     assert read["settings"]["num_ranks"] == 2
@@ -85,24 +87,24 @@ def test_json_is_strict_and_has_everything():
 
 def test_the_largest_of_every_figure():
     other = replace(FIGURES, forward_seconds=0.002, peak_bytes=1, sent_bytes=2**20)
-    assert largest([FIGURES, other]) == replace(FIGURES, forward_seconds=0.002, sent_bytes=2**20)
+    assert max_over_ranks([FIGURES, other]) == replace(FIGURES, forward_seconds=0.002, sent_bytes=2**20)
 
 
 @pytest.mark.parametrize("losses", [[1.5, 1.25, 1.0001], [1.5, math.nan, 1.0], [math.nan, 1.25, 1.0]])
 def test_wrong_losses_are_an_error(losses):
-    outcome = _compared(ONE, replace(FIGURES, losses=losses), FIGURES.losses)
+    outcome = _compare_losses(ONE, replace(FIGURES, losses=losses), FIGURES.losses)
     assert outcome.error.startswith(f"its losses are {losses}, but one process has [1.5, 1.25, 1.0]")
     assert format_table([outcome]).endswith("WRONG")
 
 
 def test_losses_that_differ_by_rounding_are_equal():
-    outcome = _compared(ONE, replace(FIGURES, losses=[1.5, 1.25, 1.00001]), FIGURES.losses)
+    outcome = _compare_losses(ONE, replace(FIGURES, losses=[1.5, 1.25, 1.00001]), FIGURES.losses)
     assert outcome.error is None
     assert outcome.loss_difference == pytest.approx(1e-5)
 
 
 def test_losses_that_nothing_can_be_compared_with_are_an_error():
-    outcome = _compared(ONE, FIGURES, None)
+    outcome = _compare_losses(ONE, FIGURES, None)
     assert "the single process failed" in outcome.error
     assert format_table([outcome]).endswith("not compared")
 
@@ -113,15 +115,15 @@ def test_the_cause_is_not_who_only_followed():
         0: {"error": "ValueError: mine", "traceback": "Traceback\nValueError: mine\n"},
         2: {"figures": {}},
     }
-    assert _failure(answers, 3) == "rank 0 of 3 failed: ValueError: mine\nTraceback\nValueError: mine"
+    assert _root_cause_text(answers, 3) == "rank 0 of 3 failed: ValueError: mine\nTraceback\nValueError: mine"
     del answers[0]
-    assert _failure(answers, 3).startswith("rank 1 of 3 failed: RankFailedError")
+    assert _root_cause_text(answers, 3).startswith("rank 1 of 3 failed: RankFailedError")
 
 
 def test_how_a_process_ended():
-    assert _ending(3) == "the process exited with code 3 without a result"
-    assert _ending(-9) == "the process was killed by SIGKILL, as the system does when memory runs out"
-    assert _ending(-11) == "the process was killed by SIGSEGV"
+    assert _exit_text(3) == "the process exited with code 3 without a result"
+    assert _exit_text(-9) == "the process was killed by SIGKILL, as the system does when memory runs out"
+    assert _exit_text(-11) == "the process was killed by SIGSEGV"
 
 
 def test_live_memory_counts_what_lives_in_the_steps():
@@ -146,7 +148,7 @@ def test_a_failure_while_memory_is_counted_comes_through():
 @pytest.mark.parametrize("ending", ["png", "svg", "PDF"])
 def test_the_picture(tmp_path, ending):
     path = tmp_path / f"out.{ending}"
-    require_can_draw(path)
+    check_can_draw(path)
     draw(path, "a title", OUTCOMES)
     assert path.stat().st_size > 1000
 
@@ -160,7 +162,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     for name in ("matplotlib", "matplotlib.backends", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install torch-booster\[plot\]"):
-        require_can_draw(tmp_path / "out.png")
+        check_can_draw(tmp_path / "out.png")
 
 
 @pytest.mark.parametrize(

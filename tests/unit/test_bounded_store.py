@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 
 from booster.comm import bounded_store
-from booster.comm.bounded_store import BoundedStore
+from booster.comm.bounded_store import TimeoutStore
 
 SECONDS = 0.2
 
 
 @pytest.fixture
 def store():
-    return BoundedStore(dist.HashStore(), "here", 30.0)
+    return TimeoutStore(dist.HashStore(), "here", 30.0)
 
 
 def test_it_is_a_store_under_a_prefix(store):
@@ -43,7 +43,7 @@ def test_what_the_store_raises_is_raised_here(store):
 
 def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
     client = dist.HashStore()
-    silent, other = BoundedStore(client, "here", SECONDS), BoundedStore(dist.HashStore(), "here", 30.0)
+    silent, other = TimeoutStore(client, "here", SECONDS), TimeoutStore(dist.HashStore(), "here", 30.0)
     stays_away = threading.Event()
     monkeypatch.setattr(silent, "_store", type("Stopped", (), {"check": lambda *_: stays_away.wait(60)})())
     try:
@@ -51,7 +51,7 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
         with pytest.raises(dist.DistNetworkError, match=r"did not answer within 0\.2 s"):
             silent.check(["a"])
         assert time.monotonic() - begin < 30
-        monkeypatch.setattr(bounded_store._Question, "start", lambda _: pytest.fail("it was asked again"))
+        monkeypatch.setattr(bounded_store._PendingCall, "start", lambda _: pytest.fail("it was asked again"))
         with pytest.raises(dist.DistNetworkError, match=r"did not answer"):
             silent.under("part").set("a", "1")  # by the same client, whose lock the lost thread holds
         monkeypatch.undo()
@@ -59,6 +59,6 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
         assert other.check(["a"])
     finally:
         stays_away.set()
-    bounded_store._lost[client].join(30)
+    bounded_store._hung_clients[client].join(30)
     silent.under("part").set("a", "1")  # the answer came late
     assert silent.under("part").check(["a"])

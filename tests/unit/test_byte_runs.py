@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracles import naive_byte_runs as naive
 
-from booster.checkpoint_io.planning.byte_runs import byte_runs, run_length, run_start, whole_box
+from booster.checkpoint_io.planning.byte_runs import byte_runs, full_box, run_length, run_start
 
 
 def all_runs(shape, box, span, itemsize, **more):
@@ -56,14 +56,14 @@ def test_blocks_are_bounded_and_in_slice_order():
 
 
 def test_what_is_contiguous_is_one_run():
-    assert all_runs((5, 4), whole_box((5, 4)), (3, 17), 8) == [(24, 0, 112)]
+    assert all_runs((5, 4), full_box((5, 4)), (3, 17), 8) == [(24, 0, 112)]
     assert all_runs((5, 4), ((1, 3), (0, 4)), (0, 12), 1) == [(4, 0, 12)]
     assert all_runs((5, 1, 4), ((1, 3), (0, 1), (0, 4)), (0, 12), 1) == [(4, 0, 12)]
     assert all_runs((), (), (0, 1), 4) == [(0, 0, 4)]
 
 
 def test_nothing_has_no_runs():
-    assert all_runs((0, 4), whole_box((0, 4)), (0, 0), 4) == []
+    assert all_runs((0, 4), full_box((0, 4)), (0, 0), 4) == []
     assert all_runs((3, 4), ((0, 3), (1, 2)), (4, 4), 4) == []
 
 

@@ -223,7 +223,7 @@ def test_devices_that_this_build_cannot_use(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties(9 - 2 * index, 0))
     build, first, second = accelerators()
     assert build.text == "torch is built for CUDA 12.8, the driver supports up to 12.4"
-    assert (build.facts["count"], build.facts["driver"], build.problem) == (2, "12.4", None)
+    assert (build.data["count"], build.data["driver"], build.problem) == (2, "12.4", None)
     assert (first.name, first.text, first.problem) == ("cuda:0", "H100, 80.0 GiB, capability 9.0", None)
     assert second.text.endswith("NOT SUPPORTED")
     assert "cuda:1 (H100) has capability 7.0, but this torch was built for sm_80, sm_90" in second.problem

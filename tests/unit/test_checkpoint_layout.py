@@ -46,7 +46,7 @@ def test_no_kind_takes_another_kinds_files():
     files = {name: (of.single, of.index, of.manifest, of.shard(1, 2)) for name, of in names.items()}
     for kind in kinds:
         for name, others in files.items():
-            assert all(names[kind.name].owns(file) is (name == kind.name) for file in others)
+            assert all(names[kind.name].may_have_written(file) is (name == kind.name) for file in others)
             assert all(kind.names_of(file) is None for file in others if name != kind.name)
 
 
@@ -66,7 +66,7 @@ def test_names_are_found_again(kind, prefix, is_safetensors):
 )
 def test_other_files_are_nobodys(other):
     assert MODEL.names_of(other) is None
-    assert not NAMES.owns(other)
+    assert not NAMES.may_have_written(other)
 
 
 def _all_names(names):
@@ -76,8 +76,8 @@ def _all_names(names):
 def test_a_save_owns_its_own_files_alone():
     variant = MODEL.names(is_safetensors=True, prefix="fp16")
     for names, others in ((NAMES, variant), (variant, NAMES)):
-        assert all(names.owns(name) for name in _all_names(names))
-        assert not any(names.owns(name) for name in _all_names(others))
+        assert all(names.may_have_written(name) for name in _all_names(names))
+        assert not any(names.may_have_written(name) for name in _all_names(others))
 
 
 def test_a_prefix_like_a_shard_number_is_refused():

@@ -17,7 +17,7 @@ from oracles import naive_byte_runs as naive
 from booster.checkpoint_io.files.safetensors_header import encode_header
 from booster.checkpoint_io.layout import MODEL, plan_files
 from booster.checkpoint_io.planning import write_shares
-from booster.checkpoint_io.planning.byte_runs import whole_box
+from booster.checkpoint_io.planning.byte_runs import full_box
 from booster.checkpoint_io.planning.plan import BLOCK_BYTES, plan_save
 from booster.checkpoint_io.planning.slice_table import SliceTable
 from booster.errors import CheckpointError
@@ -34,7 +34,7 @@ def memory(numel, dtype):
 
 
 def part(name, shape, *, box=None, span=None, dtype=torch.float32, primary=True, shared=True):
-    box = whole_box(shape) if box is None else box
+    box = full_box(shape) if box is None else box
     span = (0, math.prod(length for _, length in box)) if span is None else span
     return TensorSlice(
         name=name,
@@ -50,7 +50,7 @@ def part(name, shape, *, box=None, span=None, dtype=torch.float32, primary=True,
 
 def plan_of(ranks, **more):
     """Plans for these slices per rank; equal tables are given once, after a trip through their bytes."""
-    raws = [SliceTable.of(slices).encode() for slices in ranks]
+    raws = [SliceTable.from_slices(slices).encode() for slices in ranks]
     distinct = list(dict.fromkeys(raws))
     tables = [SliceTable.decode(raw) for raw in distinct]
     arguments = {"max_shard_bytes": 10**12, "is_sharded": True, "always_index": False, **more}
@@ -253,7 +253,7 @@ def test_a_slice_that_a_rank_holds_twice_counts_once():
 
 def test_the_plan_does_not_depend_on_how_tables_are_shared():
     ranks = replicas([("a", (10**6,)), ("b", (50, 20))], 5, primary_rank=3)
-    tables = [SliceTable.of(slices) for slices in ranks]
+    tables = [SliceTable.from_slices(slices) for slices in ranks]
     arguments = {"max_shard_bytes": 10**6, "is_sharded": True, "always_index": False}
     separate = plan_save(tables, range(5), NAMES, **arguments)
     assert list(separate.all_ranges()) == list(plan_of(ranks, max_shard_bytes=10**6).all_ranges())
@@ -531,7 +531,7 @@ def test_a_hundred_thousand_tensors_over_a_thousand_ranks(layout, hosts):
         tables, table_of_rank = flat_spans(many_tensors(), NUM_RANKS), range(NUM_RANKS)
     else:
         tables, table_of_rank = replicas(many_tensors(), 2), [0] + [1] * (NUM_RANKS - 1)
-    raws = [SliceTable.of(slices).encode() for slices in tables]
+    raws = [SliceTable.from_slices(slices).encode() for slices in tables]
     begin = time.process_time()
     plan = plan_save(
         [SliceTable.decode(raw) for raw in raws],
@@ -631,7 +631,7 @@ def test_tables_come_through_their_bytes():
         part("none", (0, 2**40)),
         part('name with "quotes", \u00fc and \u2028', (1,)),
     ]
-    table = SliceTable.decode(SliceTable.of(slices).encode())
+    table = SliceTable.decode(SliceTable.from_slices(slices).encode())
     assert len(table) == len(slices)
     for place, one in enumerate(slices):
         spec = TensorSpec(shape=one.global_shape, dtype=one.dtype)
@@ -644,4 +644,4 @@ def test_tables_come_through_their_bytes():
 def test_tables_of_whole_tensors_are_short():
     slices = [part(f"layers.{number}.weight", (64, 64)) for number in range(1000)]
     names = sum(len(one.name) + 3 for one in slices)
-    assert len(SliceTable.of(slices).encode()) < names + 3 * len(slices) + 200
+    assert len(SliceTable.from_slices(slices).encode()) < names + 3 * len(slices) + 200

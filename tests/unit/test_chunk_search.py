@@ -12,16 +12,14 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.gemini.layout import ChunkLayout, ParameterFacts, Place, WasteReport, unit_numel
+from booster.plugins.gemini.layout import ChunkLayout, ParamInfo, ParamRegion, WasteReport, unit_numel
 from booster.plugins.gemini.search import default_step, plan_chunks, search_chunk_numel
 
 FORMATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8]
 
 
 def facts(*shapes, dtype=torch.float32, trains=True):
-    return [
-        ParameterFacts(name=f"p{i}", shape=tuple(shape), dtype=dtype, trains=trains) for i, shape in enumerate(shapes)
-    ]
+    return [ParamInfo(name=f"p{i}", shape=tuple(shape), dtype=dtype, trains=trains) for i, shape in enumerate(shapes)]
 
 
 def random_model(seed):
@@ -38,7 +36,7 @@ def random_model(seed):
                 shape = (generator.randrange(1000, 20000),)
             trains = generator.random() < 0.8
             name, dtype = f"{module}.{len(parameters)}", generator.choice(formats)
-            parameters.append(ParameterFacts(name=name, shape=shape, dtype=dtype, trains=trains))
+            parameters.append(ParamInfo(name=name, shape=shape, dtype=dtype, trains=trains))
             module_of.append(module)
     return generator, parameters, module_of
 
@@ -125,10 +123,10 @@ def test_parts_of_all_ranks_tile_every_parameter(seed):
             piece = chunk.piece(rank)
             assert piece.stop - piece.start == chunk.piece_numel
             for part in chunk.parts(rank):
-                place = chunk.places[part.place_index]
+                place = chunk.places[part.region_index]
                 start, stop = part.span
-                assert start == covered[part.place_index] < stop
-                covered[part.place_index] = stop
+                assert start == covered[part.region_index] < stop
+                covered[part.region_index] = stop
                 assert part.in_chunk == slice(place.start + start, place.start + stop)
                 assert part.in_piece == slice(part.in_chunk.start - piece.start, part.in_chunk.stop - piece.start)
                 assert 0 <= part.in_piece.start < part.in_piece.stop <= chunk.piece_numel
@@ -175,7 +173,7 @@ def test_reported_waste_is_what_the_chunks_waste(seed):
 def test_modules_stay_together_where_a_chunk_can_hold_them(seed):
     generator, parameters, module_of = random_model(seed)
     plan = plan_chunks(parameters, num_shards=2, chunk_numel=generator.choice([300, 1000, 5000]), module_of=module_of)
-    chunk_of = {place.index: number for number, chunk in enumerate(plan.chunks) for place in chunk.places}
+    chunk_of = {place.index: number for number, chunk in enumerate(plan.chunks) for place in chunk.regions}
     members = {}
     for index, parameter in enumerate(parameters):
         if parameter.numel:
@@ -189,34 +187,39 @@ def test_modules_decide_where_a_chunk_is_closed():
     parameters = facts((40,), (10,), (40,), (10,))
     apart = plan_chunks(parameters, num_shards=1, chunk_numel=96)
     together = plan_chunks(parameters, num_shards=1, chunk_numel=96, module_of=[0, 0, 1, 1])
-    assert [[place.index for place in chunk.places] for chunk in apart.chunks] == [[0, 1, 2], [3]]
-    assert [[place.index for place in chunk.places] for chunk in together.chunks] == [[0, 1], [2, 3]]
+    assert [[place.index for place in chunk.regions] for chunk in apart.chunks] == [[0, 1, 2], [3]]
+    assert [[place.index for place in chunk.regions] for chunk in together.chunks] == [[0, 1], [2, 3]]
 
 
 def test_large_parameters_have_chunks_of_their_own_and_leave_the_open_chunk_open():
     parameters = facts((10,), (100,), (10,), (70,), (10,))
     plan = plan_chunks(parameters, num_shards=1, chunk_numel=96, outlier_numel=64)
-    indices = [[place.index for place in chunk.places] for chunk in plan.chunks]
+    indices = [[place.index for place in chunk.regions] for chunk in plan.chunks]
     assert indices == [[0, 2, 4], [1], [3]]
     assert [chunk.numel for chunk in plan.chunks] == [32, 128, 96]
     without = plan_chunks(parameters, num_shards=1, chunk_numel=96)
-    assert [[place.index for place in chunk.places] for chunk in without.chunks] == [[0, 2, 3], [1], [4]]
+    assert [[place.index for place in chunk.regions] for chunk in without.chunks] == [[0, 2, 3], [1], [4]]
 
 
 def test_limits_are_included():
     """A module of just a chunk stays together; a parameter of just the outlier's size is none."""
     modules = plan_chunks(facts((32,), (40,), (56,)), num_shards=1, chunk_numel=96, module_of=[0, 1, 1])
-    assert [[place.index for place in chunk.places] for chunk in modules.chunks] == [[0], [1, 2]]
+    assert [[place.index for place in chunk.regions] for chunk in modules.chunks] == [[0], [1, 2]]
     sizes = plan_chunks(facts((10,), (64,), (10,), (65,)), num_shards=1, chunk_numel=96, outlier_numel=64)
-    assert [[place.index for place in chunk.places] for chunk in sizes.chunks] == [[0, 1, 2], [3]]
+    assert [[place.index for place in chunk.regions] for chunk in sizes.chunks] == [[0, 1, 2], [3]]
 
 
 def test_scalars_and_parameters_without_elements():
     plan = plan_chunks(facts((0,), (), (3, 0), (200,), (0, 4), ()), num_shards=2, chunk_numel=64)
     first, second = plan.chunks
-    assert first.places == (Place(0, (0,), 0, 0), Place(1, (), 0, 1), Place(2, (3, 0), 1, 1), Place(5, (), 1, 2))
-    assert second.places == (Place(3, (200,), 0, 200), Place(4, (0, 4), 200, 200))
-    assert [part.place_index for part in first.parts(0)] == [1, 3]
+    assert first.regions == (
+        ParamRegion(0, (0,), 0, 0),
+        ParamRegion(1, (), 0, 1),
+        ParamRegion(2, (3, 0), 1, 1),
+        ParamRegion(5, (), 1, 2),
+    )
+    assert second.regions == (ParamRegion(3, (200,), 0, 200), ParamRegion(4, (0, 4), 200, 200))
+    assert [part.region_index for part in first.parts(0)] == [1, 3]
     assert first.parts(1) == []
     nothing = plan_chunks(facts((0,), (0, 2)), num_shards=3, chunk_numel=1000)
     assert [chunk.numel for chunk in nothing.chunks] == [96]
@@ -227,7 +230,7 @@ def test_a_tied_parameter_is_laid_out_once():
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
     model[1].weight = model[0].weight
     parameters = [
-        ParameterFacts(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, trains=tensor.requires_grad)
+        ParamInfo(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, trains=tensor.requires_grad)
         for name, tensor in model.named_parameters()
     ]
     plan = plan_chunks(parameters, num_shards=2, chunk_numel=1000)
@@ -336,7 +339,7 @@ def test_512_ranks():
         assert chunk.numel % (512 * 32) == 0
         for rank in range(512):
             for part in chunk.parts(rank):
-                index = chunk.places[part.place_index].index
+                index = chunk.regions[part.region_index].index
                 assert part.span[0] == covered[index]
                 covered[index] = part.span[1]
     assert covered == [parameter.numel for parameter in parameters]
@@ -375,9 +378,9 @@ def test_a_layout_refuses_sizes_that_do_not_divide():
     with pytest.raises(AssertionError, match="no multiple of 64"):
         ChunkLayout(torch.float32, True, 96, 2, ())
     with pytest.raises(AssertionError, match="65 elements in a chunk of 64"):
-        ChunkLayout(torch.float32, True, 64, 2, (Place(0, (65,), 0, 65),))
+        ChunkLayout(torch.float32, True, 64, 2, (ParamRegion(0, (65,), 0, 65),))
     with pytest.raises(AssertionError, match="rank 2 of 2"):
-        ChunkLayout(torch.float32, True, 64, 2, ()).piece(2)
+        ChunkLayout(torch.float32, True, 64, 2, ()).shard_range(2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from booster.cluster import DistCoordinator
 from booster.errors import ConfigError
-from booster.launch import launch_from_torch, leave
+from booster.launch import destroy_world, launch_from_torch
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def _no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     yield
-    leave()
+    destroy_world()
 
 
 @pytest.fixture(params=[False, True], ids=["unlaunched", "launched"])

@@ -72,7 +72,7 @@ def test_piece_by_piece_finds_what_a_comparison_of_wholes_finds(tmp_path, monkey
     generator = random.Random(seed)
     torch.manual_seed(seed)
     monkeypatch.setattr(comparison, "BATCH_BYTES", 48)
-    monkeypatch.setattr(comparison, "PIECE_ELEMENTS", 5)
+    monkeypatch.setattr(comparison, "CHUNK_ELEMENTS", 5)
     left = random_tensors(generator, "abcdefgh")
     right = {name: tensor.clone() for name, tensor in left.items()} | random_tensors(generator, "ghi")
     del right["a"]

@@ -42,7 +42,7 @@ def converted(source, target, **options):
 
 
 def tensors_at(path, kind=MODEL):
-    with find_contents(STORAGE, path).only(kind).open(STORAGE) as stored:
+    with find_contents(STORAGE, path).only_part(kind).open(STORAGE) as stored:
         return {name: stored.read(name).clone() for name in stored.specs}
 
 
@@ -109,7 +109,7 @@ def test_variants_beside_each_other(tmp_path):
         "pytorch_model.fp16.bin",
     ]
     contents = find_contents(STORAGE, tmp_path / "b")
-    consolidate(STORAGE, contents, contents.only(MODEL), tmp_path / "one.bin")
+    consolidate(STORAGE, contents, contents.only_part(MODEL), tmp_path / "one.bin")
     assert_equal(tensors_at(tmp_path / "one.bin"), tensors_at(tmp_path / "a"))
 
 
@@ -318,7 +318,7 @@ def test_a_damaged_source_gets_no_new_checksums(tmp_path, run, stem, damage):
     contents = find_contents(STORAGE, run[2])
     with pytest.raises(CheckpointError, match=path.name):
         convert(STORAGE, contents, tmp_path / "b", Conversion())
-    part = contents.only(MODEL if stem == "model" else OPTIMIZER)
+    part = contents.only_part(MODEL if stem == "model" else OPTIMIZER)
     with pytest.raises(CheckpointError, match=path.name):
         consolidate(STORAGE, contents, part, tmp_path / "b.safetensors")
     if stem == "optimizer":
@@ -334,7 +334,7 @@ def test_a_damaged_source_gets_no_new_checksums(tmp_path, run, stem, damage):
 @pytest.mark.parametrize("kind", [MODEL, OPTIMIZER], ids=lambda kind: kind.name)
 def test_consolidated(tmp_path, run, name, kind):
     contents = find_contents(STORAGE, run[2])
-    consolidate(STORAGE, contents, contents.only(kind), tmp_path / name)
+    consolidate(STORAGE, contents, contents.only_part(kind), tmp_path / name)
     assert_equal(tensors_at(tmp_path / name, kind), tensors_at(run[2], kind))
     other_model, other = stepped(Net(1), AdamW, 1)
     if kind == MODEL:
@@ -350,8 +350,8 @@ def test_one_file_replaces_another_only_when_asked(tmp_path, run):
     target = tmp_path / "one.safetensors"
     target.write_text("old")
     with pytest.raises(ConfigError, match="exists already"):
-        consolidate(STORAGE, contents, contents.only(MODEL), target)
-    consolidate(STORAGE, contents, contents.only(MODEL), target, overwrites=True)
+        consolidate(STORAGE, contents, contents.only_part(MODEL), target)
+    consolidate(STORAGE, contents, contents.only_part(MODEL), target, overwrites=True)
     assert_equal(tensors_at(target), tensors_at(run[2]))
 
 
@@ -359,7 +359,7 @@ def test_one_file_replaces_another_only_when_asked(tmp_path, run):
 def test_the_name_of_one_file_says_its_format(tmp_path, run, name):
     contents = find_contents(STORAGE, run[2])
     with pytest.raises(ConfigError):
-        consolidate(STORAGE, contents, contents.only(MODEL), tmp_path / name)
+        consolidate(STORAGE, contents, contents.only_part(MODEL), tmp_path / name)
 
 
 # Memory.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from booster.checkpoint_io import copy_elements as module
-from booster.checkpoint_io.copy_elements import copy_elements, is_plain, wait_for_devices
+from booster.checkpoint_io.copy_elements import copy_elements, needs_no_conversion, synchronize_devices
 
 DTYPES = [
     torch.float64,
@@ -140,7 +140,7 @@ def test_torch_is_never_asked_for_more_than_one_of_its_threads(monkeypatch):
 def test_lazily_conjugated_and_negated_tensors():
     base = torch.randn(4, 3, dtype=torch.complex64)
     for view in (base.conj(), base.conj().t(), base.conj().imag, base.imag.t(), base.conj()[1]):
-        assert not is_plain(view, view.dtype)
+        assert not needs_no_conversion(view, view.dtype)
         assert _copied(view, 1, view.numel(), view.dtype) == _expected(view, 1, view.numel(), view.dtype)
 
 
@@ -160,5 +160,5 @@ def test_a_view_that_is_never_flattened():
 
 
 def test_without_an_accelerator_nobody_waits():
-    assert wait_for_devices([torch.zeros(2), torch.zeros(3)]) is False
-    assert wait_for_devices([]) is False
+    assert synchronize_devices([torch.zeros(2), torch.zeros(3)]) is False
+    assert synchronize_devices([]) is False

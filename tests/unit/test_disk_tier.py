@@ -31,7 +31,7 @@ from tier_cases import (
 from booster.errors import ConfigError
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, aligned_buffer
 from booster.plugins.gemini import block_file, disk_tier
-from booster.plugins.gemini.block_file import _Room
+from booster.plugins.gemini.block_file import FreeList
 from booster.plugins.gemini.disk_tier import DiskTier
 
 
@@ -177,26 +177,26 @@ def test_freed_blocks_are_used_again(disk):
 
 @pytest.mark.parametrize("seed", range(50))
 def test_room_is_taken_once(seed):
-    generator, room = random.Random(seed), _Room()
-    room.given_back.append((0, 200))
+    generator, room = random.Random(seed), FreeList()
+    room.freed.append((0, 200))
     held, free = [], set(range(200))
     for _ in range(200):
         if held and generator.random() < 0.45:
             extent = held.pop(generator.randrange(len(held)))
-            room.given_back.append(extent)
+            room.freed.append(extent)
             free |= set(range(extent[0], sum(extent)))
             continue
         length = generator.randrange(1, 40)
         fits = [start for start in sorted(free) if all(start + index in free for index in range(length))]
-        offset = room.take(length)
+        offset = room.allocate(length)
         assert offset == (fits[0] if fits else None)
         if offset is not None:
             held.append((offset, length))
             free -= set(range(offset, offset + length))
     for extent in held:
-        room.given_back.append(extent)
-    assert room.take(0) is None
-    assert room.take(200) == 0
+        room.freed.append(extent)
+    assert room.allocate(0) is None
+    assert room.allocate(200) == 0
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

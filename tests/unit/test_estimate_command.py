@@ -12,9 +12,16 @@ import torch
 from booster.cli import main
 from booster.errors import ConfigError
 from booster.estimate import comparison
-from booster.estimate.comparison import Candidate, Outcome, cheapest, find_candidates, smallest, written
+from booster.estimate.comparison import (
+    Candidate,
+    CandidateResult,
+    find_candidates,
+    format_setting,
+    least_communication,
+    least_memory,
+)
 from booster.estimate.estimation import MemoryEstimate
-from booster.estimate.table import bytes_from_text, format_verdict
+from booster.estimate.table import bytes_from_text, format_recommendation
 from booster.interface import MemoryParts, Plugin, RankMemory
 from booster.plugins import TorchDDPPlugin
 
@@ -169,32 +176,32 @@ def test_precisions_are_the_boosters_where_the_plugin_has_none():
 
 
 def test_policies_are_written_in_few_words():
-    assert written(torch.bfloat16) == "bfloat16"
+    assert format_setting(torch.bfloat16) == "bfloat16"
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    assert written(policy) == "MixedPrecisionPolicy(bfloat16)"
+    assert format_setting(policy) == "MixedPrecisionPolicy(bfloat16)"
 
 
 def outcome(name, total, sent, dp_size, device_memory=100):
     parts = MemoryParts(parameters=total)
-    memory = RankMemory(backward=parts, step=parts, kept=parts, sent=sent)
+    memory = RankMemory(backward=parts, step=parts, steady_state=parts, sent=sent)
     estimate = MemoryEstimate(plugin=name, num_ranks=4, memory=memory, device_memory=device_memory)
-    return Outcome(candidate=Candidate(plugin=name), estimate=estimate, dp_size=dp_size)
+    return CandidateResult(candidate=Candidate(plugin=name), estimate=estimate, dp_size=dp_size)
 
 
 def test_the_cheapest_sends_the_least_for_every_batch():
-    failed = Outcome(candidate=Candidate(plugin="failed"), reason="why")
+    failed = CandidateResult(candidate=Candidate(plugin="failed"), reason="why")
     large, replicas, divided = (
         outcome("large", 101, 0, 4),
         outcome("replicas", 90, 40, 4),
         outcome("divided", 30, 20, 1),
     )
     every = [failed, large, replicas, divided]
-    assert cheapest(every) is replicas  # 40 bytes for 4 batches, 20 for one
-    assert smallest(every) is divided
-    assert cheapest([failed, large]) is None
-    assert smallest([failed]) is None
-    assert "no setting fits" in format_verdict([large], 100)
-    assert format_verdict([failed], 100) == "no setting can train this model"
+    assert least_communication(every) is replicas  # 40 bytes for 4 batches, 20 for one
+    assert least_memory(every) is divided
+    assert least_communication([failed, large]) is None
+    assert least_memory([failed]) is None
+    assert "no setting fits" in format_recommendation([large], 100)
+    assert format_recommendation([failed], 100) == "no setting can train this model"
 
 
 def test_plugins_of_others_are_asked_too(monkeypatch):

@@ -76,9 +76,7 @@ def test_formats_batches_and_lengths():
     sounds = load_model("whisper-small").batch
     assert tuple(sounds["input_features"].shape) == (1, 80, 3000)
     assert tuple(sounds["labels"].shape) == (1, 448)
-    with pytest.raises(
-        ConfigError, match="--seq 1025 exceeds the 1024 positions of GPT2LMHeadModel: give at most"
-    ):
+    with pytest.raises(ConfigError, match="--seq 1025 exceeds the 1024 positions of GPT2LMHeadModel: give at most"):
         load_model("gpt2", sequence=1025)
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.estimate import repeated_layers
-from booster.estimate.activations import profile_of, record
+from booster.estimate.activations import profile_of, record_timeline
 from booster.estimate.fake_models import fake_batch, fake_copy, new_fake_mode
-from booster.estimate.repeated_layers import find_stack, measure_activations
+from booster.estimate.repeated_layers import find_repeated_layers, measure_activations
 
 DEPTH = 15
 
@@ -96,9 +96,9 @@ def both_ways(model):
     mode = new_fake_mode()
     copied, x = fake_copy(model, mode), fake_batch(torch.zeros(6, 5), mode)
     with mode:
-        found = measure_activations(copied, lambda: copied(x), before=[x])
+        found = measure_activations(copied, lambda: copied(x), existing=[x])
         before = [*copied.parameters(), *copied.buffers(), x]
-        whole = profile_of(record(copied, lambda: copied(x), before=before))
+        whole = profile_of(record_timeline(copied, lambda: copied(x), existing=before))
     return found, whole
 
 
@@ -106,7 +106,7 @@ def both_ways(model):
 def test_few_layers_tell_exactly_what_all_keep(cls):
     found, whole = both_ways(cls())
     assert found == whole
-    assert sum(one.event == "enter" and one.name == f"layers.{DEPTH - 1}.up" for one in found.course) >= 1
+    assert sum(one.event == "enter" and one.name == f"layers.{DEPTH - 1}.up" for one in found.intervals) >= 1
 
 
 @pytest.mark.parametrize(("cls", "is_short"), [(Stack, True), (Checkpointed, True), (Remembers, True), (Joins, False)])
@@ -115,7 +115,7 @@ def test_the_whole_is_run_only_where_it_must(cls, is_short, monkeypatch):
 
     def noted(model, run, *, before):
         depths.append(len(model.layers))
-        return record(model, run, before=before)
+        return record_timeline(model, run, existing=before)
 
     monkeypatch.setattr(repeated_layers, "record", noted)
     both_ways(cls())
@@ -123,8 +123,8 @@ def test_the_whole_is_run_only_where_it_must(cls, is_short, monkeypatch):
 
 
 def test_layers_that_differ_are_no_stack():
-    assert find_stack(Stack()) == "layers"
-    assert find_stack(Stack(depth=12)) is None
+    assert find_repeated_layers(Stack()) == "layers"
+    assert find_repeated_layers(Stack(depth=12)) is None
     wider = Stack()
     wider.layers[9].up = nn.Linear(8, 25)
     frozen = Stack()
@@ -140,10 +140,10 @@ def test_layers_that_differ_are_no_stack():
     listed = Stack()
     listed.kinds = ["full"] * 14 + ["sliding"]
     for model in (wider, frozen, attribute, hooked, tied, tied_outside, listed):
-        assert find_stack(model) is None
+        assert find_repeated_layers(model) is None
     alike = Stack()
     alike.kinds = ["full"] * DEPTH
-    assert find_stack(alike) == "layers"
+    assert find_repeated_layers(alike) == "layers"
 
 
 def test_the_model_is_left_as_it_was():

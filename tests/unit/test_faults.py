@@ -18,7 +18,7 @@ from booster import Booster
 from booster.comm import Fault, InjectedFault, all_reduce_numbers, barrier, inject_faults, start_all_gather
 from booster.comm.faults import ACTIONS, EXIT_CODE, OPERATIONS
 from booster.errors import CheckpointError, ConfigError
-from booster.phases import PHASES, Phase, current_place, in_phase
+from booster.phases import PHASES, Phase, current_progress, in_phase
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_delay_goes_on():
 
 @in_phase("step")
 def _step():
-    return current_place().phases
+    return current_progress().phases
 
 
 @in_phase("step")
@@ -127,7 +127,7 @@ def test_a_fault_strikes_where_a_phase_is_entered():
         assert _step() == ("step",)
         with pytest.raises(InjectedFault, match="throw on rank 0 at step number 2"):
             _step()
-        assert current_place().phases == ()
+        assert current_progress().phases == ()
         assert _step() == ("step",)
     assert _step() == ("step",)
 
@@ -143,12 +143,12 @@ def test_a_fault_in_an_inner_phase_leaves_the_outer_one_as_it_was():
     with inject_faults(Fault.throw(rank=0, at="commit")), Phase("save"):
         with pytest.raises(InjectedFault), Phase("commit"):
             pytest.fail("the phase was entered all the same")
-        assert current_place().phases == ("save",)
+        assert current_progress().phases == ("save",)
 
 
 def test_while_it_strikes_the_rank_is_in_the_phase(monkeypatch):
     seen = []
-    monkeypatch.setattr(time, "sleep", lambda seconds: seen.append((seconds, current_place().phases)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: seen.append((seconds, current_progress().phases)))
     with inject_faults(Fault.delay(rank=0, at="commit", seconds=7.0)), Phase("save"), Phase("commit"):
         pass
     assert seen == [(7.0, ("save", "commit"))]

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.plugins.gemini.chunk import Chunk, placeholder
 from booster.plugins.gemini.disk_tier import DiskTier
-from booster.plugins.gemini.layout import ChunkLayout, Place, unit_numel
+from booster.plugins.gemini.layout import ChunkLayout, ParamRegion, unit_numel
 from booster.plugins.gemini.tensor_states import TensorState
 from booster.plugins.sharding.buffer_pool import BufferPool
 
@@ -27,10 +27,12 @@ ACTIONS = ["gather", "release", "pin", "unpin", "look", "look away", *["gradient
 
 def make_layout(shapes=SHAPES, dtype=torch.float32, num_shards=1, trains=True):
     stops = list(accumulate(math.prod(shape) for shape in shapes))
-    places = [Place(index, shape, stops[index] - math.prod(shape), stops[index]) for index, shape in enumerate(shapes)]
+    places = [
+        ParamRegion(index, shape, stops[index] - math.prod(shape), stops[index]) for index, shape in enumerate(shapes)
+    ]
     unit = unit_numel(dtype, num_shards)
     numel = math.ceil(max(1, stops[-1]) / unit) * unit
-    return ChunkLayout(dtype=dtype, trains=trains, numel=numel, num_shards=num_shards, places=tuple(places))
+    return ChunkLayout(dtype=dtype, trains=trains, numel=numel, num_shards=num_shards, regions=tuple(places))
 
 
 class Bench:
@@ -53,19 +55,19 @@ class Bench:
         full = torch.full((self.layout.numel,), 77.0).to(dtype)
         full[: self.layout.used_numel] = torch.cat([value.flatten() for value in self.values])
         if kept:
-            self.chunk.keep(full)
+            self.chunk.keep_gathered(full)
         else:
             self.chunk.weights.allocate(weights_tier)
             self.chunk.weights.store(full[self.layout.piece(rank)])
-            for slot in self.chunk.slots:
-                slot.hide()
+            for slot in self.chunk.params:
+                slot.unbind()
         self.sums_tier = sums_tier
         self.pool = BufferPool(CPU)
         self.num_taken = 0
 
     @property
     def slots(self):
-        return self.chunk.slots
+        return self.chunk.params
 
     @property
     def states(self):
@@ -78,7 +80,9 @@ class Bench:
         return buffer
 
     def gather(self):
-        replaced = self.chunk.start_gather(None if self.chunk.is_kept else self.take(self.layout.num_bytes), self.take)
+        replaced = self.chunk.start_gather(
+            None if self.chunk.is_kept_gathered else self.take(self.layout.num_bytes), self.take
+        )
         self.chunk.finish_gather()
         if replaced is not None:
             self.pool.give_back(replaced)
@@ -88,12 +92,12 @@ class Bench:
 
     def receive(self, index, gradient):
         self.parameters[index].grad = gradient
-        self.chunk.receive(self.slots[index], self.take)
+        self.chunk.on_grad_ready(self.slots[index], self.take)
         assert self.parameters[index].grad is None
 
     def reduce(self):
-        if self.chunk.sums.tensor is None and not self.chunk.sums.is_offloaded:
-            self.chunk.sums.allocate(self.sums_tier)
+        if self.chunk.grad_shard.tensor is None and not self.chunk.grad_shard.is_offloaded:
+            self.chunk.grad_shard.allocate(self.sums_tier)
         self.chunk.start_reduce(self.take)
         assert self.chunk.is_reducing
         for buffer in self.chunk.finish_reduce():
@@ -106,7 +110,7 @@ class Bench:
 
     def sums(self):
         """Returns this rank's sums of each parameter; the waste must be zero."""
-        flat = self.chunk.sums.as_tensor().clone()
+        flat = self.chunk.grad_shard.as_tensor().clone()
         assert not flat[self.layout.used_numel :].any()
         return [flat[place.start : place.stop].view(place.shape) for place in self.layout.places]
 
@@ -136,9 +140,9 @@ def test_weights_come_and_go():
     assert not chunk.is_gathered
     assert bench.shows_nothing()
     chunk.start_gather(bench.take(bench.layout.num_bytes), bench.take)
-    assert (chunk.is_on_its_way, chunk.is_gathered, chunk.can_be_released) == (True, False, False)
+    assert (chunk.is_gathering, chunk.is_gathered, chunk.can_be_released) == (True, False, False)
     chunk.finish_gather()
-    assert (chunk.is_on_its_way, chunk.is_gathered, chunk.has_all_weights) == (False, True, True)
+    assert (chunk.is_gathering, chunk.is_gathered, chunk.has_all_weights) == (False, True, True)
     assert bench.shows_weights()
     assert bench.states == {TensorState.HOLD}
     bench.release()
@@ -160,7 +164,7 @@ def test_whoever_keeps_a_weight_keeps_its_values():
     for _ in range(3):
         bench.gather()
         assert bench.shows_weights()
-        bench.chunk.payload.zero_()
+        bench.chunk.gathered.zero_()
         bench.release()
     assert torch.equal(kept, bench.values[0])
 
@@ -208,17 +212,17 @@ def test_a_parameter_that_was_given_up_is_left_alone():
     gone, slot = bench.parameters[1], bench.slots[1]
     gone.data = torch.ones(7)
     bench.chunk.remove(slot)
-    bench.chunk.expect()
+    bench.chunk.update_expected()
     bench.gather()
     assert bench.shows_weights([0, 2, 3])
     assert torch.equal(gone, torch.ones(7))
     for index, one in enumerate(bench.slots):
         one.parameter.grad = torch.full(one.place.shape, float(index))
-        bench.chunk.receive(one, bench.take)
+        bench.chunk.on_grad_ready(one, bench.take)
     assert bench.chunk.is_complete
     bench.reduce()
-    flat = bench.chunk.sums.as_tensor()
-    assert all(bool((one.within(flat) == index).all()) for index, one in enumerate(bench.slots))
+    flat = bench.chunk.grad_shard.as_tensor()
+    assert all(bool((one.view_in(flat) == index).all()) for index, one in enumerate(bench.slots))
 
 
 # Gradients.
@@ -227,14 +231,14 @@ def test_a_parameter_that_was_given_up_is_left_alone():
 def test_gradients_take_the_place_of_weights_that_nobody_looks_at():
     bench = Bench()
     bench.gather()
-    home = bench.chunk.payload.data_ptr()
+    home = bench.chunk.gathered.data_ptr()
     for index in reversed(ALL):
         assert not bench.chunk.is_complete
         bench.receive(index, bench.gradient(index))
         assert bench.shows_weights(range(index))  # of those whose gradients are still to come
     assert bench.chunk.is_complete
     assert bench.num_taken == 1  # the payload
-    assert bench.chunk.holds_gradients_in_payload
+    assert bench.chunk.holds_gradients_in_weights
     assert not bench.chunk.can_be_released
     assert bench.states == {TensorState.READY_FOR_REDUCE}
     bench.reduce()
@@ -244,7 +248,7 @@ def test_gradients_take_the_place_of_weights_that_nobody_looks_at():
     assert all(torch.equal(sums, bench.gradient(index)) for index, sums in enumerate(bench.sums()))
     assert bench.pool.bytes_in_use == 0
     bench.gather()
-    assert bench.chunk.payload.data_ptr() == home
+    assert bench.chunk.gathered.data_ptr() == home
     assert bench.shows_weights()
 
 
@@ -274,7 +278,7 @@ def test_weights_that_somebody_looks_at_stay(look):
     for index in reversed(ALL):
         bench.receive(index, bench.gradient(index))
     assert bench.num_taken == 2
-    assert not bench.chunk.holds_gradients_in_payload
+    assert not bench.chunk.holds_gradients_in_weights
     assert bench.chunk.has_all_weights
     assert bench.shows_weights()
     bench.reduce()
@@ -291,7 +295,7 @@ def test_who_begins_to_look_later_finds_all_weights_that_are_left(look):
     bench = Bench()
     bench.gather()
     bench.receive(3, bench.gradient(3))
-    assert bench.chunk.holds_gradients_in_payload
+    assert bench.chunk.holds_gradients_in_weights
     holder = look(bench)
     for index in (2, 1, 0):
         bench.receive(index, bench.gradient(index))
@@ -311,7 +315,7 @@ def test_weights_that_somebody_looks_at_stay_while_the_gradients_beside_them_are
     bench = Bench()
     bench.gather()
     bench.receive(3, bench.gradient(3))
-    assert bench.chunk.holds_gradients_in_payload
+    assert bench.chunk.holds_gradients_in_weights
     holder = look(bench)
     bench.reduce()
     assert torch.equal(bench.sums()[3], bench.gradient(3))
@@ -325,10 +329,10 @@ def test_weights_that_somebody_looks_at_stay_while_the_gradients_beside_them_are
 def test_weights_are_gathered_elsewhere_while_gradients_are_in_their_place():
     bench = Bench()
     bench.gather()
-    home = bench.chunk.payload.data_ptr()
+    home = bench.chunk.gathered.data_ptr()
     bench.receive(3, bench.gradient(3))
     bench.gather()
-    assert bench.chunk.payload.data_ptr() != home
+    assert bench.chunk.gathered.data_ptr() != home
     assert bench.shows_weights()
     assert bench.chunk.has_all_weights
     for index in (2, 1, 0):
@@ -409,7 +413,7 @@ def test_missing_gradients_are_zero(arriving):
 def test_what_is_not_expected_is_not_waited_for():
     bench = Bench()
     bench.slots[0].is_expected = bench.slots[2].is_expected = False
-    bench.chunk.expect()
+    bench.chunk.update_expected()
     assert not bench.chunk.is_complete  # nothing has arrived
     bench.receive(1, bench.gradient(1))
     assert not bench.chunk.is_complete
@@ -424,7 +428,7 @@ def test_what_is_not_expected_is_not_waited_for():
 def test_sums_grow_over_backwards_in_a_format_that_holds_them(dtype, has_tier, tmp_path):
     tier = DiskTier(str(tmp_path)) if has_tier else None
     bench = Bench(dtype=dtype, weights_tier=tier, sums_tier=tier)
-    expected = [torch.zeros(shape, dtype=bench.chunk.sums.dtype) for shape in SHAPES]
+    expected = [torch.zeros(shape, dtype=bench.chunk.grad_shard.dtype) for shape in SHAPES]
     for seed in range(4):
         bench.gather()
         for index in (3, 1, 0) if seed % 2 else (0, 1, 2, 3):
@@ -435,10 +439,10 @@ def test_sums_grow_over_backwards_in_a_format_that_holds_them(dtype, has_tier, t
         assert all(torch.equal(sums, wanted) for sums, wanted in zip(bench.sums(), expected, strict=True))
         if bench.chunk.is_gathered:
             bench.release()
-    assert bench.chunk.sums.dtype is (torch.float32 if dtype.itemsize == 2 else dtype)
+    assert bench.chunk.grad_shard.dtype is (torch.float32 if dtype.itemsize == 2 else dtype)
     if tier is not None:
         assert bench.chunk.bytes_in_memory == 0
-        bench.chunk.sums.drop()
+        bench.chunk.grad_shard.drop()
         bench.chunk.weights.drop()
         assert tier.bytes_held == 0
         tier.close()
@@ -459,7 +463,7 @@ def test_a_kept_chunk_never_loses_its_weights():
     for _ in range(2):
         for index in ALL:
             bench.receive(index, bench.gradient(index))
-        assert not bench.chunk.holds_gradients_in_payload
+        assert not bench.chunk.holds_gradients_in_weights
         bench.reduce()
         assert bench.shows_weights()
         assert bench.states == {TensorState.HOLD}
@@ -491,7 +495,7 @@ def test_gradients_are_forgotten(when, has_weights, is_kept):
     bench = Bench(kept=is_kept)
     if has_weights and not is_kept:
         bench.gather()
-    look = bench.chunk.payload.detach() if when == "received elsewhere" and has_weights and not is_kept else None
+    look = bench.chunk.gathered.detach() if when == "received elsewhere" and has_weights and not is_kept else None
     if when in ("reduced", "both"):
         bench.receive(0, bench.gradient(0))
         bench.reduce()
@@ -499,12 +503,12 @@ def test_gradients_are_forgotten(when, has_weights, is_kept):
         bench.receive(1, bench.gradient(1))
     if when == "arrived in grad":
         bench.parameters[2].grad = bench.gradient(2)
-    buffer = bench.chunk.forget_gradients()
+    buffer = bench.chunk.drop_gradients()
     if buffer is not None:
         bench.pool.give_back(buffer)
     assert not bench.chunk.has_gradients
-    assert not bench.chunk.has_sums
-    assert bench.chunk.sums.bytes_in_memory == 0
+    assert not bench.chunk.has_grad_shard
+    assert bench.chunk.grad_shard.bytes_in_memory == 0
     assert all(parameter.grad is None for parameter in bench.parameters)
     assert bench.states == {TensorState.HOLD if bench.chunk.is_gathered else TensorState.FREE}
     assert bench.shows_weights() if bench.chunk.is_gathered else bench.shows_nothing()
@@ -531,7 +535,7 @@ def test_bytes_in_memory_are_those_of_pieces_and_kept_weights(tmp_path):
     bench.receive(0, bench.gradient(0))
     bench.reduce()
     assert bench.chunk.bytes_in_memory == (2 + 4) * numel
-    bench.chunk.forget_gradients()
+    bench.chunk.drop_gradients()
     assert bench.chunk.bytes_in_memory == 2 * numel
     kept = Bench(kept=True)
     assert kept.chunk.bytes_in_memory == 4 * numel  # its piece is a part of it
@@ -560,7 +564,7 @@ def test_whatever_happens_gradients_are_summed_and_weights_are_the_weights(seed)
         index = generator.randrange(len(SHAPES))
         slot = bench.slots[index]
         if action == "gather" and not chunk.has_all_weights and not chunk.num_pins:
-            if chunk.payload is not None and not chunk.holds_gradients_in_payload:
+            if chunk.gathered is not None and not chunk.holds_gradients_in_weights:
                 bench.release()
             bench.gather()
             assert bench.shows_weights()
@@ -592,7 +596,7 @@ def test_whatever_happens_gradients_are_summed_and_weights_are_the_weights(seed)
     looks.clear()
     chunk.unpin(pins)
     chunk.num_pins = 0
-    buffer = chunk.forget_gradients()
+    buffer = chunk.drop_gradients()
     if buffer is not None:
         bench.pool.give_back(buffer)
     if chunk.can_be_released:
@@ -639,20 +643,20 @@ def test_ranks_may_have_weights_and_gradients_in_different_places():
     bench = Bench()
     rank, size = dist.get_rank(), dist.get_world_size()
     bench.gather()
-    look = bench.chunk.payload.detach() if rank == 1 else None
+    look = bench.chunk.gathered.detach() if rank == 1 else None
     arriving = {0: (3, 1), 1: (0, 1, 2, 3)}.get(rank, ())
     for index in arriving:
         bench.receive(index, bench.gradient(index, rank))
     if rank == 0:
-        assert bench.chunk.holds_gradients_in_payload
+        assert bench.chunk.holds_gradients_in_weights
         bench.gather()
     else:
         bench.chunk.start_gather(None, bench.take)
         bench.chunk.finish_gather()
     assert bench.shows_weights()
     bench.reduce()
-    pieces = [torch.empty(bench.chunk.sums.numel) for _ in range(size)]
-    dist.all_gather(pieces, bench.chunk.sums.as_tensor())
+    pieces = [torch.empty(bench.chunk.grad_shard.numel) for _ in range(size)]
+    dist.all_gather(pieces, bench.chunk.grad_shard.as_tensor())
     for index, sums in enumerate(of_ranks(bench.layout, pieces)):
         expected = bench.gradient(index, 1)
         if index in (1, 3):
@@ -672,8 +676,8 @@ def test_sums_are_over_ranks_and_backwards(dtype, tmp_path):
         for index in ALL:
             bench.receive(index, bench.gradient(index, 10 * seed + rank))
         bench.reduce()
-    pieces = [torch.empty(bench.chunk.sums.numel) for _ in range(size)]
-    dist.all_gather(pieces, bench.chunk.sums.as_tensor().clone())
+    pieces = [torch.empty(bench.chunk.grad_shard.numel) for _ in range(size)]
+    dist.all_gather(pieces, bench.chunk.grad_shard.as_tensor().clone())
     for index, sums in enumerate(of_ranks(bench.layout, pieces)):
         terms = [bench.gradient(index, 10 * seed + other).float() for seed in range(2) for other in range(size)]
         torch.testing.assert_close(sums, torch.stack(terms).sum(0), rtol=1e-6, atol=1e-5)

@@ -15,13 +15,13 @@ from booster.plugins.gemini.assembly import place_buffers
 from booster.plugins.gemini.placement import (
     AutoPlacement,
     ChunkBytes,
+    ChunkLocations,
     ConstPlacement,
-    Homes,
     StaticPlacement,
-    bytes_at_home,
     make_placement,
+    resident_shard_bytes,
 )
-from booster.plugins.gemini.tracer import Moment, Record
+from booster.plugins.gemini.tracer import Trace, TraceEvent
 
 NOTHING = frozenset()
 
@@ -29,7 +29,7 @@ NOTHING = frozenset()
 def chunk_bytes(payload, *, num_ranks=2, trains=True):
     piece = payload // num_ranks
     return ChunkBytes(
-        payload=payload, weights=piece, gradients=piece if trains else 0, states=3 * piece if trains else 0
+        gathered=payload, weights=piece, gradients=piece if trains else 0, states=3 * piece if trains else 0
     )
 
 
@@ -47,7 +47,7 @@ def random_sizes(generator, min_trained=0):
 
 
 def moment(*chunks, is_backward=False, other_bytes=0):
-    return Moment(chunks=chunks, is_backward=is_backward, model_bytes=0, other_bytes=other_bytes)
+    return TraceEvent(chunks=chunks, is_backward=is_backward, model_bytes=0, other_bytes=other_bytes)
 
 
 def random_record(generator, num_chunks, most_other=500):
@@ -57,13 +57,13 @@ def random_record(generator, num_chunks, most_other=500):
     moments = [moment(*chunks, other_bytes=generator.randrange(most_other)) for chunks in forward]
     for chunks in reversed(forward):
         moments.append(moment(*chunks, is_backward=True, other_bytes=generator.randrange(most_other)))
-    return Record(tuple(moments), ())
+    return Trace(tuple(moments), ())
 
 
 def plain_record(*chunks, other_bytes=0):
     forward = [moment(chunk, other_bytes=other_bytes) for chunk in chunks]
     backward = [moment(chunk, is_backward=True, other_bytes=other_bytes) for chunk in reversed(chunks)]
-    return Record((*forward, *backward), ())
+    return Trace((*forward, *backward), ())
 
 
 def payload_sum(sizes, chunks):
@@ -89,7 +89,7 @@ def test_fractions_take_the_fewest_chunks_from_the_end_that_are_enough(seed):
     sizes = random_sizes(generator)
     training = [chunk for chunk, size in enumerate(sizes) if size.trains]
     everything = set(range(len(sizes)))
-    previous = Homes(kept=frozenset(everything))
+    previous = ChunkLocations(kept_gathered=frozenset(everything))
     for tenths in range(11):
         fraction = tenths / 10
         homes = StaticPlacement(
@@ -98,7 +98,7 @@ def test_fractions_take_the_fewest_chunks_from_the_end_that_are_enough(seed):
         for chosen, among in (
             (homes.weights, sorted(everything)),
             (homes.states, training),
-            (everything - homes.kept, sorted(everything)),
+            (everything - homes.kept_gathered, sorted(everything)),
         ):
             total = payload_sum(sizes, among)
             assert 10 * payload_sum(sizes, chosen) >= tenths * total
@@ -107,12 +107,12 @@ def test_fractions_take_the_fewest_chunks_from_the_end_that_are_enough(seed):
             assert sorted(chosen) == among[len(among) - len(chosen) :]
         assert previous.weights <= homes.weights
         assert previous.states <= homes.states
-        assert previous.kept >= homes.kept
-        assert not homes.kept & homes.weights
+        assert previous.kept_gathered >= homes.kept_gathered
+        assert not homes.kept_gathered & homes.weights
         previous = homes
-    assert homes == Homes(weights=frozenset(everything), states=frozenset(training))
+    assert homes == ChunkLocations(weights=frozenset(everything), states=frozenset(training))
     zero = StaticPlacement(shard_param_frac=0.0).homes(sizes, None)
-    assert zero == Homes(kept=frozenset(everything))
+    assert zero == ChunkLocations(kept_gathered=frozenset(everything))
 
 
 def test_written_fractions_are_meant_as_written():
@@ -127,11 +127,11 @@ def test_written_fractions_are_meant_as_written():
 def test_chunks_that_do_not_train_have_no_states_to_offload_but_weights():
     sizes = [*equal_chunks(2), *equal_chunks(2, trains=False)]
     homes = StaticPlacement(offload_optim_frac=0.5, offload_param_frac=0.5).homes(sizes, None)
-    assert homes == Homes(weights=frozenset({2, 3}), states=frozenset({1}))
+    assert homes == ChunkLocations(weights=frozenset({2, 3}), states=frozenset({1}))
 
 
 def test_chunks_without_known_states_are_offloaded_all_the_same():
-    sizes = [ChunkBytes(payload=8, weights=4, gradients=4, states=0) for _ in range(4)]
+    sizes = [ChunkBytes(gathered=8, weights=4, gradients=4, states=0) for _ in range(4)]
     assert StaticPlacement(offload_optim_frac=0.5).homes(sizes, None).states == {2, 3}
 
 
@@ -143,8 +143,10 @@ def test_static_homes_do_not_move_after_the_first_iteration():
 
 def test_the_ends_have_names():
     sizes = equal_chunks(3)
-    assert make_placement("cpu").homes(sizes, None) == Homes(weights=frozenset(range(3)), states=frozenset(range(3)))
-    assert make_placement("cuda").homes(sizes, None) == Homes()
+    assert make_placement("cpu").locations(sizes, None) == ChunkLocations(
+        weights=frozenset(range(3)), states=frozenset(range(3))
+    )
+    assert make_placement("cuda").locations(sizes, None) == ChunkLocations()
 
 
 # Room.
@@ -152,19 +154,21 @@ def test_the_ends_have_names():
 
 def test_static_room_is_the_payloads_that_are_asked_for():
     sizes = [chunk_bytes(80), chunk_bytes(100), chunk_bytes(60)]
-    assert StaticPlacement().room(sizes, Homes(), None, 0) == 200
-    assert StaticPlacement(max_prefetch=2).room(sizes, Homes(), None, 0) == 400
-    kept = Homes(kept=frozenset({1}))
+    assert StaticPlacement().room(sizes, ChunkLocations(), None, 0) == 200
+    assert StaticPlacement(max_prefetch=2).room(sizes, ChunkLocations(), None, 0) == 400
+    kept = ChunkLocations(kept_gathered=frozenset({1}))
     assert StaticPlacement(max_prefetch=2).room(sizes, kept, None, 0) == 3 * 80 + 100
-    assert StaticPlacement(max_prefetch=2).room(sizes, Homes(kept=frozenset({0, 1, 2})), None, 0) == 100
+    assert (
+        StaticPlacement(max_prefetch=2).room(sizes, ChunkLocations(kept_gathered=frozenset({0, 1, 2})), None, 0) == 100
+    )
     frozen = [chunk_bytes(100, trains=False), chunk_bytes(40)]
-    assert StaticPlacement().room(frozen, Homes(), None, 0) == 140
+    assert StaticPlacement().room(frozen, ChunkLocations(), None, 0) == 140
 
 
 def test_a_module_of_several_chunks_gets_all_of_them():
     sizes = equal_chunks(4)
-    record = Record((moment(0, 1, 2), moment(3), moment(0, 1, 2, is_backward=True)), ())
-    rooms = [StaticPlacement(max_prefetch=1).room(sizes, Homes(), record, now) for now in range(4)]
+    record = Trace((moment(0, 1, 2), moment(3), moment(0, 1, 2, is_backward=True)), ())
+    rooms = [StaticPlacement(max_prefetch=1).room(sizes, ChunkLocations(), record, now) for now in range(4)]
     assert rooms == [400, 300, 700, 300]
     needed = 600
     with pytest.raises(ConfigError, match=f"at least {needed}"):
@@ -188,8 +192,8 @@ def test_without_a_budget_everything_fits():
     sizes = [*equal_chunks(2), *equal_chunks(1, trains=False)]
     for placement in (ConstPlacement(), AutoPlacement()):
         for record in (None, plain_record(0, 1, 2, other_bytes=10**9)):
-            assert placement.homes(sizes, record) == Homes()
-            assert placement.room(sizes, Homes(), record, 0) == 500
+            assert placement.homes(sizes, record) == ChunkLocations()
+            assert placement.room(sizes, ChunkLocations(), record, 0) == 500
 
 
 # Budgets.
@@ -238,7 +242,7 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
             type(placement)(**{**enough, "budget": needed - 1}).homes(sizes, record)
         return
     assert homes.states <= {chunk for chunk, size in enumerate(sizes) if size.trains}
-    resident = bytes_at_home(sizes, homes) + kept_bytes(sizes, homes)
+    resident = resident_shard_bytes(sizes, homes) + kept_bytes(sizes, homes)
     largest = max([size.payload for chunk, size in enumerate(sizes) if chunk not in homes.kept], default=0)
     two = largest + max(size.payload for size in sizes if size.trains)
     for now, at in enumerate(record.moments if record else (moment(),)):
@@ -272,18 +276,18 @@ def test_const_fills_first_with_weights_then_with_states():
     sizes = equal_chunks(3)  # per chunk: 100 of weights and gradients, 150 of states; payloads need 200
     everything, states = frozenset(range(3)), frozenset(range(3))
     for budget, homes in (
-        (200, Homes(weights=everything, states=states)),
-        (299, Homes(weights=everything, states=states)),
-        (300, Homes(weights=frozenset({1, 2}), states=states)),
-        (499, Homes(weights=frozenset({2}), states=states)),
-        (500, Homes(states=states)),
-        (650, Homes(states=frozenset({1, 2}))),
-        (949, Homes(states=frozenset({2}))),
-        (950, Homes()),
+        (200, ChunkLocations(weights=everything, states=states)),
+        (299, ChunkLocations(weights=everything, states=states)),
+        (300, ChunkLocations(weights=frozenset({1, 2}), states=states)),
+        (499, ChunkLocations(weights=frozenset({2}), states=states)),
+        (500, ChunkLocations(states=states)),
+        (650, ChunkLocations(states=frozenset({1, 2}))),
+        (949, ChunkLocations(states=frozenset({2}))),
+        (950, ChunkLocations()),
     ):
         placement = ConstPlacement(budget=budget)
         assert placement.homes(sizes, None) == homes
-        assert placement.room(sizes, homes, None, 0) == budget - bytes_at_home(sizes, homes)
+        assert placement.room(sizes, homes, None, 0) == budget - resident_shard_bytes(sizes, homes)
     with pytest.raises(ConfigError, match=r"device_memory_budget=199 .* at least 200.*min_chunk_size_m"):
         ConstPlacement(budget=199).homes(sizes, None)
 
@@ -293,7 +297,8 @@ def test_prefetched_payloads_come_before_pieces():
     assert ConstPlacement(budget=499, max_prefetch=2).homes(sizes, None).weights == {0, 1, 2}
     assert ConstPlacement(budget=500, max_prefetch=2).homes(sizes, None).weights == {1, 2}
     assert (
-        ConstPlacement(budget=250, max_prefetch=2).room(sizes, make_placement("cpu").homes(sizes, None), None, 0) == 250
+        ConstPlacement(budget=250, max_prefetch=2).room(sizes, make_placement("cpu").locations(sizes, None), None, 0)
+        == 250
     )
 
 
@@ -302,13 +307,14 @@ def test_auto_leaves_most_for_activations_while_nothing_is_known():
     placement = AutoPlacement(budget=4000, warmup_ratio=0.8)
     homes = placement.homes(sizes, None)
     assert homes == ConstPlacement(budget=800).homes(sizes, None)
-    assert placement.room(sizes, homes, None, 0) == 800 - bytes_at_home(sizes, homes)
+    assert placement.room(sizes, homes, None, 0) == 800 - resident_shard_bytes(sizes, homes)
     # A small budget still gives the payloads.
     placement = AutoPlacement(budget=1000, warmup_ratio=0.8, max_prefetch=1)
-    assert placement.homes(sizes, None) == make_placement("cpu").homes(sizes, None)
+    assert placement.homes(sizes, None) == make_placement("cpu").locations(sizes, None)
     assert placement.room(sizes, placement.homes(sizes, None), None, 0) == 300
     assert (
-        AutoPlacement(budget=250, max_prefetch=5).room(sizes, make_placement("cpu").homes(sizes, None), None, 0) == 250
+        AutoPlacement(budget=250, max_prefetch=5).room(sizes, make_placement("cpu").locations(sizes, None), None, 0)
+        == 250
     )
 
 
@@ -319,17 +325,19 @@ def test_auto_gives_what_activations_leave():
         moment(chunk, is_backward=now >= 3, other_bytes=bytes_of_moments[now])
         for now, chunk in enumerate((2, 0, 1, 1, 0, 2))
     ]
-    record = Record(tuple(moments), ())
+    record = Trace(tuple(moments), ())
     # 0.9 * 1500 = 1350. The peak of 700 and 200 of payloads leave 450: for all weights and one chunk's states.
     placement = AutoPlacement(budget=1500)
     homes = placement.homes(sizes, record)
-    assert homes == Homes(states=frozenset({0, 1}))  # chunk 2 is used first
+    assert homes == ChunkLocations(states=frozenset({0, 1}))  # chunk 2 is used first
     rooms = [placement.room(sizes, homes, record, now) for now in range(7)]
     assert rooms == [200, 200, 600, 600, 700, 900, 900]
-    assert AutoPlacement(budget=1300).homes(sizes, record) == Homes(weights=frozenset({1}), states=frozenset({0, 1, 2}))
+    assert AutoPlacement(budget=1300).homes(sizes, record) == ChunkLocations(
+        weights=frozenset({1}), states=frozenset({0, 1, 2})
+    )
     with pytest.raises(ConfigError, match=r"at least 1000.*min_chunk_size_m"):
         AutoPlacement(budget=999).homes(sizes, record)
-    assert AutoPlacement(budget=1000).homes(sizes, record) == make_placement("cpu").homes(sizes, None)
+    assert AutoPlacement(budget=1000).homes(sizes, record) == make_placement("cpu").locations(sizes, None)
 
 
 def test_auto_gives_states_a_part_of_what_is_left():
@@ -338,7 +346,7 @@ def test_auto_gives_states_a_part_of_what_is_left():
     # 1200 less 200 of payloads and 400 of weights and gradients leave 600, four times the states of a chunk.
     for ratio, num_offloaded in ((0.0, 0), (1.0, 0), (0.5, 2), (0.6, 2), (0.75, 1), (0.2, 4)):
         placement = AutoPlacement(budget=1200, steady_ratio=1.0, gpu_margin_mem_ratio=ratio)
-        assert placement.homes(sizes, record) == Homes(states=frozenset(range(4 - num_offloaded, 4)))
+        assert placement.homes(sizes, record) == ChunkLocations(states=frozenset(range(4 - num_offloaded, 4)))
 
 
 def test_chunks_that_are_never_used_are_offloaded_first():

@@ -41,7 +41,7 @@ def settings(device=CPU, keeps_masters=True):
         is_primary=True,
         device=device,
         dtype=None,
-        keeps_masters=keeps_masters,
+        keeps_master_weights=keeps_masters,
     )
 
 
@@ -73,7 +73,7 @@ def test_const_alone_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("keeps_masters", [True, False])
 def test_low_precision_has_fp32_masters_unless_told_otherwise(dtype, keeps_masters):
-    layout = ChunkLayout(dtype=dtype, trains=True, numel=64, num_shards=1, places=())
+    layout = ChunkLayout(dtype=dtype, trains=True, numel=64, num_shards=1, regions=())
     is_master = keeps_masters and dtype.itemsize == 2
     assert settings(keeps_masters=keeps_masters).main_dtype(layout) is (torch.float32 if is_master else dtype)
 
@@ -81,7 +81,7 @@ def test_low_precision_has_fp32_masters_unless_told_otherwise(dtype, keeps_maste
 @pytest.mark.parametrize("device", [CPU, torch.device("meta")])
 def test_states_that_are_offloaded_are_updated_by_the_host(device, tmp_path):
     disk = DiskTier(str(tmp_path))
-    assert settings(device).main_device(None) == device
-    assert settings(device).main_device(HostTier(False)) == CPU
-    assert settings(device).main_device(disk) == CPU
+    assert settings(device).master_device(None) == device
+    assert settings(device).master_device(HostTier(False)) == CPU
+    assert settings(device).master_device(disk) == CPU
     disk.close()

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from booster.plugins.gemini.tracer import Cursor, Moment, Record, Tracer
+from booster.plugins.gemini.tracer import Cursor, Trace, TraceEvent, Tracer
 
 
 def moment(*chunks, is_backward=False, other_bytes=0):
-    return Moment(chunks=chunks, is_backward=is_backward, model_bytes=0, other_bytes=other_bytes)
+    return TraceEvent(chunks=chunks, is_backward=is_backward, model_bytes=0, other_bytes=other_bytes)
 
 
 def random_record(generator, num_chunks=6, max_moments=30):
@@ -21,7 +21,7 @@ def random_record(generator, num_chunks=6, max_moments=30):
         else:
             chunks = tuple(generator.sample(range(num_chunks), generator.choice([0, 1, 1, 1, 2, 3])))
         moments.append(moment(*chunks, is_backward=generator.random() < 0.5, other_bytes=generator.randrange(1000)))
-    return Record(tuple(moments), ())
+    return Trace(tuple(moments), ())
 
 
 def naive_next_use(record, chunk, now):
@@ -53,14 +53,14 @@ def test_the_record_answers_as_a_plain_search_through_it(seed):
 
 
 def test_a_use_now_counts_and_one_that_has_passed_is_of_the_next_iteration():
-    record = Record((moment(0), moment(1), moment(0)), ())
+    record = Trace((moment(0), moment(1), moment(0)), ())
     assert [record.next_use(0, now) for now in range(4)] == [0, 2, 2, 3]
     assert [record.next_use(1, now) for now in range(4)] == [1, 1, 4, 4]
     assert record.next_use(2, 0) is None
 
 
 def test_an_empty_record_needs_nothing():
-    record = Record((), ())
+    record = Trace((), ())
     assert record.next_use(0, 0) is None
     assert record.upcoming(0, 3, ()) == []
     assert record.peak_other_bytes(0, 2) == 0
@@ -68,18 +68,18 @@ def test_an_empty_record_needs_nothing():
 
 
 def test_upcoming_chunks_are_those_of_this_iteration():
-    record = Record((moment(0), moment(1), moment(1, 2), moment(0)), ())
+    record = Trace((moment(0), moment(1), moment(1, 2), moment(0)), ())
     assert record.upcoming(0, 9, ()) == [0, 1, 2]
     assert record.upcoming(2, 9, {1}) == [2, 0]
     assert record.upcoming(4, 9, ()) == []
 
 
 def test_equal_records_are_equal_whatever_they_computed():
-    first, second = Record((moment(0), moment(1)), (1, 0)), Record((moment(0), moment(1)), (1, 0))
+    first, second = Trace((moment(0), moment(1)), (1, 0)), Trace((moment(0), moment(1)), (1, 0))
     assert first == second
     assert hash(first) == hash(second)
-    assert first != Record((moment(0), moment(1)), (0, 1))
-    assert repr(first) == f"Record(moments={first.moments!r}, completed=(1, 0))"
+    assert first != Trace((moment(0), moment(1)), (0, 1))
+    assert repr(first) == f"Record(moments={first.events!r}, completed=(1, 0))"
 
 
 def test_the_tracer_writes_down_what_happens():
@@ -100,12 +100,12 @@ def test_the_tracer_writes_down_what_happens():
         tracer.note_complete(chunk)
     record = tracer.finish()
     assert not tracer.is_recording
-    assert record == Record(
+    assert record == Trace(
         (
-            Moment(chunks=(3, 1), is_backward=False, model_bytes=100, other_bytes=5),
-            Moment(chunks=(1,), is_backward=False, model_bytes=110, other_bytes=9),
-            Moment(chunks=(), is_backward=True, model_bytes=90, other_bytes=0),
-            Moment(chunks=(1,), is_backward=True, model_bytes=95, other_bytes=4),
+            TraceEvent(chunks=(3, 1), is_backward=False, model_bytes=100, other_bytes=5),
+            TraceEvent(chunks=(1,), is_backward=False, model_bytes=110, other_bytes=9),
+            TraceEvent(chunks=(), is_backward=True, model_bytes=90, other_bytes=0),
+            TraceEvent(chunks=(1,), is_backward=True, model_bytes=95, other_bytes=4),
         ),
         (1, 3),
     )
@@ -114,12 +114,12 @@ def test_the_tracer_writes_down_what_happens():
 def test_an_iteration_that_broke_off_is_forgotten():
     tracer = Tracer()
     tracer.begin()
-    tracer.note_other_bytes(99)
-    tracer.note_use([0], False, 1)
-    tracer.note_complete(0)
+    tracer.record_other_bytes(99)
+    tracer.record_use([0], False, 1)
+    tracer.record_complete(0)
     tracer.begin()
-    tracer.note_use([1], False, 2)
-    assert tracer.finish() == Record((Moment(chunks=(1,), is_backward=False, model_bytes=2, other_bytes=0),), ())
+    tracer.record_use([1], False, 2)
+    assert tracer.finish() == Trace((TraceEvent(chunks=(1,), is_backward=False, model_bytes=2, other_bytes=0),), ())
 
 
 @pytest.mark.parametrize(
@@ -174,19 +174,19 @@ def test_the_cursor_survives_any_other_iteration(seed):
 
 
 def test_the_cursor_stays_at_what_the_record_does_not_foresee():
-    cursor = Cursor(Record((moment(0), moment(1), moment(2), moment(2, is_backward=True)), ()))
+    cursor = Cursor(Trace((moment(0), moment(1), moment(2), moment(2, is_backward=True)), ()))
     unforeseen = (moment(0), moment(7), moment(1), moment(1), moment(0), moment(2, is_backward=True))
     assert follow(cursor, unforeseen) == [0, 0, 1, 1, 1, 3]
 
 
 def test_forward_and_backward_of_a_module_are_told_apart():
-    cursor = Cursor(Record((moment(0), moment(0, is_backward=True), moment(0)), ()))
+    cursor = Cursor(Trace((moment(0), moment(0, is_backward=True), moment(0)), ()))
     assert follow(cursor, (moment(0), moment(0))) == [0, 2]
     assert follow(cursor, (moment(0, is_backward=True),)) == [1]
 
 
 def test_the_cursor_looks_ahead_a_bounded_way_and_catches_up():
-    record = Record((*(moment(0) for _ in range(100)), *(moment(chunk) for chunk in range(1, 101))), ())
+    record = Trace((*(moment(0) for _ in range(100)), *(moment(chunk) for chunk in range(1, 101))), ())
     cursor = Cursor(record, lookahead=10)
     cursor.advance([0], False)
     # 99 moments are left out; every miss lets the next search go 10 further.

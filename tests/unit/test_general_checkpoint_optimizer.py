@@ -163,7 +163,7 @@ def _with_masters(seed):
         for group in optimizer.param_groups:
             for master in group["params"]:
                 master.add_(torch.randn_like(master) * 1e-4)
-    optimizer.master_weights.write_working()
+    optimizer.master_weights.copy_to_model()
     return model, optimizer
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 
 from booster.comm import hints
-from booster.comm.hints import CALLS, JOIN, SAVES, SAVES_OR_BATCHES, TRAINING, Other, hint
-from booster.phases import PHASES, CurrentPlace, OperationPlace
+from booster.comm.hints import CALLS, JOIN, SAVES, SAVES_OR_BATCHES, TRAINING, PeerStatus, likely_cause
+from booster.phases import PHASES, CollectiveInfo, Progress
 
-OPERATION = OperationPlace(name="all_reduce", number=2, ranks=(0, 1))
+OPERATION = CollectiveInfo(name="all_reduce", number=2, ranks=(0, 1))
 
 
 def at(*phases, waits=True):
     communicates = ("communication",) * (waits and bool(phases))
-    return CurrentPlace(num_steps=3, phases=(*phases, *communicates), operation=OPERATION if waits else None)
+    return Progress(num_steps=3, phases=(*phases, *communicates), operation=OPERATION if waits else None)
 
 
 def waits(*phases):
-    return Other(place=at(*phases), state="waits")
+    return PeerStatus(progress=at(*phases), state="waits")
 
 
 def busy(*phases, communicates=False):
-    return Other(place=at(*phases, waits=communicates), state="busy")
+    return PeerStatus(progress=at(*phases, waits=communicates), state="busy")
 
 
-ENDED = Other(place=at(), state="ended")
+ENDED = PeerStatus(progress=at(), state="ended")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ ENDED = Other(place=at(), state="ended")
     ],
 )
 def test_the_hint_fits_the_places(waiting, others, expected):
-    assert hint(waiting, others) == expected
+    assert likely_cause(waiting, others) == expected
 
 
 def test_only_loops_are_told_of_join_uneven():

@@ -137,7 +137,7 @@ def test_where_a_sequence_is_divided(mode):
         sp_size=None if on_tensor_axis else 2,
     )
     given.check(8)
-    assert (given.tensor_axis_mode, given.own_axis_mode) == ((mode, None) if on_tensor_axis else (None, mode))
+    assert (given.tp_axis_mode, given.sp_axis_mode) == ((mode, None) if on_tensor_axis else (None, mode))
     assert given.axis_sizes(8) == {"dp": 4 if on_tensor_axis else 2, "pp": 1, "sp": 1 if on_tensor_axis else 2, "tp": 2}
     assert given.remarks() == []
 
@@ -152,8 +152,8 @@ def test_the_tensor_axis_may_be_named_twice():
 def test_a_mode_that_was_left_out_is_worked_out_and_said(sp_size):
     given = arguments(enable_sequence_parallelism=True, tp_size=2, sp_size=sp_size)
     given.check(2)
-    assert given.tensor_axis_mode == given.sequence_mode == "split_gather"
-    assert given.own_axis_mode is None
+    assert given.tp_axis_mode == given.sequence_mode == "split_gather"
+    assert given.sp_axis_mode is None
     (line,) = given.remarks()
     assert "using sequence_parallelism_mode='split_gather'" in line
 
@@ -161,7 +161,7 @@ def test_a_mode_that_was_left_out_is_worked_out_and_said(sp_size):
 def test_no_sequence_parallelism():
     given = arguments(tp_size=2, sp_size=1)
     given.check(2)
-    assert given.sequence_mode is given.tensor_axis_mode is given.own_axis_mode is None
+    assert given.sequence_mode is given.tp_axis_mode is given.sp_axis_mode is None
 
 
 # The world.

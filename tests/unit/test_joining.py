@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from booster import joining
 from booster.errors import RankFailedError
-from booster.joining import missing_ranks_named
+from booster.joining import report_missing_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -16,14 +16,14 @@ def _short_wait(monkeypatch):
 
 
 def fail(store, rank: int, world_size: int, text: str = "wait timeout after 20000ms") -> str:
-    with pytest.raises(RankFailedError) as caught, missing_ranks_named(store, rank, world_size):
+    with pytest.raises(RankFailedError) as caught, report_missing_ranks(store, rank, world_size):
         raise dist.DistStoreError(f"{text}\nand a stack")
     return str(caught.value)
 
 
 def test_the_ranks_that_gave_no_sign_are_named():
     store = dist.HashStore()
-    with missing_ranks_named(store, 2, 5):
+    with report_missing_ranks(store, 2, 5):
         pass
     store.set("joined/3", "failed")
     text = fail(store, 0, 5)
@@ -58,11 +58,11 @@ def test_a_store_that_is_gone_was_rank_0s():
 
 def test_a_store_that_is_gone_afterwards_is_no_error_here():
     store = LostStore()
-    with missing_ranks_named(store, 1, 2):
+    with report_missing_ranks(store, 1, 2):
         pass
     assert store.told == [("joined/1", "joined")]
 
 
 def test_a_users_mistake_stays_what_it_is():
-    with pytest.raises(ValueError, match="backend"), missing_ranks_named(dist.HashStore(), 0, 2):
+    with pytest.raises(ValueError, match="backend"), report_missing_ranks(dist.HashStore(), 0, 2):
         raise ValueError("no such backend")

@@ -13,13 +13,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from booster.cluster import DistCoordinator
 from booster.errors import ConfigError
 from booster.launch import (
+    destroy_world,
     get_config,
     get_default_parser,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
-    leave,
 )
 from booster.launch_environment import read_torch
 from booster.launch_openmpi import read_openmpi
@@ -35,7 +35,7 @@ def _no_launcher(monkeypatch):
     for name in (*TORCH, *SLURM, *OPENMPI, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     yield
-    leave()
+    destroy_world()
 
 
 def set_environment(monkeypatch, variables):
@@ -63,7 +63,7 @@ def test_all_generators_are_seeded():
     for _ in range(2):
         launch_from_torch(seed=7, verbose=False)
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
-        leave()
+        destroy_world()
     assert drawn[0] == drawn[1]
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from launcher_cases import FOREIGN, FOREIGN_BEGINNINGS
 
 from booster.errors import ConfigError
-from booster.launch import launch_from_torch, leave
-from booster.launch_environment import Place
+from booster.launch import destroy_world, launch_from_torch
+from booster.launch_environment import RankEnvironment
 from booster.launch_openmpi import read_openmpi
 from booster.launch_slurm import first_host, read_slurm
 
@@ -53,7 +53,7 @@ def environment(monkeypatch):
                 monkeypatch.setenv(name, value)
 
     yield set_variables
-    leave()
+    destroy_world()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_steps_variables_count_before_the_jobs(environment):
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"])
 def test_any_number_of_tasks_will_do(environment, name):
     environment(TASK, **{name: "4"})
-    assert read_slurm("node", 7) == Place(rank=1, world_size=4, local_rank=1, host="node", port=7)
+    assert read_slurm("node", 7) == RankEnvironment(rank=1, world_size=4, local_rank=1, host="node", port=7)
 
 
 def test_a_step_on_one_node_needs_no_name(environment):
@@ -94,9 +94,9 @@ def test_a_step_on_one_node_needs_no_name(environment):
 
 def test_a_world_of_one_needs_no_place(environment):
     environment({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"})
-    assert read_slurm() == Place(rank=0, world_size=1, local_rank=0)
+    assert read_slurm() == RankEnvironment(rank=0, world_size=1, local_rank=0)
     environment(PROCESS, OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0", OMPI_MCA_orte_hnp_uri=None)
-    assert read_openmpi() == Place(rank=0, world_size=1, local_rank=1)
+    assert read_openmpi() == RankEnvironment(rank=0, world_size=1, local_rank=1)
 
 
 @pytest.mark.parametrize(("read", "variables"), [(read_slurm, STEP), (read_openmpi, PROCESS)])
@@ -207,7 +207,7 @@ def test_a_batch_script_may_train_alone_and_srun_may_start_one(environment):
     environment(STEP, SLURM_STEP_NUM_TASKS=None, SLURM_STEP_ID=None)
     launch_from_torch(verbose=False)
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    leave()
+    destroy_world()
     environment(STEP, SLURM_STEP_NUM_TASKS="1")
     launch_from_torch(verbose=False)
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)

@@ -19,12 +19,12 @@ from booster.checkpoint_io.files.manifest import (
     FileRecord,
     Manifest,
     RangeRecord,
-    check_tiling,
+    check_ranges_cover,
     decode_ranges,
     encode_ranges,
 )
-from booster.checkpoint_io.planning.byte_runs import whole_box
-from booster.checkpoint_io.planning.tiling import Tiles, UncheckableError, contains, find_fault
+from booster.checkpoint_io.planning.byte_runs import full_box
+from booster.checkpoint_io.planning.tiling import CoverageLimitError, Tiles, check_coverage, contains
 from booster.errors import CheckpointError
 from booster.interface import TensorSpec
 
@@ -44,7 +44,7 @@ MANIFEST = Manifest(
         "config.json": DocumentRecord(num_bytes=10, crc32=3),
         "sub/x.json": DocumentRecord(num_bytes=0, crc32=0),
     },
-    facts={"plugin": "zero", "world_size": 4, "versions": {"torch": "2.13"}, "loss": 0.25, "none": [None, True]},
+    metadata={"plugin": "zero", "world_size": 4, "versions": {"torch": "2.13"}, "loss": 0.25, "none": [None, True]},
 )
 
 
@@ -75,7 +75,7 @@ def test_random_ranges_come_through_their_form(seed):
     for number in range(source.randint(0, 30)):
         shape = naive.random_shape(source)
         for _, box, span in naive.random_partition(source, shape, 3):
-            box = None if box == whole_box(shape) else box
+            box = None if box == full_box(shape) else box
             ranges.append(RangeRecord(name=f"t{number}", box=box, span=span, crc32=source.getrandbits(32)))
     form = json.loads(json.dumps(encode_ranges(ranges)))
     assert decode_ranges(form, "m") == tuple(ranges)
@@ -93,7 +93,7 @@ def test_a_manifest_that_could_not_be_read_is_not_written():
         with pytest.raises(CheckpointError, match="facts"):
             replace(MANIFEST, facts=facts).encode()
     deep = {"a": {"b": {"c": {"d": {"e": []}}}}}
-    assert Manifest.parse(replace(MANIFEST, facts=deep).encode(), "m").facts == deep
+    assert Manifest.parse(replace(MANIFEST, facts=deep).encode(), "m").metadata == deep
     bad = FileRecord(num_bytes=1, head_bytes=1, head_crc32=0, ranges=(replace(RANGES[0], name="\ud800"),))
     with pytest.raises(CheckpointError, match="Unicode"):
         replace(MANIFEST, files={"a.safetensors": bad}).encode()
@@ -286,7 +286,7 @@ def tiling_case(source, num_tensors=4):
         shape = naive.random_shape(source)
         specs[f"t{number}"] = TensorSpec(shape=shape, dtype=torch.float32)
         for _, box, span in naive.random_partition(source, shape, 4):
-            box = None if box == whole_box(shape) and source.random() < 0.5 else box
+            box = None if box == full_box(shape) and source.random() < 0.5 else box
             ranges.append(RangeRecord(name=f"t{number}", box=box, span=span, crc32=0))
     source.shuffle(ranges)
     return specs, ranges
@@ -296,7 +296,7 @@ def counts(specs, ranges):
     found = {name: np.zeros(math.prod(spec.shape), dtype=int) for name, spec in specs.items()}
     for part in ranges:
         shape = specs[part.name].shape
-        found[part.name][naive.elements(shape, part.box or whole_box(shape), part.span)] += 1
+        found[part.name][naive.elements(shape, part.box or full_box(shape), part.span)] += 1
     return found
 
 
@@ -304,7 +304,7 @@ def counts(specs, ranges):
 def test_ranges_tile_or_a_wrong_element_is_named(seed):
     source = random.Random(seed)
     specs, ranges = tiling_case(source)
-    check_tiling(specs, ranges)
+    check_ranges_cover(specs, ranges)
     full = [part for part in ranges if part.span[0] < part.span[1]]
     if not full:
         pytest.skip("nothing but empty tensors")
@@ -317,11 +317,11 @@ def test_ranges_tile_or_a_wrong_element_is_named(seed):
             [*ranges, chosen],
             [*rest, replace(chosen, span=(start + 1, stop))],
             [*rest, replace(chosen, span=(start, stop - 1))],
-            [*ranges, replace(chosen, box=whole_box(specs[chosen.name].shape), span=(0, 1))],
+            [*ranges, replace(chosen, box=full_box(specs[chosen.name].shape), span=(0, 1))],
         ]
     )
     with pytest.raises(CheckpointError) as caught:
-        check_tiling(specs, damaged)
+        check_ranges_cover(specs, damaged)
     assert f"{chosen.name!r}" in str(caught.value)
 
 
@@ -343,32 +343,32 @@ def test_boxes_tile_or_the_first_wrong_element_is_named(seed):
     )["t"]
     rows = np.arange(len(boxes))
     volumes = np.array([math.prod(length for _, length in box) for box in boxes])
-    fault = find_fault([shape], boxes, Tiles(tensor=rows * 0, box=rows, start=rows * 0, stop=volumes))
+    fault = check_coverage([shape], boxes, Tiles(tensor=rows * 0, box=rows, start=rows * 0, stop=volumes))
     wrong = np.flatnonzero(held != 1)
     if not len(wrong):
         assert fault is None
         return
     assert np.ravel_multi_index(fault.index, shape) == wrong[0]
-    assert fault.times == held[wrong[0]]
+    assert fault.num_covers == held[wrong[0]]
 
 
 def test_a_pinwheel_tiles():
     boxes = [((0, 1), (0, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 1)), ((1, 1), (1, 1))]
     spec = {"a": TensorSpec(shape=(3, 3), dtype=torch.float32)}
     ranges = [RangeRecord(name="a", box=box, span=(0, box[0][1] * box[1][1]), crc32=0) for box in boxes]
-    check_tiling(spec, ranges)
+    check_ranges_cover(spec, ranges)
     with pytest.raises(CheckpointError, match=r"element \(1, 1\) of 'a', of shape \(3, 3\), has no checksum"):
-        check_tiling(spec, ranges[:-1])
+        check_ranges_cover(spec, ranges[:-1])
 
 
 def test_gaps_do_not_make_up_for_overlaps():
     spec = {"a": TensorSpec(shape=(4, 4), dtype=torch.float32)}
     rows = [RangeRecord(name="a", box=((first, 2), (0, 4)), span=(0, 8), crc32=0) for first in (0, 1)]
     with pytest.raises(CheckpointError, match=r"element \(1, 0\) of 'a', of shape \(4, 4\), has more than one"):
-        check_tiling(spec, rows)
+        check_ranges_cover(spec, rows)
     spans = [RangeRecord(name="a", box=None, span=span, crc32=0) for span in ((0, 8), (4, 12))]
     with pytest.raises(CheckpointError, match=r"element \(1, 0\) of 'a', of shape \(4, 4\), has more than one"):
-        check_tiling(spec, spans)
+        check_ranges_cover(spec, spans)
 
 
 def test_tensors_without_elements_need_no_ranges():
@@ -377,17 +377,17 @@ def test_tensors_without_elements_need_no_ranges():
         "scalar": TensorSpec(shape=(), dtype=torch.float32),
     }
     scalar = RangeRecord(name="scalar", box=None, span=(0, 1), crc32=0)
-    check_tiling(specs, [scalar])
-    check_tiling(specs, [scalar, RangeRecord(name="none", box=None, span=(0, 0), crc32=0)])
-    check_tiling({}, [])
+    check_ranges_cover(specs, [scalar])
+    check_ranges_cover(specs, [scalar, RangeRecord(name="none", box=None, span=(0, 0), crc32=0)])
+    check_ranges_cover({}, [])
     with pytest.raises(CheckpointError, match=r"element \(\) of 'scalar'"):
-        check_tiling(specs, [])
+        check_ranges_cover(specs, [])
 
 
 def test_ranges_that_fit_no_tensor():
     specs = {"a": TensorSpec(shape=(3, 4), dtype=torch.float32)}
     whole = RangeRecord(name="a", box=None, span=(0, 12), crc32=0)
-    check_tiling(specs, [whole])
+    check_ranges_cover(specs, [whole])
     cases = [
         (replace(whole, name="b"), "no file holds it"),
         (replace(whole, box=((0, 3),)), "is out of bounds of 'a'"),
@@ -400,9 +400,9 @@ def test_ranges_that_fit_no_tensor():
     ]
     for part, reason in cases:
         with pytest.raises(CheckpointError, match=reason):
-            check_tiling(specs, [part])
+            check_ranges_cover(specs, [part])
     with pytest.raises(CheckpointError, match="no file can hold"):
-        check_tiling({"a": TensorSpec(shape=(2**40, 2**40), dtype=torch.float32)}, [])
+        check_ranges_cover({"a": TensorSpec(shape=(2**40, 2**40), dtype=torch.float32)}, [])
 
 
 def test_what_is_too_finely_cut_to_check_is_refused():
@@ -410,11 +410,11 @@ def test_what_is_too_finely_cut_to_check_is_refused():
     specs = {"a": TensorSpec(shape=shape, dtype=torch.float32)}
     box = ((0, 1),) * 30
     with pytest.raises(CheckpointError, match="sharded along 30 dimensions"):
-        check_tiling(specs, [RangeRecord(name="a", box=box, span=(0, 1), crc32=0)])
+        check_ranges_cover(specs, [RangeRecord(name="a", box=box, span=(0, 1), crc32=0)])
     rows = np.arange(2**18)
     boxes = [((int(row), 1),) for row in rows]
-    with pytest.raises(UncheckableError):
-        find_fault([(2**18,)], boxes, Tiles(tensor=rows * 0, box=rows, start=rows * 0, stop=rows * 0 + 1))
+    with pytest.raises(CoverageLimitError):
+        check_coverage([(2**18,)], boxes, Tiles(tensor=rows * 0, box=rows, start=rows * 0, stop=rows * 0 + 1))
 
 
 def test_contains():
@@ -444,7 +444,7 @@ def test_a_hundred_thousand_tensors():
         split.append(RangeRecord(name=name, box=((0, rows), (3, 5)), span=(2, rows * 5), crc32=3))
     for ranges in (whole, split):
         begin = time.process_time()
-        check_tiling(specs, ranges)
+        check_ranges_cover(specs, ranges)
         assert time.process_time() - begin < 2.0
     file = FileRecord(num_bytes=10, head_bytes=5, head_crc32=0, ranges=tuple(whole))
     manifest = Manifest(kind="model", files={"a.safetensors": file})

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster import ConfigError, LazyInitContext, Plugin, estimate_memory
-from booster.estimate.activations import profile_of, record
+from booster.estimate.activations import profile_of, record_timeline
 from booster.estimate.fake_models import fake_batch, fake_copy, new_fake_mode
 from booster.estimate.optimizer_memory import OptimizerMemory
 from booster.optim import CAME, Adafactor, HybridAdam, Lamb
@@ -160,8 +160,8 @@ def test_the_course_tells_when_gradients_come():
     batch = fake_batch(torch.zeros(8, WIDTH), mode)
     with mode:
         before = [*model.parameters(), batch]
-        profile = profile_of(record(model, lambda: model(batch).mean(), before=before))
-    names = [one.name for one in profile.course if one.event == "gradient"]
+        profile = profile_of(record_timeline(model, lambda: model(batch).mean(), existing=before))
+    names = [one.name for one in profile.intervals if one.event == "gradient"]
     assert set(names) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert {names[0].split(".")[0], names[-1].split(".")[0]} == {"2", "0"}
     assert profile.gradients == 2 * BYTES

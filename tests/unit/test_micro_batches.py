@@ -80,7 +80,7 @@ def test_split_then_joined_is_the_batch(size, number, argument):
 
 def test_micro_batches_are_views_and_what_is_whole_is_shared():
     batch = make_batch(6)
-    parts = split_batch(batch, num_micro_batches=3, micro_batch_size=None)
+    parts = split_batch(batch, num_microbatches=3, microbatch_size=None)
     for part in parts:
         inputs = part.batch["input"]
         assert (
@@ -89,7 +89,7 @@ def test_micro_batches_are_views_and_what_is_whole_is_shared():
         assert inputs["position_ids"] is batch["input"]["position_ids"]
         assert part.batch["scale"] is batch["scale"]
         assert part.batch["values"] is batch["values"]
-    assert split_batch(batch, num_micro_batches=1, micro_batch_size=None)[0].batch is batch
+    assert split_batch(batch, num_microbatches=1, microbatch_size=None)[0].batch is batch
 
 
 def test_signatures_tell_shapes_dtypes_and_values_apart():
@@ -108,16 +108,16 @@ def test_signatures_tell_shapes_dtypes_and_values_apart():
         {"a": ids, "f": "x" * 99 + "y"},
         {"a": ids, "f": {"x"}},
     ]
-    signatures = [split_batch(batch, num_micro_batches=1, micro_batch_size=None)[0].signature for batch in batches]
+    signatures = [split_batch(batch, num_microbatches=1, microbatch_size=None)[0].signature for batch in batches]
     assert len(set(signatures)) == len(batches)
-    again = [split_batch(batch, num_micro_batches=1, micro_batch_size=None)[0].signature for batch in batches]
+    again = [split_batch(batch, num_microbatches=1, microbatch_size=None)[0].signature for batch in batches]
     assert again == signatures
 
 
 def test_signatures_are_the_same_in_every_process():
     """Neither addresses nor the order of a set may be in them."""
     first, second = (
-        split_batch([torch.ones(2), value, {"b", "a"}], num_micro_batches=1, micro_batch_size=None)[0].signature
+        split_batch([torch.ones(2), value, {"b", "a"}], num_microbatches=1, microbatch_size=None)[0].signature
         for value in ([object(), lambda: None], [object(), lambda: None])
     )
     assert first == second
@@ -128,18 +128,18 @@ def test_signatures_are_the_same_in_every_process():
 @pytest.mark.parametrize("batch", [{"a": torch.tensor(1)}, ["text"], None])
 def test_a_batch_without_samples_is_refused(batch):
     with pytest.raises(ConfigError, match="holds no tensor with a dimension"):
-        split_batch(batch, num_micro_batches=2, micro_batch_size=None)
+        split_batch(batch, num_microbatches=2, microbatch_size=None)
 
 
 def test_an_empty_batch_is_refused():
     with pytest.raises(ConfigError, match="a batch without samples"):
-        split_batch(torch.zeros(0, 3), num_micro_batches=2, micro_batch_size=None)
+        split_batch(torch.zeros(0, 3), num_microbatches=2, microbatch_size=None)
 
 
 @pytest.mark.parametrize(("number", "size"), [(None, None), (2, 2), (0, None), (None, -1)])
 def test_numbers_that_do_not_say_how_to_split_are_refused(number, size):
     with pytest.raises(ConfigError, match="don't say how to split a batch of 4 samples"):
-        split_batch(torch.zeros(4), num_micro_batches=number, micro_batch_size=size)
+        split_batch(torch.zeros(4), num_microbatches=number, microbatch_size=size)
 
 
 def test_scalars_become_their_mean_by_samples():
@@ -188,6 +188,6 @@ def test_a_tensor_with_its_own_concatenation_is_left_to_it():
 
 def test_gradients_go_through_the_split():
     whole = torch.ones(3, 2, requires_grad=True)
-    parts = split_batch({"x": whole}, num_micro_batches=2, micro_batch_size=None)
+    parts = split_batch({"x": whole}, num_microbatches=2, microbatch_size=None)
     (parts[0].batch["x"].sum() * 2 + parts[1].batch["x"].sum()).backward()
     assert whole.grad.tolist() == [[2.0, 2.0], [2.0, 2.0], [1.0, 1.0]]

@@ -91,7 +91,7 @@ def test_fp16_naive_casts_everything_and_keeps_parameter_objects():
     precision.configure(boosted, optimizer, None)
     for group in optimizer.param_groups:
         for master in group["params"]:
-            name = next(key for key, value in before.items() if value is optimizer.working_parameter(master))
+            name = next(key for key, value in before.items() if value is optimizer.model_parameter(master))
             assert torch.equal(master, exact[name]), "masters begin at the values before the cast"
 
 

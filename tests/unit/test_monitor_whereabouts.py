@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from booster.monitor.whereabouts import Whereabouts, from_note, report, to_note
-from booster.phases import CurrentPlace, OperationPlace
+from booster.phases import CollectiveInfo, Progress
 
 
 def operation(number, name="all_reduce", ranks=(0, 1, 2), peer=None):
-    return OperationPlace(name=name, number=number, ranks=ranks, peer=peer)
+    return CollectiveInfo(name=name, number=number, ranks=ranks, peer=peer)
 
 
 def at(current=None, last=None, **arguments):
-    place = CurrentPlace(phases=("backward", "communication"), seconds=3.0, operation=current, last_operation=last)
+    place = Progress(phases=("backward", "communication"), seconds=3.0, operation=current, last_operation=last)
     return Whereabouts(step=7, idle_seconds=5.0, place=place, **arguments)
 
 

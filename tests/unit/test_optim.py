@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster import Booster, ConfigError
-from booster.interface import AllocatesStates, FusedUpdate
+from booster.interface import FusedUpdate, StateAllocator
 from booster.optim import CPUAdam, FusedAdam, HybridAdam
 from booster.optim.device_update import update_on_device
 from booster.optim.host_update import update_on_host
@@ -390,7 +390,7 @@ def test_the_protocols_are_met():
     for cls in CLASSES:
         optimizer = cls(parameters())
         assert isinstance(optimizer, FusedUpdate)
-        assert isinstance(optimizer, AllocatesStates)
+        assert isinstance(optimizer, StateAllocator)
     assert not isinstance(torch.optim.AdamW(parameters()), FusedUpdate)
 
 

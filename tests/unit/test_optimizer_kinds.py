@@ -160,13 +160,13 @@ TOGETHER = {
 
 @pytest.mark.parametrize("name", PIECES)
 def test_what_may_see_rows(name):
-    assert kind_of(PIECES[name](make_parameters())) is OptimizerKind.PIECES
+    assert kind_of(PIECES[name](make_parameters())) is OptimizerKind.ELEMENTWISE
 
 
 @pytest.mark.parametrize("name", WHOLES)
 def test_what_has_to_see_whole_parameters(name):
     optimizer = WHOLES[name](make_parameters())
-    assert kind_of(optimizer) is OptimizerKind.WHOLES
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     assert find_tie(optimizer) is None  # also where the class is known by name
 
 
@@ -174,15 +174,15 @@ def test_what_has_to_see_whole_parameters(name):
 def test_what_has_to_see_everything(name):
     make, seen = TOGETHER[name]
     optimizer = make(make_parameters())
-    assert kind_of(optimizer) is OptimizerKind.TOGETHER
+    assert kind_of(optimizer) is OptimizerKind.GLOBAL
     if seen is not None:
         with pytest.raises(AssertionError, match=seen):
             raise AssertionError(find_tie(optimizer))
 
 
 def test_the_largest_kind_serves_all():
-    assert max(OptimizerKind) is OptimizerKind.TOGETHER
-    assert min(OptimizerKind) is OptimizerKind.PIECES
+    assert max(OptimizerKind) is OptimizerKind.GLOBAL
+    assert min(OptimizerKind) is OptimizerKind.ELEMENTWISE
 
 
 def test_sparse_gradients_are_refused():
@@ -207,8 +207,8 @@ def test_every_torch_optimizer_has_a_kind():
     kinds = {}
     for cls in every - {optim.Optimizer, optim.SparseAdam}:
         kinds.setdefault(kind_of(cls(matrices())), set()).add(cls)
-    assert kinds[OptimizerKind.WHOLES] == {optim.Adafactor, optim.Muon}
-    assert kinds[OptimizerKind.TOGETHER] == {optim.LBFGS}
+    assert kinds[OptimizerKind.PER_PARAM] == {optim.Adafactor, optim.Muon}
+    assert kinds[OptimizerKind.GLOBAL] == {optim.LBFGS}
 
 
 def test_groups_keep_their_hyperparameters():
@@ -221,7 +221,7 @@ def test_groups_keep_their_hyperparameters():
         ],
         use_muon=False,
     )
-    assert kind_of(optimizer) is OptimizerKind.WHOLES
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     optimizer.param_groups[2]["use_muon"] = True  # now it gets a vector
     assert "ValueError: only matrices" in find_tie(optimizer)
 
@@ -230,9 +230,9 @@ def test_groups_that_differ_in_a_way():
     first, second, third, _ = make_parameters()
     settings = [{"params": [first]}, {"params": [second, third], "by_norm": True}]
     optimizer = SometimesByNorm(settings, by_norm=False)
-    assert kind_of(optimizer) is OptimizerKind.WHOLES
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     optimizer.param_groups[1]["by_norm"] = False
-    assert kind_of(optimizer) is OptimizerKind.PIECES
+    assert kind_of(optimizer) is OptimizerKind.ELEMENTWISE
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 20])
@@ -241,9 +241,9 @@ def test_names_stay_with_their_parameters(num_layers):
     optimizer = GoesByName(list(model.named_parameters()))
     assert len(optimizer.param_groups[0]["param_names"]) == 2 * num_layers
     before = list(optimizer.param_groups[0]["param_names"])
-    assert kind_of(optimizer) is OptimizerKind.WHOLES
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     assert optimizer.param_groups[0]["param_names"] == before
-    assert kind_of(optim.Adafactor(list(model.named_parameters()))) is OptimizerKind.WHOLES
+    assert kind_of(optim.Adafactor(list(model.named_parameters()))) is OptimizerKind.PER_PARAM
 
 
 def test_hundreds_of_parameters_cost_no_more_than_a_few():
@@ -270,7 +270,7 @@ def test_large_and_empty_shapes_are_tried_small():
 
     with torch.device("meta"):
         parameters = [nn.Parameter(torch.empty(shape)) for shape in ((50_000, 768), (0, 3), (), (64, 64, 7, 7))]
-    assert kind_of(Notes(parameters)) is OptimizerKind.WHOLES
+    assert kind_of(Notes(parameters)) is OptimizerKind.PER_PARAM
     wholes = {shape for shape in seen if len(shape) in (0, 2, 4)}
     assert {len(shape) for shape in wholes} == {0, 2, 4}
     assert (1, 3) in wholes
@@ -283,7 +283,7 @@ def test_states_from_steps_before_are_taken_along():
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        assert kind_of(optimizer) is OptimizerKind.WHOLES
+        assert kind_of(optimizer) is OptimizerKind.PER_PARAM
 
 
 ANY = PIECES | WHOLES | {name: make for name, (make, _) in TOGETHER.items()}

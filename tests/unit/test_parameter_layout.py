@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.interface import LayoutPiece, ParameterLayout, layout_of, set_layout
+from booster.interface import ShardRegion, ShardSpec, set_shard_spec, shard_spec_of
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import (
     Block,
     local_sizes,
-    split_layout,
+    sharded_spec,
     units_of_rank,
-    vocabulary_layout,
+    vocabulary_spec,
 )
 
 
@@ -25,24 +25,24 @@ def query_key_value(num_heads: int, num_groups: int, head_size: int) -> list[Blo
 
 
 CASES = {
-    "rows": lambda ranks, rank: split_layout((7, 3), 0, [Block(num_units=7)], ranks, rank),
-    "columns": lambda ranks, rank: split_layout((3, 7), 1, [Block(num_units=7)], ranks, rank),
+    "rows": lambda ranks, rank: sharded_spec((7, 3), 0, [Block(num_units=7)], ranks, rank),
+    "columns": lambda ranks, rank: sharded_spec((3, 7), 1, [Block(num_units=7)], ranks, rank),
     "middle": lambda ranks, rank: (
-        split_layout((2, 6, 3), -2, [Block(num_units=3)] * 2, ranks, rank)
+        sharded_spec((2, 6, 3), -2, [Block(num_units=3)] * 2, ranks, rank)
         if ranks < 4
-        else split_layout((2, 8, 3), 1, [Block(num_units=4)] * 2, ranks, rank)
+        else sharded_spec((2, 8, 3), 1, [Block(num_units=4)] * 2, ranks, rank)
     ),
-    "heads": lambda ranks, rank: split_layout((24, 5), 0, query_key_value(4, 4, 2), ranks, rank),
+    "heads": lambda ranks, rank: sharded_spec((24, 5), 0, query_key_value(4, 4, 2), ranks, rank),
     "two groups": lambda ranks, rank: (
-        split_layout((8 * 2 + 8, 5), 0, query_key_value(8, 2, 2), ranks, rank)
+        sharded_spec((8 * 2 + 8, 5), 0, query_key_value(8, 2, 2), ranks, rank)
         if ranks != 3
-        else split_layout((6 * 2 + 8, 5), 0, query_key_value(6, 2, 2), ranks, rank)
+        else sharded_spec((6 * 2 + 8, 5), 0, query_key_value(6, 2, 2), ranks, rank)
     ),
-    "one group, by columns": lambda ranks, rank: split_layout((5, 12), 1, query_key_value(4, 1, 2), ranks, rank),
-    "vocabulary": lambda ranks, rank: vocabulary_layout((13, 3), 8, ranks, rank),
-    "vocabulary of few": lambda ranks, rank: vocabulary_layout((3,), 8, ranks, rank),
-    "whole": lambda ranks, rank: ParameterLayout.whole((5, 2), is_primary=rank == 0),
-    "scalar": lambda ranks, rank: ParameterLayout.whole((), is_primary=rank == 0),
+    "one group, by columns": lambda ranks, rank: sharded_spec((5, 12), 1, query_key_value(4, 1, 2), ranks, rank),
+    "vocabulary": lambda ranks, rank: vocabulary_spec((13, 3), 8, ranks, rank),
+    "vocabulary of few": lambda ranks, rank: vocabulary_spec((3,), 8, ranks, rank),
+    "whole": lambda ranks, rank: ShardSpec.unsharded((5, 2), is_primary=rank == 0),
+    "scalar": lambda ranks, rank: ShardSpec.unsharded((), is_primary=rank == 0),
 }
 
 
@@ -116,39 +116,39 @@ def test_one_stretch_has_the_first_element(layouts, num_shards):
 
 
 def test_empty_tensors_have_one_first_holder():
-    layouts = [ParameterLayout.whole((0, 3), is_primary=rank == 0) for rank in range(2)]
+    layouts = [ShardSpec.unsharded((0, 3), is_primary=rank == 0) for rank in range(2)]
     assert [layout.holds_first() for layout in layouts] == [True, False]
     assert [len(layout.slices("w", torch.zeros(0, 3))) for layout in layouts] == [1, 1]
 
 
 def test_padding_is_zero_and_in_no_slice():
-    layout = vocabulary_layout((13, 3), 8, 2, 1)
+    layout = vocabulary_spec((13, 3), 8, 2, 1)
     assert layout.local_shape == (8, 3)
     assert layout.has_padding
-    assert torch.equal(layout.cut(torch.ones(13, 3))[5:], torch.zeros(3, 3))
+    assert torch.equal(layout.shard(torch.ones(13, 3))[5:], torch.zeros(3, 3))
     assert [part.box for part in layout.slices("w", torch.zeros(8, 3))] == [((8, 5), (0, 3))]
 
 
 def test_layouts_are_attached_to_parameters():
     parameter = nn.Parameter(torch.zeros(4, 2))
-    assert layout_of(parameter) == ParameterLayout.whole((4, 2))
-    layout = ParameterLayout(
+    assert shard_spec_of(parameter) == ShardSpec.unsharded((4, 2))
+    layout = ShardSpec(
         logical_shape=(8, 2),
         local_shape=(4, 2),
-        pieces=(LayoutPiece(local=((0, 4), (0, 2)), logical=((4, 4), (0, 2))),),
+        regions=(ShardRegion(local=((0, 4), (0, 2)), logical=((4, 4), (0, 2))),),
     )
-    set_layout(parameter, layout)
-    assert layout_of(parameter) is layout
-    assert not layout.is_whole
+    set_shard_spec(parameter, layout)
+    assert shard_spec_of(parameter) is layout
+    assert not layout.is_unsharded
     with pytest.raises(ValueError, match="does not fit"):
-        set_layout(nn.Parameter(torch.zeros(3)), layout)
+        set_shard_spec(nn.Parameter(torch.zeros(3)), layout)
 
 
 def test_key_value_heads_go_with_their_query_heads():
     query, key, _ = query_key_value(8, 2, 4)
     assert [units_of_rank(query, 4, rank).start for rank in range(4)] == [0, 2, 4, 6]
     held = [units_of_rank(key, 4, rank) for rank in range(4)]
-    assert [(one.start, one.stop, one.num_foreign) for one in held] == [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)]
+    assert [(one.start, one.stop, one.num_non_primary) for one in held] == [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)]
     assert local_sizes([query, key, key], 4) == [16] * 4
     assert local_sizes([Block(num_units=7, unit_size=2)], 3) == [6, 4, 4]
 
@@ -167,4 +167,4 @@ def test_what_can_not_be_divided_is_refused(blocks, ranks, told):
 
 def test_blocks_have_to_add_up():
     with pytest.raises(ConfigError, match="do not add up"):
-        split_layout((7, 3), 0, [Block(num_units=6)], 2, 0)
+        sharded_spec((7, 3), 0, [Block(num_units=6)], 2, 0)

@@ -21,7 +21,7 @@ from commit_cases import (
 from oracles.faulting_storage import UnsyncedStorage
 
 from booster.checkpoint_io import commit as commit_module
-from booster.checkpoint_io.commit import Transaction, listing, remove_checkpoint, resolve
+from booster.checkpoint_io.commit import Transaction, list_directory, remove_checkpoint, resolve
 from booster.errors import CheckpointError
 
 
@@ -37,8 +37,8 @@ def test_readers_see_a_commit_over_what_lies_beside(tmp_path):
     write(STORAGE, tmp_path, {"a": "old", "b": "old", "part/a": "old", "part/b": "old"})
     _pending(tmp_path, {"a": "1", "part/a": "1", "c": "1"}, '["b", "part/b"]', "1" * 32)
     _pending(tmp_path, {"a": "2", "b": "2"}, '["c", "part/b"]', "2" * 32)
-    assert listing(STORAGE, tmp_path) == ["a", "b", "part"]
-    assert listing(STORAGE, tmp_path / "part") == ["a"]
+    assert list_directory(STORAGE, tmp_path) == ["a", "b", "part"]
+    assert list_directory(STORAGE, tmp_path / "part") == ["a"]
     assert seen(tmp_path) == {"a": "2", "b": "2", "part/a": "1"}
     for nothing in ("c", "d"):
         assert not resolve(STORAGE, tmp_path, nothing).exists()
@@ -99,7 +99,7 @@ def test_a_damaged_commit_removes_nothing_and_is_an_error(tmp_path, stale):
     }
     _pending(tmp_path / "m", {"a": "1"}, stale)
     for action in (
-        lambda: listing(STORAGE, tmp_path / "m"),
+        lambda: list_directory(STORAGE, tmp_path / "m"),
         lambda: resolve(STORAGE, tmp_path / "m", "a"),
         lambda: Transaction(STORAGE, tmp_path / "m", is_directory=True).begin(),
     ):
@@ -274,7 +274,7 @@ def _opened(target):
     """Reads all files the way a reader does that looks whether the directory has changed meanwhile."""
     while True:
         before = resolve(STORAGE, target, "0").read_text()
-        contents = [resolve(STORAGE, target, name).read_text() for name in listing(STORAGE, target)]
+        contents = [resolve(STORAGE, target, name).read_text() for name in list_directory(STORAGE, target)]
         if before == resolve(STORAGE, target, "0").read_text() and len(set(contents)) == 1:
             return contents
 

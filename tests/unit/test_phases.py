@@ -14,32 +14,32 @@ from torch.utils.data import TensorDataset
 
 from booster import Booster
 from booster.phases import (
-    PARTS_OF_SAVE,
-    CurrentPlace,
+    SAVE_PHASES,
     Phase,
-    PhaseObserver,
-    current_place,
+    Progress,
+    StepCallback,
+    current_progress,
     in_phase,
+    observe_phases,
     observers,
-    watch_phases,
 )
 
 
-class Recorder(PhaseObserver):
+class Recorder(StepCallback):
     def __init__(self):
         self.seconds, self.entered, self.events = Counter(), [], []
 
-    def spent(self, name, seconds):
+    def on_time(self, name, seconds):
         self.seconds[name] += seconds
         self.entered.append(name)
 
-    def forward_called(self, model, arguments, keywords):
+    def on_forward(self, model, arguments, keywords):
         self.events.append("forward")
 
-    def loss_given(self, optimizer, loss, num_items):
+    def on_loss(self, optimizer, loss, num_items):
         self.events.append(("loss", float(loss.detach()), num_items))
 
-    def step_ended(self, optimizer):
+    def on_step_end(self, optimizer):
         self.events.append(("step", optimizer.step_was_skipped))
 
 
@@ -55,7 +55,7 @@ def test_every_moment_belongs_to_the_innermost_phase(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     recorder = Recorder()
-    with watch_phases(recorder), Phase("a"), Phase("b"):  # at 0, 1, 2; out of them at 3, 4, 5
+    with observe_phases(recorder), Phase("a"), Phase("b"):  # at 0, 1, 2; out of them at 3, 4, 5
         pass
     assert recorder.seconds == {None: 2.0, "a": 2.0, "b": 1.0}
 
@@ -63,7 +63,7 @@ def test_every_moment_belongs_to_the_innermost_phase(monkeypatch):
 def test_the_times_are_those_of_the_clock():
     recorder = Recorder()
     began = time.perf_counter()
-    with watch_phases(recorder):
+    with observe_phases(recorder):
         for _ in range(100):
             with Phase("outer"), Phase("inner"):
                 sum(range(100))
@@ -74,26 +74,26 @@ def test_the_times_are_those_of_the_clock():
 def test_an_error_leaves_the_phase():
     with pytest.raises(ZeroDivisionError), Phase("a"), Phase("b"):
         _ = 1 / 0
-    assert current_place().phases == ()
+    assert current_progress().phases == ()
 
 
 def test_a_function_keeps_its_face():
     @in_phase("work")
     def function(number: int, *, other: str = "x") -> tuple[str, ...]:
         """Documented."""
-        return current_place().phases
+        return current_progress().phases
 
     assert function(1) == ("work",)
     assert function.__name__ == "function"
     assert function.__doc__ == "Documented."
-    assert current_place().phases == ()
+    assert current_progress().phases == ()
 
 
 def test_another_thread_sees_where_this_one_is():
     operation = SimpleNamespace(name="all_reduce", group=None, number=3, peer=None)
     seen = []
     main = threading.get_ident()
-    thread = threading.Thread(target=lambda: seen.extend([current_place(main), current_place()]))
+    thread = threading.Thread(target=lambda: seen.extend([current_progress(main), current_progress()]))
     with Phase("backward"), Phase("communication", operation):
         thread.start()
         thread.join()
@@ -101,9 +101,9 @@ def test_another_thread_sees_where_this_one_is():
     assert (seen[0].operation.name, seen[0].operation.number) == ("all_reduce", 3)
     assert "in communication in backward" in str(seen[0])
     assert seen[1].phases == ()
-    assert current_place().operation is None
-    assert current_place().last_operation.number == 3
-    assert current_place(thread_id=-1) == CurrentPlace()
+    assert current_progress().operation is None
+    assert current_progress().last_operation.number == 3
+    assert current_progress(thread_id=-1) == Progress()
 
 
 def test_observers_see_their_own_thread_alone():
@@ -114,7 +114,7 @@ def test_observers_see_their_own_thread_alone():
         with Phase("elsewhere"):
             pass
 
-    with watch_phases(recorder):
+    with observe_phases(recorder):
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
@@ -124,10 +124,10 @@ def test_observers_see_their_own_thread_alone():
 
 def test_nested_observers_each_have_their_own_block():
     outer, inner = Recorder(), Recorder()
-    with watch_phases(outer):
+    with observe_phases(outer):
         with Phase("a"):
             pass
-        with watch_phases(inner), Phase("b"):
+        with observe_phases(inner), Phase("b"):
             pass
     assert "a" in outer.entered
     assert "b" in outer.entered
@@ -139,7 +139,7 @@ def test_a_loop_enters_the_phases_of_its_calls(tmp_path):
     recorder = Recorder()
     booster, model, optimizer = make()
     loader = booster.prepare_dataloader(TensorDataset(torch.ones(4, 3)), batch_size=2)
-    with watch_phases(recorder):
+    with observe_phases(recorder):
         for (inputs,) in loader:
             booster.backward(model(inputs).square().mean(), optimizer)
             booster.clip_grad_norm_(optimizer, 1.0)
@@ -151,17 +151,17 @@ def test_a_loop_enters_the_phases_of_its_calls(tmp_path):
         booster.save(tmp_path / "a", model, optimizer)
         booster.load(tmp_path / "a", model, optimizer)
         make()
-    wanted = {None, "data", "forward", "backward", "clip", "step", "evaluate", "save", "load", "boost", *PARTS_OF_SAVE}
+    wanted = {None, "data", "forward", "backward", "clip", "step", "evaluate", "save", "load", "boost", *SAVE_PHASES}
     assert recorder.seconds.keys() == wanted
     kinds = [one if isinstance(one, str) else one[0] for one in recorder.events]
     assert kinds == ["forward", "loss", "step"] * 2
-    assert current_place().num_steps == 2
+    assert current_progress().num_steps == 2
 
 
 def test_the_pipeline_call_has_the_phases_inside():
     recorder = Recorder()
     booster, model, optimizer = make()
-    with watch_phases(recorder):
+    with observe_phases(recorder):
         batches = iter([torch.ones(2, 3)])
         booster.execute_pipeline(batches, model, lambda outputs, batch: outputs.sum(), optimizer)
         optimizer.step()
@@ -172,7 +172,7 @@ def test_the_pipeline_call_has_the_phases_inside():
 def test_micro_steps_end_one_step():
     recorder = Recorder()
     booster, model, optimizer = make()
-    with watch_phases(recorder):
+    with observe_phases(recorder):
         for _ in range(4):
             with booster.accumulate(model, optimizer, steps=2):
                 booster.backward(model(torch.ones(2, 3)).mean(), optimizer)
@@ -193,7 +193,7 @@ def test_a_closure_ends_a_step():
         booster.backward(loss, optimizer)
         return loss
 
-    with watch_phases(recorder):
+    with observe_phases(recorder):
         optimizer.step(closure)
     assert [one for one in recorder.events if one[0] == "step"] == [("step", False)]
 

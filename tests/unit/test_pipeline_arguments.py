@@ -15,7 +15,7 @@ from booster.plugins import HybridParallelPlugin
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig
 from booster.plugins.hybrid_parallel.from_config import arguments_from_config
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import GPipe, PipelineSchedule, schedule_names
-from booster.plugins.hybrid_parallel.pipeline_parallel.settings import AlikeOnRanks
+from booster.plugins.hybrid_parallel.pipeline_parallel.settings import RankIndependentRepr
 from booster.plugins.hybrid_parallel.settings import HybridArguments
 
 PARAMETERS = inspect.signature(HybridParallelPlugin).parameters
@@ -28,13 +28,13 @@ class Backwards(PipelineSchedule):
 
     name = "backwards"
 
-    def check(self, num_stages, num_micro_batches, num_chunks):
-        if num_micro_batches % num_stages:
-            raise ConfigError(f"{num_micro_batches} micro-batches don't go into {num_stages} stages")
+    def check(self, num_stages, num_microbatches, num_chunks):
+        if num_microbatches % num_stages:
+            raise ConfigError(f"{num_microbatches} micro-batches don't go into {num_stages} stages")
         if num_chunks == 3:
             raise ConfigError("three chunks are one too many")
 
-    def order(self, stage, num_stages, num_micro_batches, num_chunks):
+    def order(self, stage, num_stages, num_microbatches, num_chunks):
         return []
 
 
@@ -224,8 +224,8 @@ def test_the_texts_that_ranks_compare_hold_no_addresses():
 
 
 def test_a_value_with_an_address_is_itself():
-    assert repr(AlikeOnRanks([double, 3, "a"])) == "[<function double>, 3, 'a']"
-    assert AlikeOnRanks.value_of(AlikeOnRanks(double)) is AlikeOnRanks.value_of(double) is double
+    assert repr(RankIndependentRepr([double, 3, "a"])) == "[<function double>, 3, 'a']"
+    assert RankIndependentRepr.unwrap(RankIndependentRepr(double)) is RankIndependentRepr.unwrap(double) is double
 
 
 # Layers that are computed again.

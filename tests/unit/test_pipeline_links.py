@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from booster.comm import IncomingLink, OutgoingLink
-from booster.comm.imagined import imagine_others
+from booster.comm import RecvChannel, SendChannel
+from booster.comm.imagined import fake_collectives
 from booster.plugins.hybrid_parallel.mesh import HybridMesh, mesh_order, rank_groups
 from booster.plugins.hybrid_parallel.pipeline_parallel.assembly import _link_ends
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import program, schedule_from_name
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import action_list, schedule_from_name
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StagePartition
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
 
 
 def _division(schedule, num_stages, num_chunks):
     bounds = tuple(range(num_stages * num_chunks + 1))
     units = tuple(f"layers.{index}" for index in bounds[:-1])
-    plan = StagePlan(units=units, source="the test")
-    return StageDivision(plan, bounds, schedule_from_name(schedule), num_stages, num_chunks)
+    plan = StagePlan(layers=units, source="the test")
+    return StagePartition(plan, bounds, schedule_from_name(schedule), num_stages, num_chunks)
 
 
 def _links(division, stage):
     """Returns the sender and the receiver of what a stage sends and receives for a batch."""
-    steps = program(division.schedule, stage, division.num_stages, 2 * division.num_stages, division.num_chunks)
+    steps = action_list(division.schedule, stage, division.num_stages, 2 * division.num_stages, division.num_chunks)
     found = {message for step in steps for message in (step.receives, step.sends) if message is not None}
     return {(one.sender, one.receiver) for one in found if one.sender != one.receiver}
 
@@ -37,7 +37,7 @@ def _links(division, stage):
 def _rank_of_a_world(rank, world_size):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with imagine_others():
+        with fake_collectives():
             yield
     finally:
         dist.destroy_process_group()
@@ -50,7 +50,7 @@ def _check_links(division, ends, ranks, stage):
         group, peer = ends(sender, receiver)
         assert dist.get_global_rank(group, peer) == ranks[sender if stage == receiver else receiver]
         # Neither end refuses its peer.
-        _ = OutgoingLink(peer, group) if stage == sender else IncomingLink(peer, group, read_header=None)
+        _ = SendChannel(peer, group) if stage == sender else RecvChannel(peer, group, read_header=None)
 
 
 @pytest.mark.parametrize("dp_outside", [True, False])

@@ -10,12 +10,12 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
-    Kind,
+    Action,
+    ActionKind,
     PipelineSchedule,
-    Work,
+    action_list,
     check_orders,
-    incoming,
-    program,
+    incoming_messages,
     register_schedule,
     schedule_from_name,
     schedule_names,
@@ -24,7 +24,12 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import schedule as registry
 
 CHUNKS = {"gpipe": [1], "1f1b": [1], "interleaved": [2, 3], "zbv": [2]}
-TORCH_KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD, "W": Kind.WEIGHT}
+TORCH_KINDS = {
+    "F": ActionKind.FORWARD,
+    "B": ActionKind.BACKWARD,
+    "I": ActionKind.BACKWARD,
+    "W": ActionKind.BACKWARD_WEIGHT,
+}
 
 
 def text(works):
@@ -49,7 +54,7 @@ def torch_order(cls, stage, num_stages, num_micro_batches, num_chunks, chunk_of)
     else:
         actions = cls._calculate_single_rank_operations(this, stage)
     return [
-        Work(TORCH_KINDS[one.computation_type.value], one.microbatch_index, chunk_of(one.stage_index))
+        Action(TORCH_KINDS[one.computation_type.value], one.microbatch_index, chunk_of(one.stage_index))
         for one in actions
         if one is not None and one.computation_type.value in TORCH_KINDS
     ]
@@ -65,7 +70,7 @@ def test_one_chunk_is_ordered_as_in_torch(name, cls, p, m):
         order, theirs = ours.order(stage, p, m, 1), torch_order(cls, stage, p, m, 1, lambda index: 0)
         if name == "1f1b" and stage == p - 1:
             # torch prints the last stage's forwards with numbers from 1 on, but runs them from 0 on.
-            theirs = [Work(one.kind, one.micro_batch - (one.kind is Kind.FORWARD)) for one in theirs]
+            theirs = [Action(one.kind, one.microbatch - (one.kind is ActionKind.FORWARD)) for one in theirs]
         assert text(order) == text(theirs)
 
 
@@ -86,7 +91,7 @@ def test_zbv_is_ordered_as_in_torch(p, m):
 
     def without_last_weights(works):
         """Behind a stage's last gradient of inputs nobody waits, so the order of weights there is of no account."""
-        last = max(index for index, work in enumerate(works) if work.kind is not Kind.WEIGHT)
+        last = max(index for index, work in enumerate(works) if work.kind is not ActionKind.BACKWARD_WEIGHT)
         return text(works[: last + 1]), set(works[last + 1 :])
 
     for stage in range(p):
@@ -101,11 +106,11 @@ def test_zbv_with_few_micro_batches_warms_up_as_in_torch(p, m):
     for stage in range(p):
         order = ours.order(stage, p, m, 2)
         theirs = torch_order(cls, stage, p, m, 2, lambda index, stage=stage: int(index != stage))
-        first_weight = [work.kind for work in theirs].index(Kind.WEIGHT)
+        first_weight = [work.kind for work in theirs].index(ActionKind.BACKWARD_WEIGHT)
         assert text(order[:first_weight]) == text(theirs[:first_weight])
         for works in (order, theirs):
             assert len(works) == 6 * m
-        assert text(ours.forward_order(stage, p, m, 2)) == text(w for w in theirs if w.kind is Kind.FORWARD)
+        assert text(ours.forward_order(stage, p, m, 2)) == text(w for w in theirs if w.kind is ActionKind.FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ def test_positions():
 @pytest.mark.parametrize(("name", "p", "m"), [*itertools.product(CHUNKS, [1, 3], [2, 7]), ("zbv", 4, 5)])
 def test_what_is_sent_is_what_is_received(name, p, m, forward_only):
     schedule, v = schedule_from_name(name), CHUNKS[name][0]
-    programs = [program(schedule, stage, p, m, v, forward_only=forward_only) for stage in range(p)]
+    programs = [action_list(schedule, stage, p, m, v, forward_only=forward_only) for stage in range(p)]
     sent = [step.sends for steps in programs for step in steps if step.sends]
     received = [step.receives for steps in programs for step in steps if step.receives]
     assert len(set(sent)) == len(sent) == (1 if forward_only else 2) * m * (p * v - 1)
@@ -153,7 +158,7 @@ def test_what_is_sent_is_what_is_received(name, p, m, forward_only):
         assert all(step.sends.sender == stage for step in steps if step.sends)
         assert all(step.receives.receiver == stage for step in steps if step.receives)
         assert all(step.receives.position == step.position for step in steps if step.receives)
-        inbox = incoming(schedule, stage, p, m, v, forward_only=forward_only)
+        inbox = incoming_messages(schedule, stage, p, m, v, forward_only=forward_only)
         assert stage not in inbox
         for sender in set(range(p)) - {stage}:
             wanted = [step.sends for step in programs[sender] if step.sends and step.sends.receiver == stage]
@@ -161,10 +166,12 @@ def test_what_is_sent_is_what_is_received(name, p, m, forward_only):
 
 
 def test_the_turn_of_a_v_is_handed_over_within_the_stage():
-    steps = program(schedule_from_name("zbv"), 1, 2, 1, 2)
-    turn = next(step for step in steps if step.work == Work(Kind.FORWARD, 0, 1))
+    steps = action_list(schedule_from_name("zbv"), 1, 2, 1, 2)
+    turn = next(step for step in steps if step.action == Action(ActionKind.FORWARD, 0, 1))
     assert (turn.receives.sender, turn.receives.receiver, turn.receives.position) == (1, 1, 2)
-    assert all(step.receives is None and step.sends is None for step in steps if step.work.kind is Kind.WEIGHT)
+    assert all(
+        step.receives is None and step.sends is None for step in steps if step.action.kind is ActionKind.BACKWARD_WEIGHT
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +188,7 @@ def test_numbers_that_a_schedule_refuses(name, numbers, message):
     with pytest.raises(ConfigError, match=message):
         schedule_from_name(name).check(*numbers)
     with pytest.raises(ConfigError, match=message):
-        program(schedule_from_name(name), 0, *numbers)
+        action_list(schedule_from_name(name), 0, *numbers)
 
 
 @pytest.fixture
@@ -194,9 +201,9 @@ class BackwardAtOnce(PipelineSchedule):
 
     name = "at-once"
 
-    def order(self, stage, num_stages, num_micro_batches, num_chunks):
-        kinds = (Kind.FORWARD, Kind.BACKWARD)
-        return [Work(kind, index) for index in range(num_micro_batches) for kind in kinds]
+    def order(self, stage, num_stages, num_microbatches, num_chunks):
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        return [Action(kind, index) for index in range(num_microbatches) for kind in kinds]
 
 
 @pytest.mark.usefixtures("known_names")
@@ -238,18 +245,26 @@ def with_order(change, **attributes):
     [
         (with_order(lambda stage, works: works[:-1]), r"for stage 0 of 2 leaves out B2,"),
         (with_order(lambda stage, works: works + works[stage : 2 * stage]), r"for stage 1 of 2 repeats B0,"),
-        (with_order(lambda stage, works: [*works, Work(Kind.FORWARD, 3)]), r"beyond what there is to do, F3,"),
-        (with_order(lambda stage, works: [*works, Work(Kind.WEIGHT, 0)]), r"beyond what there is to do, W0,"),
+        (with_order(lambda stage, works: [*works, Action(ActionKind.FORWARD, 3)]), r"beyond what there is to do, F3,"),
+        (
+            with_order(lambda stage, works: [*works, Action(ActionKind.BACKWARD_WEIGHT, 0)]),
+            r"beyond what there is to do, W0,",
+        ),
         (with_order(lambda stage, works: works[::-1]), r"has B2 before F2,"),
         (with_order(lambda stage, works: works, defers_weights=True), r"leaves out W0, W1, W2,"),
         (
-            with_order(lambda stage, works: [Work(Kind.WEIGHT, i) for i in range(3)] + works, defers_weights=True),
+            with_order(
+                lambda stage, works: [Action(ActionKind.BACKWARD_WEIGHT, i) for i in range(3)] + works,
+                defers_weights=True,
+            ),
             r"has W0 before B0,",
         ),
         (with_order(lambda stage, works: works, position=lambda self, s, c, n: s + 1), r"numbers .* \[1, 2\]"),
         (with_order(lambda stage, works: works, place=lambda self, at, n: (1 - at, 0)), r"let them agree"),
         (
-            with_order(lambda stage, works: works, forward_order=lambda self, *numbers: [Work(Kind.FORWARD, 0)]),
+            with_order(
+                lambda stage, works: works, forward_order=lambda self, *numbers: [Action(ActionKind.FORWARD, 0)]
+            ),
             r"forward_order\(\) .* leaves out F1, F2,",
         ),
     ],
@@ -261,7 +276,7 @@ def test_orders_that_are_refused(schedule, message):
 
 def test_orders_that_wait_for_each_other_are_refused():
     def change(stage, works):
-        return [Work(work.kind, 2 - work.micro_batch) for work in works] if stage == 1 else works
+        return [Action(work.kind, 2 - work.microbatch) for work in works] if stage == 1 else works
 
     own = with_order(change)
     # Stage 1 asks for micro-batch 2 first, stage 0 wants a gradient back before it sends more than two.
@@ -281,11 +296,11 @@ def test_programs_are_remembered_by_schedule_and_attributes():
 
         def order(self, stage, num_stages, num_micro_batches, num_chunks):
             indices = range(num_micro_batches)[:: -1 if self.is_reversed else 1]
-            return [Work(kind, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in indices]
+            return [Action(kind, index) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for index in indices]
 
-    first, second = program(Reordered(False), 0, 2, 2, 1), program(Reordered(True), 0, 2, 2, 1)
-    assert text(step.work for step in first) == "F0 F1 B0 B1"
-    assert text(step.work for step in second) == "F1 F0 B1 B0"
+    first, second = action_list(Reordered(False), 0, 2, 2, 1), action_list(Reordered(True), 0, 2, 2, 1)
+    assert text(step.action for step in first) == "F0 F1 B0 B1"
+    assert text(step.action for step in second) == "F1 F0 B1 B0"
     first.clear()  # the caller's own list
-    assert text(step.work for step in program(Reordered(False), 0, 2, 2, 1)) == "F0 F1 B0 B1"
+    assert text(step.action for step in action_list(Reordered(False), 0, 2, 2, 1)) == "F0 F1 B0 B1"
     assert schedule_from_name("zbv") == schedule_from_name("zbv") != schedule_from_name("1f1b")

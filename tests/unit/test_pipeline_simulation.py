@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import Costs, Kind, Work, schedule_from_name, simulate
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
+    Action,
+    ActionKind,
+    Costs,
+    schedule_from_name,
+    simulate,
+)
 
 # A step of a micro-batch on a stage: 1 forward, 1 for inputs, 1 for weights, or as a user's model may have it.
 COSTS = [Costs(), Costs(forward=2.0, backward_input=3.0, weight=1.5)]
@@ -62,7 +68,7 @@ def test_zbv_has_no_bubble_but_the_ramp(p, m):
     # As much as the first stage of 1F1B keeps, on every stage: p micro-batches of two chunks.
     assert max(timeline.peak_live) <= max(timeline.peak_pending) <= 2 * p
     if m >= 2 * p - 1:
-        firsts = [timeline.starts[stage, Work(Kind.FORWARD, 0)] for stage in range(p)]
+        firsts = [timeline.starts[stage, Action(ActionKind.FORWARD, 0)] for stage in range(p)]
         lasts = [max(start for (at, _), start in timeline.starts.items() if at == stage) for stage in range(min(p, 8))]
         assert firsts == list(range(p))
         assert lasts == [stage + 6 * m - 1 for stage in range(min(p, 8))]  # they work without a pause
@@ -88,7 +94,9 @@ def test_deferred_weights_keep_activations_longer():
     assert timeline.peak_live == (3, 4)
     assert timeline.peak_pending == (3, 4)
     starts = timeline.starts
-    assert starts[1, Work(Kind.BACKWARD, 1, 1)] < starts[1, Work(Kind.WEIGHT, 0, 0)]  # inputs go first at the end
+    assert (
+        starts[1, Action(ActionKind.BACKWARD, 1, 1)] < starts[1, Action(ActionKind.BACKWARD_WEIGHT, 0, 0)]
+    )  # inputs go first at the end
 
 
 def test_forward_only():
@@ -96,7 +104,7 @@ def test_forward_only():
         timeline = simulate(schedule_from_name(name), 4, 8, v, Costs(forward=3.0), forward_only=True)
         assert timeline.length == pytest.approx(8 * 3.0 + 3 * 3.0 / v)
         assert timeline.peak_live == (0, 0, 0, 0)
-        assert {work.kind for _, work in timeline.starts} == {Kind.FORWARD}
+        assert {work.kind for _, work in timeline.starts} == {ActionKind.FORWARD}
 
 
 def test_messages_take_time_between_stages_but_not_within():
@@ -104,6 +112,6 @@ def test_messages_take_time_between_stages_but_not_within():
     assert simulate(schedule_from_name("1f1b"), 3, 1, costs=costs).length == 3 * 6 + 4 * 0.5
     # Down and up the V, and the same way back: one message each between two stages, none at the turn.
     starts = simulate(schedule_from_name("zbv"), 2, 1, 2, costs).starts
-    assert starts[1, Work(Kind.FORWARD, 0, 0)] == 1.5
-    assert starts[1, Work(Kind.FORWARD, 0, 1)] == 2.5
-    assert starts[0, Work(Kind.FORWARD, 0, 1)] == 4.0
+    assert starts[1, Action(ActionKind.FORWARD, 0, 0)] == 1.5
+    assert starts[1, Action(ActionKind.FORWARD, 0, 1)] == 2.5
+    assert starts[0, Action(ActionKind.FORWARD, 0, 1)] == 4.0

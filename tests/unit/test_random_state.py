@@ -10,10 +10,10 @@ import torch
 
 from booster.errors import CheckpointError, ConfigError
 from booster.random_state import (
-    capture_random_state,
-    check_random_state,
-    derive_random_state,
-    restore_random_state,
+    check_rng_state,
+    fork_rng_state,
+    get_rng_state,
+    set_rng_state,
     set_seed,
 )
 
@@ -55,33 +55,33 @@ class TestRestore:
         set_seed(5)
         for _ in range(num_draws):
             draw()
-        state = stored(capture_random_state(CPU))
+        state = stored(get_rng_state(CPU))
         expected = [draw() for _ in range(3)]
         set_seed(6)
-        check_random_state(state, CPU)
-        restore_random_state(state, CPU)
+        check_rng_state(state, CPU)
+        set_rng_state(state, CPU)
         assert [draw() for _ in range(3)] == expected
 
     def test_the_second_of_a_pair_of_normal_numbers_is_kept(self):
         set_seed(0)
         random.gauss(0, 1)
         np.random.standard_normal()
-        state = capture_random_state(CPU)
+        state = get_rng_state(CPU)
         assert state["python_gauss"].numel() == state["numpy_gauss"].numel() == 1
         expected = random.gauss(0, 1), np.random.standard_normal()
-        assert capture_random_state(CPU)["numpy_gauss"].numel() == 0
-        restore_random_state(state, CPU)
+        assert get_rng_state(CPU)["numpy_gauss"].numel() == 0
+        set_rng_state(state, CPU)
         assert (random.gauss(0, 1), np.random.standard_normal()) == expected
 
     def test_capturing_draws_nothing(self):
         set_seed(1)
         expected = draw()
         set_seed(1)
-        capture_random_state(CPU)
+        get_rng_state(CPU)
         assert draw() == expected
 
     def test_only_tensors_that_files_hold(self):
-        for tensor in capture_random_state(CPU).values():
+        for tensor in get_rng_state(CPU).values():
             assert tensor.device == CPU
             assert tensor.dtype in (torch.uint8, torch.int64, torch.float64)
 
@@ -89,24 +89,24 @@ class TestRestore:
 class TestDerive:
     def test_a_rank_draws_as_no_other(self):
         set_seed(0)
-        state = capture_random_state(CPU)
+        state = get_rng_state(CPU)
         draws = []
         for rank in range(1, 9):
-            restore_random_state(derive_random_state(state, rank), CPU)
+            set_rng_state(fork_rng_state(state, rank), CPU)
             draws.append(draw())
-        restore_random_state(state, CPU)
+        set_rng_state(state, CPU)
         draws.append(draw())
         for numbers in zip(*draws, strict=True):
             assert len({str(number) for number in numbers}) > len(draws) - 2  # randint(1000) may meet once
 
     def test_it_is_fixed_by_state_and_rank(self):
         set_seed(0)
-        state = capture_random_state(CPU)
-        first, second = derive_random_state(state, 3), derive_random_state(stored(state), 3)
+        state = get_rng_state(CPU)
+        first, second = fork_rng_state(state, 3), fork_rng_state(stored(state), 3)
         assert all(torch.equal(first[name], second[name]) for name in first)
-        check_random_state(first, CPU)
+        check_rng_state(first, CPU)
         set_seed(1)
-        other = derive_random_state(capture_random_state(CPU), 3)
+        other = fork_rng_state(get_rng_state(CPU), 3)
         assert not any(torch.equal(first[name], other[name]) for name in ("python", "numpy", "torch_cpu"))
 
 
@@ -129,19 +129,19 @@ class TestDamage:
     )
     def test_it_is_found_and_nothing_changes(self, name, damage):
         set_seed(2)
-        state = capture_random_state(CPU)
+        state = get_rng_state(CPU)
         expected = draw()
         state[name] = damage(state[name])
         set_seed(2)
         with pytest.raises(CheckpointError, match="take another copy"):
-            check_random_state(state, CPU)
+            check_rng_state(state, CPU)
         assert draw() == expected
 
     def test_a_missing_generator(self):
-        state = capture_random_state(CPU)
+        state = get_rng_state(CPU)
         del state["numpy"]
         with pytest.raises(CheckpointError, match="lacks numpy"):
-            check_random_state(state, CPU)
+            check_rng_state(state, CPU)
 
 
 class FakeAccelerators:
@@ -174,35 +174,35 @@ def accelerators(monkeypatch):
 
 class TestAccelerators:
     def test_each_has_its_state(self, accelerators):
-        state = stored(capture_random_state(torch.device("xpu", 1)))
+        state = stored(get_rng_state(torch.device("xpu", 1)))
         assert {"xpu", "xpu.0", "xpu.2"} <= state.keys()
         expected = dict(accelerators.states)
         accelerators.states = dict.fromkeys(range(3), expected[0])
-        check_random_state(state, torch.device("xpu", 1))
-        restore_random_state(state, torch.device("xpu", 1))
+        check_rng_state(state, torch.device("xpu", 1))
+        set_rng_state(state, torch.device("xpu", 1))
         assert all(torch.equal(accelerators.states[index], expected[index]) for index in range(3))
 
     def test_a_ranks_own_device_may_have_another_number(self, accelerators):
-        state = capture_random_state(torch.device("xpu", 2))
-        restore_random_state(state, torch.device("xpu", 0))
+        state = get_rng_state(torch.device("xpu", 2))
+        set_rng_state(state, torch.device("xpu", 0))
         assert torch.equal(accelerators.states[0], torch.Generator().manual_seed(2).get_state())
 
     def test_a_run_that_comes_from_the_cpu_seeds_them(self, accelerators, monkeypatch):
         accelerators.starts = False
-        state = capture_random_state(CPU)
+        state = get_rng_state(CPU)
         assert not any(name.startswith("xpu") for name in state)
         found = []
         for _ in range(2):
-            restore_random_state(state, torch.device("xpu", 1))
+            set_rng_state(state, torch.device("xpu", 1))
             found.append(dict(accelerators.states))
         assert all(torch.equal(found[0][index], found[1][index]) for index in range(3))
         assert not torch.equal(found[0][0], found[0][1])
 
     def test_damage_is_found(self, accelerators):
-        state = capture_random_state(torch.device("xpu", 1))
+        state = get_rng_state(torch.device("xpu", 1))
         state["xpu.2"] = state["xpu.2"][:9]
         with pytest.raises(CheckpointError, match="damaged"):
-            check_random_state(state, torch.device("xpu", 1))
+            check_rng_state(state, torch.device("xpu", 1))
 
 
 def test_another_kind_of_generator_in_numpy():
@@ -210,6 +210,6 @@ def test_another_kind_of_generator_in_numpy():
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
         with pytest.raises(ConfigError, match="PCG64"):
-            capture_random_state(CPU)
+            get_rng_state(CPU)
     finally:
         np.random.set_bit_generator(before)

@@ -22,7 +22,7 @@ from booster.checkpoint_io.planning import byte_runs
 from booster.checkpoint_io.planning.plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slice_table import SliceTable
 from booster.checkpoint_io.saving import range_writer
-from booster.checkpoint_io.saving.range_writer import read_range, write_one, write_ranges
+from booster.checkpoint_io.saving.range_writer import read_range, write_range_bytes, write_ranges
 from booster.checkpoint_io.saving.staging import STAGING, StagingBuffers
 from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
@@ -84,7 +84,7 @@ class Case:
     def __init__(self, directory, slices_of, *, suffix="safetensors", shard_bytes=10**9, hosts=None):
         self.slices_of = slices_of
         self.plan = plan_save(
-            [SliceTable.of(slices) for slices in slices_of],
+            [SliceTable.from_slices(slices) for slices in slices_of],
             range(len(slices_of)),
             MODEL.names(is_safetensors=suffix == "safetensors"),
             max_shard_bytes=shard_bytes,
@@ -397,7 +397,7 @@ def test_a_strided_tensor_is_never_copied_whole(tmp_path):
 
 def _one_file(part):
     plan = plan_save(
-        [SliceTable.of([replace(part, global_shape=(6,), box=((0, 6),), span=(0, 6), tensor=torch.zeros(6))])],
+        [SliceTable.from_slices([replace(part, global_shape=(6,), box=((0, 6),), span=(0, 6), tensor=torch.zeros(6))])],
         [0],
         MODEL.names(is_safetensors=True),
         max_shard_bytes=10**9,
@@ -431,7 +431,7 @@ def test_ranges_of_another_host_are_relayed(tmp_path):
         read_range(case.slices_of[part.owner][part.slice_index], part, data)
         path, image = case.files[part.file]
         with Storage().open_for_writing(path) as file:
-            checksums[part] = write_one(Storage(), file, image, part, data)
+            checksums[part] = write_range_bytes(Storage(), file, image, part, data)
     case.check({"a": columns.to(torch.bfloat16)}, checksums)
 
 

@@ -13,7 +13,13 @@ import torch
 from oracles.malformed import with_seal
 from stored_tensors import load_tensors, save_tensors
 
-from booster.checkpoint_io.files.file_record import HEAD_KEY, RECORD_KEY, completed_head, own_record, with_placeholder
+from booster.checkpoint_io.files.file_record import (
+    HEAD_KEY,
+    RECORD_KEY,
+    completed_head,
+    embedded_record,
+    with_placeholder,
+)
 from booster.checkpoint_io.files.manifest import RangeRecord
 from booster.checkpoint_io.files.safetensors_header import encode_header, parse_header
 from booster.checkpoint_io.layout import MODEL, OPTIMIZER
@@ -144,7 +150,7 @@ def test_a_file_carries_its_own_record():
     assert len(done) == len(head)
     _, found = parse_header(done[8:], 32, "x")
     assert found["note"] == metadata["note"]
-    record = own_record(done, len(done) + 32, found, specs, "x")
+    record = embedded_record(done, len(done) + 32, found, specs, "x")
     assert [part.crc32 for part in record.ranges] == [0x12, 0xFFFFFFFF]
     assert (record.num_bytes, record.head_bytes) == (len(done) + 32, len(done))
 
@@ -155,7 +161,7 @@ def test_half_a_record_is_damage(lost):
     metadata.pop(lost)
     head, _ = encode_header({}, metadata)
     with pytest.raises(CheckpointError, match="x is damaged: the checksum of its header"):
-        own_record(head, len(head), metadata, {}, "x")
+        embedded_record(head, len(head), metadata, {}, "x")
 
 
 # Other processes.

@@ -12,19 +12,19 @@ import pytest
 import torch.distributed as dist
 
 from booster.errors import ConfigError, RankFailedError
-from booster.rendezvous import Card, meet, open_store
+from booster.rendezvous import RankInfo, open_store, rendezvous
 
 
 def card(**changed):
     usual = {"host": "a", "world_size": 3, "backend": "gloo", "seed": 1, "address": ""}
     limits = {"timeout_seconds": 600, "setup_timeout_seconds": 1800, "checkpoint_timeout_seconds": 1800}
-    return Card(**usual | limits | changed)
+    return RankInfo(**usual | limits | changed)
 
 
 def meet_all(cards):
     store = dist.HashStore()
     with ThreadPoolExecutor(len(cards)) as pool:
-        return [pool.submit(meet, store, rank, shown, 20) for rank, shown in enumerate(cards)]
+        return [pool.submit(rendezvous, store, rank, shown, 20) for rank, shown in enumerate(cards)]
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_come_is_named():
     store = dist.HashStore()
     store.set("card/2", json.dumps(asdict(card())))
     with pytest.raises(RankFailedError, match=r"rank\(s\) \[1\] of world_size=3"):
-        meet(store, 0, card(), 0.1)
+        rendezvous(store, 0, card(), 0.1)
 
 
 def test_restarts_and_launches_have_keys_of_their_own(monkeypatch):

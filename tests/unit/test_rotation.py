@@ -11,7 +11,7 @@ from torch import nn
 
 from booster import Booster, GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
-from booster.checkpoint_io.training.rotation import StepFolders
+from booster.checkpoint_io.training.rotation import StepDirectories
 from booster.errors import CheckpointError, ConfigError
 from booster.single_device import SingleDevicePlugin
 
@@ -137,7 +137,7 @@ class TestRotation:
             fill(model, -1)
         booster.wait_for_checkpoints()
         assert steps_in(tmp_path) == ["step-00000005", "step-00000006"]
-        steps = StepFolders(Storage(), tmp_path).steps()
+        steps = StepDirectories(Storage(), tmp_path).steps()
         assert [step.sequence for step in steps] == [5, 6]
         assert booster.load(tmp_path, model) == 6
         assert model.module.weight[0, 0] == 6
@@ -154,7 +154,7 @@ class TestRotation:
                     save_steps(tmp_path, [unread.pop() + 1], keep_last=1)
                 return names
 
-        assert StepFolders(Slow(), tmp_path).latest().path.name == "step-00000002"
+        assert StepDirectories(Slow(), tmp_path).latest().path.name == "step-00000002"
 
 
 class TestDamage:

@@ -14,13 +14,13 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from booster.cli import last_signs
-from booster.cli.failure import RankFailure, exit_code_of, has_cause, has_left_word, report, restart_line
-from booster.cli.fleet_verdict import HostEnd, judge
-from booster.cli.host_messages import read_failures, read_message, tell_failures
-from booster.cli.last_signs import where_ranks_were
-from booster.cli.rank_agent import RankNotes
-from booster.comm.signs import place_as_json
-from booster.phases import CurrentPlace
+from booster.cli.failure import RankFailure, exit_code_of, has_error_report, has_root_cause, report, restart_line
+from booster.cli.fleet_verdict import HostExit, summarize
+from booster.cli.host_messages import read_failures, read_message, send_failures
+from booster.cli.last_signs import describe_last_heartbeats
+from booster.cli.rank_agent import ExitRecords
+from booster.comm.signs import progress_to_json
+from booster.phases import Progress
 
 MINE = "Traceback\nValueError: mine"
 PEER = "Traceback\nbooster.errors.RankFailedError: rank 0 could not finish all_reduce number 7: rank 1's program ended"
@@ -57,12 +57,12 @@ def test_the_cause_is_who_failed_without_anothers_doing(failures, cause, code):
 
 
 def test_only_a_reason_of_its_own_is_a_cause():
-    assert has_cause({0: failed(stack=PEER), 1: failed(-9)})
-    assert has_cause({0: failed()})
-    assert not has_cause({0: failed(stack=PEER), 1: failed()})
-    assert not has_cause({0: failed(-9, by_launcher=True)})
-    assert has_left_word({0: failed(stack=PEER), 1: failed()})
-    assert not has_left_word({0: failed(stack=PEER), 1: failed(-9)})
+    assert has_root_cause({0: failed(stack=PEER), 1: failed(-9)})
+    assert has_root_cause({0: failed()})
+    assert not has_root_cause({0: failed(stack=PEER), 1: failed()})
+    assert not has_root_cause({0: failed(-9, by_launcher=True)})
+    assert has_error_report({0: failed(stack=PEER), 1: failed()})
+    assert not has_error_report({0: failed(stack=PEER), 1: failed(-9)})
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_new_start_is_said_in_one_line():
 
 
 def test_who_was_gone_before_was_not_ended_by_the_launcher():
-    notes = RankNotes(host="a", gone=frozenset({1}), stopped=frozenset({2}), seen_ns=100)
-    failures = notes.explained(
+    notes = ExitRecords(host="a", exited=frozenset({1}), stopped=frozenset({2}), checked_ns=100)
+    failures = notes.with_exit_causes(
         {
             0: failed(1, pid=1),
             1: failed(-15, pid=2),
@@ -103,14 +103,14 @@ def test_who_was_gone_before_was_not_ended_by_the_launcher():
     assert [failure.by_launcher for failure in failures.values()] == [False, True, False, True]
     assert [failure.was_stopped for failure in failures.values()] == [False, True, False, False]
     assert failures[0].host == "a"
-    assert RankNotes().explained({0: failed(-15)})[0].by_launcher is None
+    assert ExitRecords().with_exit_causes({0: failed(-15)})[0].by_launcher is None
 
 
 def test_other_hosts_are_told_who_ended_a_rank(capfdbinary):
-    tell_failures({1: failed(-9, by_launcher=True, was_stopped=True)}, 2)
+    send_failures({1: failed(-9, by_launcher=True, was_stopped=True)}, 2)
     told = read_failures(read_message(capfdbinary.readouterr().err), "b")
-    own = HostEnd(host="a", code=1, has_started=True, failures={0: failed(stack=PEER, host="a")}, world_size=2)
-    verdict = judge([own, HostEnd(host="b", code=137, has_started=True, failures=told, world_size=2)], [])
+    own = HostExit(host="a", code=1, has_started=True, failures={0: failed(stack=PEER, host="a")}, world_size=2)
+    verdict = summarize([own, HostExit(host="b", code=137, has_started=True, failures=told, world_size=2)], [])
     assert verdict.code == 1
     assert "rank 1 of 2 on b (local rank 0, pid 9) was stopped, and was terminated by the launcher" in verdict.text
     assert verdict.text.endswith(PEER + "\n")
@@ -122,13 +122,13 @@ class TestLastSigns:
         return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
 
     def asked(self, server, world_size, attempt=0):
-        return where_ranks_were("127.0.0.1", server.port, world_size, attempt, before=100.0)
+        return describe_last_heartbeats("127.0.0.1", server.port, world_size, attempt, reference_time=100.0)
 
     def tell(self, server, rank, *, attempt=0, launch=1, state="running", sign=True):
         store = PrefixStore(f"booster/attempt_{attempt}/launch_{launch}", server)
         store.set(f"card/{rank}", "")
-        place = CurrentPlace(num_steps=10 * attempt + launch, phases=("backward",), seconds=2.0)
-        note = {"at": 99.5, "state": state, "place": place_as_json(place)}
+        place = Progress(num_steps=10 * attempt + launch, phases=("backward",), seconds=2.0)
+        note = {"at": 99.5, "state": state, "place": progress_to_json(place)}
         if sign:
             PrefixStore("booster.signs", PrefixStore("0/", store)).set(str(rank), json.dumps(note))
 
@@ -168,12 +168,12 @@ class TestLastSigns:
     def test_nobody_serves_there_any_more(self):
         with listening() as listener:
             port = listener.getsockname()[1]
-        assert where_ranks_were("127.0.0.1", port, 2, 0, before=0.0) == ""
+        assert describe_last_heartbeats("127.0.0.1", port, 2, 0, reference_time=0.0) == ""
 
     def test_a_server_that_does_not_answer_is_not_waited_for(self, monkeypatch):
         monkeypatch.setattr(last_signs, "_ANSWER_SECONDS", 0.1)
         with listening() as listener:
-            assert where_ranks_were("127.0.0.1", listener.getsockname()[1], 2, 0, before=0.0) == ""
+            assert describe_last_heartbeats("127.0.0.1", listener.getsockname()[1], 2, 0, reference_time=0.0) == ""
         for thread in threading.enumerate():
             if thread.name == "booster-last-signs":  # it gives up as well, now that nobody is there
                 thread.join(60)

@@ -11,12 +11,12 @@ import pytest
 
 from booster.cli import main
 from booster.cli.failure import RankFailure
-from booster.cli.fleet_verdict import HostEnd, judge
-from booster.cli.host_messages import read_failures, read_message, tell_failures, tell_refusal
+from booster.cli.fleet_verdict import HostExit, summarize
+from booster.cli.host_messages import read_failures, read_message, send_error, send_failures
 from booster.cli.hosts import Host, choose_hosts, first_hosts
 from booster.cli.launch_arguments import parse_extra_arguments
-from booster.cli.line_splitting import LineSplitter
-from booster.cli.machine_settings import parse_num_machines
+from booster.cli.line_splitting import LineBuffer
+from booster.cli.machine_settings import parse_num_nodes
 from booster.cli.ssh_commands import exported_variables
 from booster.errors import ConfigError
 
@@ -95,13 +95,13 @@ def test_a_host_that_is_each_hosts_own_is_refused_beside_others():
 
 
 def test_numbers_of_machines():
-    assert [(one.least, one.most, one.is_range) for one in map(parse_num_machines, ("3", "2:4"))] == [
+    assert [(one.min_nodes, one.max_nodes, one.is_elastic) for one in map(parse_num_nodes, ("3", "2:4"))] == [
         (3, 3, False),
         (2, 4, True),
     ]
     for text in ("0", "4:2", "a", ":3", "2:", "1:2:3", "-1"):
         with pytest.raises(ConfigError, match="--nnodes="):
-            parse_num_machines(text)
+            parse_num_nodes(text)
 
 
 def test_extra_arguments_go_where_torch_wants_them():
@@ -228,9 +228,9 @@ def test_options_that_cannot_work(arguments, message, capsys):
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 def test_lines_are_the_same_however_they_arrive(size):
     text = b"one\n\nthree\r\n 10%\r 20%\r\r 30%\nlast"
-    splitter = LineSplitter()
+    splitter = LineBuffer()
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    lines = [line for piece in pieces for line in splitter.add(piece)] + splitter.rest()
+    lines = [line for piece in pieces for line in splitter.add(piece)] + splitter.flush()
     shown = [line.strip(b"\r\n") for line in lines]
     assert [line for line in shown if line] == [b"one", b"three", b" 10%", b" 20%", b" 30%", b"last"]
     assert lines[-1] == b"last\n"
@@ -238,7 +238,7 @@ def test_lines_are_the_same_however_they_arrive(size):
 
 
 def test_a_line_without_an_end_is_not_kept_for_ever():
-    assert len(LineSplitter().add(b"x" * 100_000)[0]) == 100_001
+    assert len(LineBuffer().add(b"x" * 100_000)[0]) == 100_001
 
 
 def failed(stack="", time_ns=0, exitcode=1, host="a"):
@@ -249,8 +249,8 @@ def failed(stack="", time_ns=0, exitcode=1, host="a"):
 
 def test_what_a_host_tells_is_read_with_its_clock_set_right(capfdbinary, monkeypatch):
     monkeypatch.setattr("time.time_ns", lambda: 1_000)
-    tell_failures({3: failed("Traceback\nValueError: mine", 990)}, 4)
-    tell_refusal("no\nfile")
+    send_failures({3: failed("Traceback\nValueError: mine", 990)}, 4)
+    send_error("no\nfile")
     first, second = capfdbinary.readouterr().err.splitlines()
     monkeypatch.setattr("time.time_ns", lambda: 5_000)
     message = read_message(first)
@@ -262,15 +262,15 @@ def test_what_a_host_tells_is_read_with_its_clock_set_right(capfdbinary, monkeyp
     assert read_message(first[:-5]) is None
 
 
-ENDED = HostEnd(host="a", code=143, has_started=True, was_told_to_end=True)
+ENDED = HostExit(host="a", code=143, has_started=True, was_terminated=True)
 MINE, PEER = "Traceback\nValueError: mine", "Traceback\nRuntimeError: Connection closed by peer"
 
 
 def test_the_first_cause_on_any_host_comes_last():
-    verdict = judge(
+    verdict = summarize(
         [
-            HostEnd(host="a", code=1, has_started=True, failures={0: failed(PEER, 1)}, world_size=2),
-            HostEnd(host="b", code=7, has_started=True, failures={1: failed(MINE, 2, 7, "b")}, world_size=2),
+            HostExit(host="a", code=1, has_started=True, failures={0: failed(PEER, 1)}, world_size=2),
+            HostExit(host="b", code=7, has_started=True, failures={1: failed(MINE, 2, 7, "b")}, world_size=2),
         ],
         [],
     )
@@ -281,10 +281,10 @@ def test_the_first_cause_on_any_host_comes_last():
 
 
 def test_ranks_that_lost_their_peers_are_not_the_cause():
-    verdict = judge(
+    verdict = summarize(
         [
-            HostEnd(host="a", code=1, has_started=True, failures={0: failed(PEER, 1)}, world_size=2),
-            HostEnd(host="b", code=255, has_started=True, last_words=["Connection to b closed."]),
+            HostExit(host="a", code=1, has_started=True, failures={0: failed(PEER, 1)}, world_size=2),
+            HostExit(host="b", code=255, has_started=True, output_tail=["Connection to b closed."]),
         ],
         [],
     )
@@ -295,31 +295,31 @@ def test_ranks_that_lost_their_peers_are_not_the_cause():
 @pytest.mark.parametrize(
     ("ends", "told", "code", "last"),
     [
-        ([HostEnd(host="a", code=0, has_started=True)], [], 0, ""),
+        ([HostExit(host="a", code=0, has_started=True)], [], 0, ""),
         (
-            [HostEnd(host="a", code=143, has_started=True, was_told_to_end=True)],
+            [HostExit(host="a", code=143, has_started=True, was_terminated=True)],
             [signal.SIGTERM],
             143,
             "terminated by SIGTERM",
         ),
-        ([HostEnd(host="a", code=127, last_words=["no python"])], [], 127, "exited with code 127 (no python)"),
-        ([HostEnd(host="a", code=1, has_started=True, last_words=["E"])], [], 1, "the launcher on a exited with"),
-        ([HostEnd(host="a", code=255, last_words=["Permission denied (publickey)."])], [], 2, "none of the offered"),
-        ([HostEnd(host="a", code=255, last_words=["strange"])], [], 2, "ssh failed (strange): try `ssh a true`"),
+        ([HostExit(host="a", code=127, output_tail=["no python"])], [], 127, "exited with code 127 (no python)"),
+        ([HostExit(host="a", code=1, has_started=True, output_tail=["E"])], [], 1, "the launcher on a exited with"),
+        ([HostExit(host="a", code=255, output_tail=["Permission denied (publickey)."])], [], 2, "none of the offered"),
+        ([HostExit(host="a", code=255, output_tail=["strange"])], [], 2, "ssh failed (strange): try `ssh a true`"),
         (
-            [HostEnd(host="a", code=255, last_words=["command-line: line 0: Bad configuration option: x"])],
+            [HostExit(host="a", code=255, output_tail=["command-line: line 0: Bad configuration option: x"])],
             [],
             2,
             "options",
         ),
-        ([HostEnd(host="a", code=-9, has_started=True)], [], 255, "connection to a was lost"),
+        ([HostExit(host="a", code=-9, has_started=True)], [], 255, "connection to a was lost"),
         # A run that may go on with fewer did so, and one whose others were ended did not.
-        ([HostEnd(host="a", code=0, has_started=True), HostEnd(host="b", code=255)], [], 0, "can't start on b"),
-        ([ENDED, HostEnd(host="b", code=255)], [], 2, "can't start on b"),
+        ([HostExit(host="a", code=0, has_started=True), HostExit(host="b", code=255)], [], 0, "can't start on b"),
+        ([ENDED, HostExit(host="b", code=255)], [], 2, "can't start on b"),
         (
             [
-                HostEnd(host="a", code=2, refusal={"text": "cause", "is_consequence": False}),
-                HostEnd(host="b", code=2, refusal={"text": "closed", "is_consequence": True}),
+                HostExit(host="a", code=2, error={"text": "cause", "is_consequence": False}),
+                HostExit(host="b", code=2, error={"text": "closed", "is_consequence": True}),
             ],
             [],
             2,
@@ -328,6 +328,6 @@ def test_ranks_that_lost_their_peers_are_not_the_cause():
     ],
 )
 def test_verdicts(ends, told, code, last):
-    verdict = judge(ends, told)
+    verdict = summarize(ends, told)
     assert verdict.code == code
     assert last in (verdict.text.splitlines() or [""])[-1]

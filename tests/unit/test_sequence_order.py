@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from booster.plugins.hybrid_parallel.sequence_parallel.all_to_all import head_shares
+from booster.plugins.hybrid_parallel.sequence_parallel.all_to_all import head_ranges
 from booster.plugins.hybrid_parallel.sequence_parallel.arguments import token_dim
-from booster.plugins.hybrid_parallel.sequence_parallel.order import TokenOrder
+from booster.plugins.hybrid_parallel.sequence_parallel.order import SequenceSharding
 
 
 @pytest.mark.parametrize("is_zigzag", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 64])
 def test_every_token_is_on_one_rank_and_comes_back(num_ranks, is_zigzag):
     for length in (0, 1, 2, 5, 8, 13, 127, 128, 129):
-        order = TokenOrder(length, num_ranks, is_zigzag)
+        order = SequenceSharding(length, num_ranks, is_zigzag)
         whole = torch.arange(2 * length).view(2, length)
-        parts = [order.take(whole, 1, rank) for rank in range(num_ranks)]
+        parts = [order.shard(whole, 1, rank) for rank in range(num_ranks)]
         assert [part.shape[1] for part in parts] == order.local_lengths()
-        assert torch.equal(order.join(parts, 1), whole)
+        assert torch.equal(order.unshard(parts, 1), whole)
         assert max(order.local_lengths()) - min(order.local_lengths()) <= 1 + is_zigzag
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_zigzag_gives_every_rank_as_much_to_look_at(num_ranks):
-    order = TokenOrder(16 * num_ranks, num_ranks, is_zigzag=True)
+    order = SequenceSharding(16 * num_ranks, num_ranks, is_zigzag=True)
     seen = [
         sum(token + 1 for start, stop in order.chunks(rank) for token in range(start, stop))
         for rank in range(num_ranks)
@@ -35,13 +35,13 @@ def test_zigzag_gives_every_rank_as_much_to_look_at(num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
 def test_every_query_head_is_on_one_rank_with_its_key_head(num_ranks):
     for num_heads, num_key_heads in [(8, 8), (8, 2), (6, 3), (5, 1), (2, 2), (1, 1), (12, 4), (7, 7)]:
-        shares = head_shares(num_heads, num_key_heads, num_ranks)
+        shares = head_ranges(num_heads, num_key_heads, num_ranks)
         assert [head for share in shares for head in range(share.start, share.stop)] == list(range(num_heads))
         per_group = num_heads // num_key_heads
         for share in shares:
             groups = {head // per_group for head in range(share.start, share.stop)}
             assert sorted(groups) == list(range(share.key_start, share.key_stop))
-    assert head_shares(8, 4, 2)[1].key_start == 2
+    assert head_ranges(8, 4, 2)[1].key_start == 2
 
 
 @pytest.mark.parametrize(

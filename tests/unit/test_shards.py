@@ -15,16 +15,16 @@ def make_shard(name="weight", shape=(4, 3), span=(2, 7), **facts):
     working = nn.Parameter(torch.arange(12.0).view(shape))
     parameter = nn.Parameter(working.detach().reshape(-1)[slice(*span)].clone())
     facts = {"group_index": 0, "has_master": False, "is_primary": True, **facts}
-    return Shard(name=name, global_shape=shape, span=span, parameter=parameter, working=working, **facts)
+    return Shard(name=name, global_shape=shape, span=span, parameter=parameter, model_param=working, **facts)
 
 
 def test_a_shard_is_found_by_identity():
     first, second = make_shard(), make_shard(span=(0, 2))
     shards = Shards([first, second], ["weight"], None)
-    assert shards.of(first.parameter) is first
-    assert shards.of(second.parameter) is second
-    assert shards.of(nn.Parameter(first.parameter.detach().clone())) is None
-    assert shards.of(first.working) is None
+    assert shards.shard_of(first.parameter) is first
+    assert shards.shard_of(second.parameter) is second
+    assert shards.shard_of(nn.Parameter(first.parameter.detach().clone())) is None
+    assert shards.shard_of(first.model_param) is None
 
 
 def test_shards_are_compared_by_identity_and_hashable():

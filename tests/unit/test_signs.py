@@ -14,23 +14,23 @@ import torch.distributed as dist
 
 from booster.comm import inquiry, new_group, signs
 from booster.comm.hints import SAVES, TRAINING
-from booster.comm.inquiry import last_signs_of, surroundings
-from booster.comm.signs import Sign, ended_processes, how_often, place_as_json, place_from_json
-from booster.phases import CurrentPlace, OperationPlace, Phase, current_place
-from booster.time_limits import TimeLimits
+from booster.comm.inquiry import describe_last_heartbeats, format_phase
+from booster.comm.signs import Heartbeat, ended_processes, heartbeat_interval, progress_from_json, progress_to_json
+from booster.phases import CollectiveInfo, Phase, Progress, current_progress
+from booster.time_limits import Timeouts
 
-OPERATION = OperationPlace(name="all_reduce", number=7, ranks=(0, 1))
-PLACE = CurrentPlace(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=OPERATION, last_operation=None)
+OPERATION = CollectiveInfo(name="all_reduce", number=7, ranks=(0, 1))
+PLACE = Progress(num_steps=3, phases=("save", "commit"), seconds=0.5, operation=OPERATION, last_operation=None)
 
 
 def _sign(process, **others):
-    fields = {"beat": 1, "at": 0.0, "place": PLACE, "state": "running", "host": "here", "machine": signs._machine()}
-    return Sign(**{**fields, "process_id": process.pid, "born": process.create_time(), **others})
+    fields = {"beat": 1, "at": 0.0, "place": PLACE, "state": "running", "host": "here", "machine": signs._host_id()}
+    return Heartbeat(**{**fields, "process_id": process.pid, "born": process.create_time(), **others})
 
 
-@pytest.mark.parametrize("place", [PLACE, CurrentPlace(), replace(PLACE, operation=None, last_operation=OPERATION)])
+@pytest.mark.parametrize("place", [PLACE, Progress(), replace(PLACE, operation=None, last_operation=OPERATION)])
 def test_a_place_survives_json(place):
-    assert place_from_json(place_as_json(place)) == place
+    assert progress_from_json(progress_to_json(place)) == place
 
 
 def test_a_process_that_lives_has_not_ended():
@@ -62,18 +62,18 @@ def test_another_process_with_the_same_number_is_not_it():
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        (CurrentPlace(), ""),
-        (CurrentPlace(num_steps=2), " (outside of all phases, after 2 steps)"),
+        (Progress(), ""),
+        (Progress(num_steps=2), " (outside of all phases, after 2 steps)"),
         (replace(PLACE, phases=("save", "commit", "communication")), " (in commit in save, after 3 steps)"),
     ],
 )
 def test_surroundings_are_phases_and_step(place, text):
-    assert surroundings(place) == text
+    assert format_phase(place) == text
 
 
 @pytest.mark.parametrize(("world_size", "words"), [(2, "once a second"), (1024, "every 4.0 s")])
 def test_how_often_a_rank_speaks(world_size, words):
-    assert how_often(world_size) == words
+    assert heartbeat_interval(world_size) == words
 
 
 class _Missing:
@@ -82,16 +82,16 @@ class _Missing:
     def __init__(self, monkeypatch, state=None, beats=(1, 1), **sign):
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(inquiry.time, "time", lambda: 4.0)
-        known = {"process": psutil.Process(), "at": 3.0, "place": CurrentPlace(num_steps=3), "host": "vm"}
+        known = {"process": psutil.Process(), "at": 3.0, "place": Progress(num_steps=3), "host": "vm"}
         before, now = (_sign(**{**known, "beat": beat, **sign}) for beat in beats)
         ends = {} if state is None else {1: (state, "ValueError: mine")}
         self.before = {1: before}
-        monkeypatch.setattr(inquiry, "read_signs", lambda ranks: {1: now})
-        monkeypatch.setattr(inquiry, "ends_of_ranks", lambda: ends)
-        monkeypatch.setattr(inquiry, "noted_failures", list)
+        monkeypatch.setattr(inquiry, "read_heartbeats", lambda ranks: {1: now})
+        monkeypatch.setattr(inquiry, "exit_statuses", lambda: ends)
+        monkeypatch.setattr(inquiry, "reported_failures", list)
 
     def known(self, is_before_known=True):
-        return inquiry._known_of([1], self.before if is_before_known else {})[0].text
+        return inquiry._explain_ranks([1], self.before if is_before_known else {})[0].text
 
 
 ONCE = "1.0 s ago (signs come once a second"
@@ -134,18 +134,18 @@ def test_a_hint_follows_as_a_sentence_of_its_own_where_a_program_ended(monkeypat
     ended = "rank 1's program ended after 3 steps, while others go on"
     for phase, words in (("save", SAVES), ("backward", TRAINING)):
         with Phase(phase):
-            assert last_signs_of([1]) == f"{ended}. {words}"
+            assert describe_last_heartbeats([1]) == f"{ended}. {words}"
     with Phase("boost"):
-        assert last_signs_of([1]) == ended
-    monkeypatch.setattr(inquiry, "noted_failures", lambda: ["rank 2 had failed: KeyError"])
+        assert describe_last_heartbeats([1]) == ended
+    monkeypatch.setattr(inquiry, "reported_failures", lambda: ["rank 2 had failed: KeyError"])
     with Phase("save"):
-        assert last_signs_of([1]) == ended
+        assert describe_last_heartbeats([1]) == ended
 
 
 def test_no_hint_follows_where_a_rank_was_killed(monkeypatch):
     _Missing(monkeypatch, born=1.0)
     with Phase("save"):
-        assert last_signs_of([1]).endswith("said: after 3 steps, outside of all phases")
+        assert describe_last_heartbeats([1]).endswith("said: after 3 steps, outside of all phases")
 
 
 class _World:
@@ -156,20 +156,20 @@ class _World:
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(dist, "get_backend", lambda: backend)
-        self.speaker = signs._Speaker(self.store)
-        self.place = CurrentPlace(phases=("backward",))
+        self.speaker = signs._HeartbeatThread(self.store)
+        self.place = Progress(phases=("backward",))
         monkeypatch.setattr(self.speaker, "_place", lambda: self.place)
         self.broken_off = []
-        monkeypatch.setattr("booster.comm.waiting.break_off", self.broken_off.append)
-        self.speaker._say(signs.RUNNING)
-        self.ends = signs._signs_store(self.store)
+        monkeypatch.setattr("booster.comm.waiting.abort_waits", self.broken_off.append)
+        self.speaker._write(signs.RUNNING)
+        self.ends = signs._heartbeat_store(self.store)
 
     def other_ends(self):
         self.ends.append("ends", '[1, "ended", ""]\n')
 
     def stand(self, seconds):
         for _ in range(seconds):
-            self.speaker._look(1.0)
+            self.speaker._check_stall(1.0)
 
 
 def test_a_wait_is_broken_off_some_seconds_after_a_rank_has_ended(monkeypatch):
@@ -193,7 +193,7 @@ def test_who_moves_on_is_not_disturbed(monkeypatch):
 
 def test_who_is_outside_of_all_phases_is_not_disturbed(monkeypatch):
     world = _World(monkeypatch)
-    world.place = CurrentPlace()
+    world.place = Progress()
     world.other_ends()
     world.stand(20)
     assert world.broken_off == []
@@ -202,11 +202,11 @@ def test_who_is_outside_of_all_phases_is_not_disturbed(monkeypatch):
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_before_a_backend_ends_the_process_it_is_said_where_all_ranks_are(monkeypatch, capsys, backend):
     world = _World(monkeypatch, backend)
-    monkeypatch.setattr(signs, "time_limits", lambda: TimeLimits(training=10.0))
-    other = signs._Speaker(world.store)
+    monkeypatch.setattr(signs, "timeouts", lambda: Timeouts(training=10.0))
+    other = signs._HeartbeatThread(world.store)
     monkeypatch.setattr(other, "_rank", 1)
     monkeypatch.setattr(other, "_place", lambda: replace(PLACE, num_steps=2))
-    other._say(signs.RUNNING)
+    other._write(signs.RUNNING)
     world.stand(8)
     assert capsys.readouterr().err == ""
     world.stand(5)
@@ -225,11 +225,11 @@ def test_the_place_is_known_after_the_group_of_the_last_communication_was_destro
         group = new_group([0])
         with Phase("communication", SimpleNamespace(name="all_reduce", group=group, number=1, peer=None)):
             pass
-        assert current_place().last_operation.ranks == (0,)
+        assert current_progress().last_operation.ranks == (0,)
         dist.destroy_process_group(group)
-        place = current_place().last_operation
+        place = current_progress().last_operation
         assert place.ranks == ()
         assert str(place).endswith("of a group that is gone")
     finally:
         dist.destroy_process_group()
-    assert current_place().last_operation.ranks == ()
+    assert current_progress().last_operation.ranks == ()

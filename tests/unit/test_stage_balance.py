@@ -12,11 +12,11 @@ from zoo import get_model
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import schedule_from_name
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import (
-    divide_units,
+    chunk_costs,
     gap_costs,
-    piece_costs,
+    layer_costs,
+    partition_layers,
     position_of_gap,
-    unit_costs,
 )
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.choosing import choose_stage_plan
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.explain import explain_stages
@@ -33,7 +33,7 @@ class Costly(nn.Module):
         for gap, cost in gaps.items():
             self.add_module(f"gap{gap}", nn.Linear(cost, 1, device="meta"))
         units_of = tuple(str(index) for index in range(len(units)))
-        self.plan = StagePlan(units=units_of, gaps={f"gap{gap}": gap for gap in gaps})
+        self.plan = StagePlan(layers=units_of, gaps={f"gap{gap}": gap for gap in gaps})
 
 
 def all_bounds(num_units: int, num_pieces: int) -> list[tuple[int, ...]]:
@@ -43,7 +43,7 @@ def all_bounds(num_units: int, num_pieces: int) -> list[tuple[int, ...]]:
 
 def score(model: Costly, bounds: tuple[int, ...]) -> tuple[float, int, list[int]]:
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
-    return max(piece_costs(model, model.plan, bounds)), sum(size**2 for size in sizes), sizes
+    return max(chunk_costs(model, model.plan, bounds)), sum(size**2 for size in sizes), sizes
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -55,26 +55,26 @@ def test_best_of_all_divisions(seed: int) -> None:
     model = Costly(costs, gaps)
     for num_pieces in range(1, num_units + 1):
         best = min(all_bounds(num_units, num_pieces), key=lambda bounds: score(model, bounds))
-        assert divide_units(model, model.plan, num_pieces) == best
+        assert partition_layers(model, model.plan, num_pieces) == best
 
 
 def test_costs_of_pieces_add_up() -> None:
     model = Costly([3, 5, 7, 2], {0: 1, 2: 10, 4: 100})
-    assert unit_costs(model, model.plan) == [3, 5, 7, 2]
+    assert layer_costs(model, model.plan) == [3, 5, 7, 2]
     assert gap_costs(model, model.plan) == [1, 0, 10, 0, 100]
-    assert piece_costs(model, model.plan, (0, 2, 4)) == [9, 119]
+    assert chunk_costs(model, model.plan, (0, 2, 4)) == [9, 119]
     assert [position_of_gap(gap, (0, 2, 4)) for gap in range(5)] == [0, 0, 1, 1, 1]
 
 
 def test_ties_leave_the_first_pieces_smaller() -> None:
     model = Costly([4] * 7, {})
-    assert divide_units(model, model.plan, 3) == (0, 2, 4, 7)
-    assert divide_units(model, model.plan, 7) == tuple(range(8))
+    assert partition_layers(model, model.plan, 3) == (0, 2, 4, 7)
+    assert partition_layers(model, model.plan, 7) == tuple(range(8))
 
 
 def test_a_heavy_head_takes_layers_off_the_last_piece() -> None:
     model = Costly([4] * 8, {8: 8})
-    assert divide_units(model, model.plan, 2) == (0, 5, 8)
+    assert partition_layers(model, model.plan, 2) == (0, 5, 8)
 
 
 def test_embeddings_are_free_and_heads_are_not() -> None:
@@ -84,18 +84,18 @@ def test_embeddings_are_free_and_heads_are_not() -> None:
     assert costs[0] == 0
     assert costs[2] == model.lm_head.weight.numel()
     layer = 32 * 96 + 32 * 32 + 2 * 32 * 128
-    assert unit_costs(model, plan) == [layer, layer]
+    assert layer_costs(model, plan) == [layer, layer]
 
 
 def test_only_chosen_experts_count() -> None:
     model = get_model("mixtral").build()
     attention, router, experts = 32 * 32 * 2 + 32 * 16 * 2, 32 * 4, 4 * 3 * 32 * 56
-    assert unit_costs(model, choose_stage_plan(model)) == [attention + router + experts / 2] * 2
+    assert layer_costs(model, choose_stage_plan(model)) == [attention + router + experts / 2] * 2
 
 
 def test_given_numbers() -> None:
     model = Costly([1] * 6, {})
-    assert divide_units(model, model.plan, 3, [1, 3, 2]) == (0, 1, 4, 6)
+    assert partition_layers(model, model.plan, 3, [1, 3, 2]) == (0, 1, 4, 6)
     for numbers, words in (
         ([2, 4], r"\[2, 4\] has 2 numbers, but the pipeline has 3"),
         ([2, 2, 3], "adds up to 7 layers, but the model has 6"),
@@ -104,23 +104,23 @@ def test_given_numbers() -> None:
         ("222", "each at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):
-            divide_units(model, model.plan, 3, numbers)
+            partition_layers(model, model.plan, 3, numbers)
 
 
 def test_split_has_as_many_pieces_as_places() -> None:
     model = get_model("glued_chain").build()
     plan = choose_stage_plan(model, split=["layers.1", "layers.3"])
-    assert divide_units(model, plan, 3) == (0, 1, 3, 4)
+    assert partition_layers(model, plan, 3) == (0, 1, 3, 4)
     with pytest.raises(ConfigError, match="names 2 modules, which makes 3 pieces, but the pipeline has 4 places"):
-        divide_units(model, plan, 4)
+        partition_layers(model, plan, 4)
     with pytest.raises(ConfigError, match="give one of them"):
-        divide_units(model, plan, 3, [1, 2, 1])
+        partition_layers(model, plan, 3, [1, 2, 1])
 
 
 def test_more_places_than_units() -> None:
     model = get_model("llama").build()
     with pytest.raises(ConfigError, match=r"has 2 layers to divide .*pipeline has 4 places"):
-        divide_units(model, choose_stage_plan(model), 4)
+        partition_layers(model, choose_stage_plan(model), 4)
 
 
 def test_table_shows_every_piece() -> None:

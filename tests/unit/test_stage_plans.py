@@ -110,9 +110,9 @@ def on_meta(name: str) -> nn.Module:
 def test_expected_plan(name: str) -> None:
     units, gaps, carried = EXPECTED[name]
     plan = choose_stage_plan(on_meta(name))
-    assert plan.units == units
+    assert plan.layers == units
     assert dict(plan.gaps) == gaps
-    assert dict(plan.carried) == carried
+    assert dict(plan.skip_outputs) == carried
     assert plan.bounds is None
     assert plan.sequence is None
     assert plan.source
@@ -122,7 +122,7 @@ def test_expected_plan(name: str) -> None:
 def test_every_parameter_has_one_place(name: str) -> None:
     model = on_meta(name)
     plan = choose_stage_plan(model)
-    placed = [full for one in (*plan.units, *plan.gaps) for full, _ in parameters_below(model, one)]
+    placed = [full for one in (*plan.layers, *plan.gaps) for full, _ in parameters_below(model, one)]
     placed += shared_parameter_names(model, plan)
     assert sorted(placed) == sorted(full for full, _ in model.named_parameters(remove_duplicate=False))
     assert choose_stage_plan(get_model(name).build()) == plan
@@ -142,15 +142,15 @@ class Recorder:
         self.order: list[str] = []
         self.num_done = 0
         self.seen: dict[str, set[float]] = {name: set() for name in plan.gaps}
-        self.complete: dict[str, set[int]] = {name: set() for name in plan.carried}
-        for name in plan.units:
+        self.complete: dict[str, set[int]] = {name: set() for name in plan.skip_outputs}
+        for name in plan.layers:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(lambda *_, name=name: self.order.append(name))
             module.register_forward_hook(self._unit_done)
         for name in plan.gaps:
             for module in model.get_submodule(name).modules():
                 module.register_forward_pre_hook(lambda *_, name=name: self.seen[name].add(self._place()))
-        for name in plan.carried:
+        for name in plan.skip_outputs:
             model.get_submodule(name).register_forward_hook(
                 lambda *_, name=name: self.complete[name].add(self.num_done)
             )
@@ -167,10 +167,10 @@ def check_order(model: nn.Module, plan: StagePlan, run: Any) -> dict[str, set[fl
     """Runs a model and compares with its plan; returns the gaps in which modules were called."""
     recorder = Recorder(model, plan)
     run()
-    assert tuple(recorder.order) == plan.units
+    assert tuple(recorder.order) == plan.layers
     for name, places in recorder.seen.items():
         assert places <= {plan.gaps[name]}, f"{name} runs in {places}, the plan has {plan.gaps[name]}"
-    assert recorder.complete == {name: {gap} for name, gap in plan.carried.items()}
+    assert recorder.complete == {name: {gap} for name, gap in plan.skip_outputs.items()}
     return recorder.seen
 
 
@@ -229,7 +229,7 @@ def test_order_of_other_families(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     model = getattr(transformers, class_name)(getattr(transformers, config_name)(**settings)).eval()
     plan = choose_stage_plan(model)
-    assert len(plan.units) == (2 if "opt" in name else 4)
+    assert len(plan.layers) == (2 if "opt" in name else 4)
     ids = torch.randint(4, 51, (2, 7), generator=torch.Generator().manual_seed(0))
     seen = check_order(model, plan, lambda: model(input_ids=ids, labels=ids))
     # Some share one embedding by its weight: then `shared` is never called.
@@ -245,7 +245,7 @@ def test_a_head_runs_last_wherever_it_is_registered(name: str) -> None:
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**BERT, is_decoder="Causal" in name, use_cache=False)).eval()
     plan = choose_stage_plan(model)
-    assert plan.gaps["lm_head"] == len(plan.units) == 2
+    assert plan.gaps["lm_head"] == len(plan.layers) == 2
     ids = torch.randint(4, 51, (2, 7), generator=torch.Generator().manual_seed(0))
     seen = check_order(model, plan, lambda: model(input_ids=ids, labels=ids))
     assert all(seen.values())
@@ -279,7 +279,7 @@ def test_a_parametrization_is_no_list_of_layers(place: str) -> None:
     model = Stacked()
     torch.nn.utils.parametrizations.weight_norm(model.get_submodule(place))
     plan = choose_stage_plan(model)
-    assert plan.units == choose_stage_plan(Stacked()).units
+    assert plan.layers == choose_stage_plan(Stacked()).layers
     assert plan.gaps == {"stem": 0, "head": 3}
 
 
@@ -363,13 +363,13 @@ class ResidualsAround(nn.Module):
 
 def test_two_towers_leave_one_beside() -> None:
     plan = choose_stage_plan(Towers(depth=3, other=2, is_traceable=False))
-    assert plan.units == layers("image.layers", 3)
+    assert plan.layers == layers("image.layers", 3)
     assert dict(plan.gaps) == {"text": 0, "head": 3}
-    assert dict(plan.carried) == {"text": 0}  # the head needs what it gives
+    assert dict(plan.skip_outputs) == {"text": 0}  # the head needs what it gives
     plan = choose_stage_plan(Towers(depth=2, other=3, is_traceable=False))
-    assert plan.units == layers("text.layers", 3)
+    assert plan.layers == layers("text.layers", 3)
     assert dict(plan.gaps) == {"image": 3, "head": 3}
-    assert not plan.carried
+    assert not plan.skip_outputs
 
 
 def test_layers_of_several_classes_are_divided_as_transformers_plan_says() -> None:
@@ -378,8 +378,8 @@ def test_layers_of_several_classes_are_divided_as_transformers_plan_says() -> No
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     plan = choose_stage_plan(model)
-    assert len({type(model.get_submodule(unit)) for unit in plan.units}) > 1
-    assert plan.units == tuple(f"model.layers.{index}" for index in range(4))
+    assert len({type(model.get_submodule(unit)) for unit in plan.layers}) > 1
+    assert plan.layers == tuple(f"model.layers.{index}" for index in range(4))
 
 
 def test_equal_towers_are_ambiguous() -> None:
@@ -387,7 +387,7 @@ def test_equal_towers_are_ambiguous() -> None:
     with pytest.raises(ConfigError, match=r"several lists of layers of the same size, text.layers and image.layers"):
         choose_stage_plan(model)
     plan = choose_stage_plan(model, split=["image.layers.1"])
-    assert plan.units[plan.bounds[1]] == "image.layers.1"
+    assert plan.layers[plan.bounds[1]] == "image.layers.1"
 
 
 def test_modules_side_by_side_are_no_chain() -> None:
@@ -398,7 +398,7 @@ def test_modules_side_by_side_are_no_chain() -> None:
 def test_list_of_simple_modules_is_a_chain_where_the_forward_shows_it() -> None:
     model = PlainList()
     plan = choose_stage_plan(model)
-    assert plan.units == layers("layers", 4)
+    assert plan.layers == layers("layers", 4)
     assert dict(plan.gaps) == {"norm": 4}
     assert shared_parameter_names(model, plan) == ("gain",)
     assert model.last is None  # its forward ran on a copy
@@ -429,14 +429,14 @@ def test_execution_order_before_registration_order() -> None:
 def test_sequential_is_opened_where_layers_are_in_it() -> None:
     inner = nn.Sequential(block(), block(), block())
     model = nn.Sequential(nn.Linear(5, 8), inner, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3)))
-    assert choose_stage_plan(model).units == ("0", "1.0", "1.1", "1.2", "2")
-    assert choose_stage_plan(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))).units == ("0.0", "0.1")
+    assert choose_stage_plan(model).layers == ("0", "1.0", "1.1", "1.2", "2")
+    assert choose_stage_plan(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))).layers == ("0.0", "0.1")
 
 
 def test_a_module_at_several_places_of_a_sequential() -> None:
     act, linear = nn.Tanh(), nn.Linear(4, 4)
     plan = choose_stage_plan(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act))
-    assert plan.units == ("0", "2")
+    assert plan.layers == ("0", "2")
     with pytest.raises(ConfigError, match="0, 2 are the same module"):
         choose_stage_plan(nn.Sequential(linear, act, linear))
 
@@ -447,7 +447,7 @@ def test_second_names_have_a_place_or_none() -> None:
     model.head_again = model.head
     model.embedding_again = model.embedding
     plan = choose_stage_plan(model)
-    assert plan.units == layers("blocks")
+    assert plan.layers == layers("blocks")
     assert plan.gaps["head_again"] == 2
     assert not any(name.startswith("again") for name in plan.gaps)
     assert shared_parameter_names(model, plan) == ("positions",)
@@ -463,7 +463,7 @@ def test_split_at_children_of_a_parent() -> None:
     entry = get_model("named_chain")
     model = entry.build()
     plan = choose_stage_plan(model, split=["left", "tail"])
-    assert plan.units == ("stem", "left", "right", "tail", "head")
+    assert plan.layers == ("stem", "left", "right", "tail", "head")
     assert plan.bounds == (0, 1, 3, 5)
     check_order(model, plan, lambda: entry.loss(model, entry.make_batch(0, 2)))
 
@@ -504,7 +504,7 @@ def test_execution_sequence() -> None:
     model = get_model("named_chain").build()
     sequence = ["stem", torch.tanh, "left", nn.functional.gelu, "right", torch.tanh, "tail", "head"]
     plan = choose_stage_plan(model, execution_sequence=sequence, split=["right"])
-    assert plan.units == ("stem", "left", "right", "tail", "head")
+    assert plan.layers == ("stem", "left", "right", "tail", "head")
     assert plan.sequence == tuple(sequence)
     assert plan.bounds == (0, 2, 5)
     assert not plan.gaps

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from booster.comm import ErrorBarrier, store_barrier
-from booster.comm.store_barrier import Meeting
+from booster.comm.store_barrier import BarrierRound
 from booster.errors import CheckpointError, ConfigError, DesyncError, RankFailedError
 
 PHASE = "'write' of 'save'"
@@ -41,9 +41,9 @@ def meet(stores, payloads, errors=(), *, is_shared=False, phases=(), delays=(), 
     def rank(number):
         time.sleep(dict(enumerate(delays)).get(number, 0.0))
         phase = dict(enumerate(phases)).get(number, PHASE)
-        meeting = Meeting(stores[number], number, len(payloads), phase, timeout_seconds)
+        meeting = BarrierRound(stores[number], number, len(payloads), phase, timeout_seconds)
         try:
-            return meeting.hold(payloads[number], dict(enumerate(errors)).get(number), is_shared=is_shared)
+            return meeting.run(payloads[number], dict(enumerate(errors)).get(number), is_shared=is_shared)
         except Exception as error:
             return error
 
@@ -172,8 +172,8 @@ def test_many_meetings_at_once_on_one_client(stores):
     results = {}
 
     def hold(name, rank):
-        meeting = Meeting(dist.PrefixStore(name, stores[rank]), rank, 2, PHASE, 20.0)
-        results[name, rank] = meeting.hold(name.encode(), None, is_shared=False)
+        meeting = BarrierRound(dist.PrefixStore(name, stores[rank]), rank, 2, PHASE, 20.0)
+        results[name, rank] = meeting.run(name.encode(), None, is_shared=False)
 
     threads = [threading.Thread(target=hold, args=(name, rank)) for rank in range(2) for name in "abcdefgh"]
     for thread in threads:

@@ -8,7 +8,7 @@ from torch import nn
 
 from booster.plugins.hybrid_parallel.plans.choose import choose_plan
 from booster.plugins.hybrid_parallel.plans.explain import explain
-from booster.plugins.hybrid_parallel.plans.patterns import generalized, match_names
+from booster.plugins.hybrid_parallel.plans.patterns import generalize, match_names
 from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes
@@ -48,7 +48,7 @@ def styles(plan: TensorParallelPlan) -> dict[str, str]:
     """Returns the style per pattern; every layer must have the same."""
     found: dict[str, str] = {}
     for entry in plan.entries:
-        assert found.setdefault(generalized(entry.name), entry.style) == entry.style
+        assert found.setdefault(generalize(entry.name), entry.style) == entry.style
     return found
 
 

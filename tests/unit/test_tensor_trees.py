@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
 from booster.comm import TensorSpec
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeForm, flatten
+from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeSpec, flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -89,7 +89,7 @@ def _attributes(tree):
 def test_a_tree_is_built_again(name):
     tensors, form = flatten(TREES[name])
     assert same(form.build(tensors), TREES[name])
-    decoded = TreeForm.decode(form.encode())
+    decoded = TreeSpec.decode(form.encode())
     assert decoded == form
     assert hash(decoded) == hash(form)
     assert decoded.encode() == form.encode()
@@ -113,7 +113,7 @@ def test_a_form_knows_what_is_differentiable():
         TensorSpec((3,), torch.float32),
         TensorSpec((1,), torch.int8),
     )
-    assert TreeForm.decode(form.encode()).tensors == form.tensors
+    assert TreeSpec.decode(form.encode()).tensors == form.tensors
 
 
 def test_one_tensor_in_two_places_travels_once():
@@ -181,13 +181,13 @@ def test_bytes_that_are_no_form_are_refused(text, message):
     import subprocess  # noqa: F401 - that it is imported must not help
 
     with pytest.raises(ConfigError, match=message):
-        TreeForm.decode(text.encode())
+        TreeSpec.decode(text.encode())
     assert "this" not in sys.modules
 
 
 def test_model_outputs_stay_model_outputs():
     tensors, form = flatten(BaseModelOutputWithPast(last_hidden_state=x(2)))
-    output = TreeForm.decode(form.encode()).build(tensors)
+    output = TreeSpec.decode(form.encode()).build(tensors)
     assert isinstance(output, ModelOutput)
     assert output.to_tuple() == (tensors[0],)
     assert output.past_key_values is None

@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigError
 from booster.mixed_precision import BF16MixedPrecision
-from booster.plugins.torch_fsdp.settings import FSDPArguments, Strategy, UnitFormats, check_reshard_after_forward
+from booster.plugins.torch_fsdp.settings import FSDPArguments, PrecisionDtypes, Strategy, check_reshard_after_forward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -233,29 +233,29 @@ def test_offload(given, offloads, pins):
 def test_first_generation_precision():
     given = MixedPrecision(param_dtype=FP16, buffer_dtype=FP32)
     formats = checked(mixed_precision=given).formats
-    assert formats == UnitFormats(
+    assert formats == PrecisionDtypes(
         param_dtype=FP16,
         reduce_dtype=FP16,
         buffer_dtype=FP32,
         casts_root_inputs=True,
-        casts_unit_inputs=False,
-        keeps_own_format=(_BatchNorm,),
+        casts_module_inputs=False,
+        own_dtype_classes=(_BatchNorm,),
     )
     assert formats.policy(is_root=True) == MixedPrecisionPolicy(FP16, FP16, None, True)
     assert formats.policy(is_root=False) == MixedPrecisionPolicy(FP16, FP16, None, False)
     inputs = {"cast_forward_inputs": True, "cast_root_forward_inputs": False, "_module_classes_to_ignore": []}
     formats = checked(mixed_precision=MixedPrecision(reduce_dtype=FP32, **inputs)).formats
-    assert formats == UnitFormats(reduce_dtype=FP32, casts_root_inputs=False, casts_unit_inputs=True)
+    assert formats == PrecisionDtypes(reduce_dtype=FP32, casts_root_inputs=False, casts_module_inputs=True)
 
 
 def test_second_generation_precision():
     formats = checked(mixed_precision=MixedPrecisionPolicy(BF16, FP32, FP32, False)).formats
-    assert formats == UnitFormats(
-        param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32, casts_root_inputs=False, casts_unit_inputs=False
+    assert formats == PrecisionDtypes(
+        param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32, casts_root_inputs=False, casts_module_inputs=False
     )
     assert formats.policy(is_root=True) == MixedPrecisionPolicy(BF16, FP32, FP32, False)
     assert formats.policy(is_root=False) == MixedPrecisionPolicy(BF16, FP32, None, False)
-    assert checked(mixed_precision=MixedPrecisionPolicy()).formats == UnitFormats()
+    assert checked(mixed_precision=MixedPrecisionPolicy()).formats == PrecisionDtypes()
 
 
 def test_modules_of_a_generator_are_looked_at_more_than_once():

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 from zoo import get_model, model_names
 
 from booster.errors import ConfigError
-from booster.plugins.torch_fsdp.wrapping import plan_units
+from booster.plugins.torch_fsdp.wrapping import plan_wrapping
 
 
 class Block(nn.Module):
@@ -63,7 +63,7 @@ class Ignorant(nn.Module):
 
 
 def names_of(model, policy=None, *, whole=(), keeps_own_format=()):
-    plans = plan_units(model, policy, whole=whole, keeps_own_format=keeps_own_format)
+    plans = plan_wrapping(model, policy, replicated=whole, own_dtype_classes=keeps_own_format)
     check_invariants(model, plans, whole)
     return [plan.name for plan in plans]
 
@@ -135,7 +135,7 @@ def test_zoo_by_size(name, min_num_params):
 def test_zoo_with_every_layer_in_its_own_format(name):
     layers = (nn.LayerNorm, nn.BatchNorm2d)
     model = build(name)
-    plans = plan_units(model, None, whole=(), keeps_own_format=layers)
+    plans = plan_wrapping(model, None, replicated=(), own_dtype_classes=layers)
     check_invariants(model, plans)
     kept = [plan.module for plan in plans if isinstance(plan.module, layers)]
     assert kept == [one for one in model.modules() if isinstance(one, layers) and list(one.parameters())]
@@ -276,7 +276,7 @@ def test_functions_choose_as_in_torch(name):
         return POLICIES[name](module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
 
     wrapped, expected_calls = wrapped_by_torch(model, POLICIES[name])
-    plans = plan_units(model, policy, whole=())
+    plans = plan_wrapping(model, policy, replicated=())
     check_invariants(model, plans)
     assert calls == expected_calls
     units = units_among(wrapped)
@@ -290,7 +290,7 @@ def test_functions_choose_as_in_torch_around_modules_of_their_own_format(name):
     keeps = (nn.BatchNorm1d, nn.LayerNorm)
     # torch asks the policy about what is in modules that it does not go into: here out_proj, which is never called.
     wrapped, _ = wrapped_by_torch(model, POLICIES[name], keeps)
-    plans = plan_units(model, POLICIES[name], whole=(), keeps_own_format=keeps)
+    plans = plan_wrapping(model, POLICIES[name], replicated=(), own_dtype_classes=keeps)
     check_invariants(model, plans)
     units = units_among(one for one in wrapped if one is not model.attention.out_proj)
     assert [plan.module for plan in plans] == units
@@ -309,7 +309,7 @@ def test_functions_choose_as_in_torch_around_ignored_modules():
             return POLICIES[name](**asked)
 
         wrapped, expected_calls = wrapped_by_torch(model, POLICIES[name], ignored=ignored)
-        plans = plan_units(model, policy, whole=whole)
+        plans = plan_wrapping(model, policy, replicated=whole)
         check_invariants(model, plans, whole)
         assert calls == expected_calls
         assert [plan.module for plan in plans] == [one for one in wrapped if not isinstance(one, nn.ModuleList)]
@@ -321,9 +321,9 @@ def test_objects_choose_as_in_torch():
     function = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
     wrapped, _ = wrapped_by_torch(model, function)
     for policy in (ModuleWrapPolicy(classes), CustomPolicy(lambda module: isinstance(module, tuple(classes)))):
-        plans = plan_units(model, policy, whole=())
+        plans = plan_wrapping(model, policy, replicated=())
         assert [plan.module for plan in plans] == [one for one in wrapped if one is not model.parts]
-        kept = plan_units(model, policy, whole=(), keeps_own_format=(nn.BatchNorm1d,))
+        kept = plan_wrapping(model, policy, replicated=(), own_dtype_classes=(nn.BatchNorm1d,))
         norms = ["blocks.2.1", "norm"]
         assert [plan.name for plan in kept if plan.name not in norms] == [plan.name for plan in plans]
         assert [plan.name for plan in kept if plan.name in norms] == norms
@@ -336,7 +336,7 @@ def test_custom_policies_say_what_units_do_after_forward():
         model.blocks[1]: True,
         model.embed: {"reshard_after_forward": 2},
     }
-    plans = plan_units(model, CustomPolicy(lambda module: says.get(module, False)), whole=())
+    plans = plan_wrapping(model, CustomPolicy(lambda module: says.get(module, False)), replicated=())
     assert [(plan.name, plan.reshard_after_forward) for plan in plans] == [
         ("embed", 2),
         ("blocks.1", None),
@@ -359,7 +359,7 @@ def test_custom_policies_say_what_units_do_after_forward():
 def test_custom_policies_that_say_what_units_cannot_do(said, message):
     model = plain_model()
     with pytest.raises(ConfigError, match=message):
-        plan_units(model, CustomPolicy(lambda module: said if module is model.head else False), whole=())
+        plan_wrapping(model, CustomPolicy(lambda module: said if module is model.head else False), replicated=())
 
 
 EVERY = CustomPolicy(lambda module: True)
@@ -379,7 +379,7 @@ def test_what_has_no_forward_is_no_unit():
     assert names_of(model, EVERY) == ["listed.0"]
     assert names_of(Model(around=Model(holder=Ignorant())), EVERY) == ["around"]
     model.holder.forward = lambda x: x @ model.holder.weight
-    assert [plan.name for plan in plan_units(model, EVERY, whole=())] == ["holder", "listed.0"]
+    assert [plan.name for plan in plan_wrapping(model, EVERY, replicated=())] == ["holder", "listed.0"]
 
 
 def tied_model():
@@ -432,9 +432,9 @@ def test_layers_of_torch_jit_are_no_units():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled = torch.jit.trace(nn.Linear(3, 3), torch.ones(2, 3))
-    assert [plan.name for plan in plan_units(Model(compiled=compiled, plain=nn.Linear(3, 3)), EVERY, whole=())] == [
-        "plain"
-    ]
+    assert [
+        plan.name for plan in plan_wrapping(Model(compiled=compiled, plain=nn.Linear(3, 3)), EVERY, replicated=())
+    ] == ["plain"]
 
 
 def test_what_is_never_called_is_refused():
@@ -443,7 +443,7 @@ def test_what_is_never_called_is_refused():
         with pytest.raises(
             ConfigError, match=r"chooses 'attention.out_proj'.*without calling it.*Have the policy leave it out"
         ):
-            plan_units(attention, policy, whole=())
+            plan_wrapping(attention, policy, replicated=())
     assert names_of(attention, ModuleWrapPolicy({nn.MultiheadAttention})) == ["attention"]
     assert names_of(attention, by_size(1)) == []  # as in torch, which looks not at what it does not go into
     assert names_of(attention, by_size(1), keeps_own_format=(nn.LayerNorm,)) == ["attention"]
@@ -456,7 +456,7 @@ def test_parametrized_layers():
     model = Model(layer=parametrizations.weight_norm(nn.Linear(3, 4)))
     assert names_of(model, ModuleWrapPolicy({nn.Linear})) == ["layer"]
     with pytest.raises(ConfigError, match=r"'layer.parametrizations.weight', a ParametrizationList: it computes"):
-        plan_units(model, EVERY, whole=())
+        plan_wrapping(model, EVERY, replicated=())
 
 
 def test_modules_of_their_own_format_are_units():
@@ -478,7 +478,7 @@ def test_modules_of_their_own_format_are_units():
 def test_modules_of_their_own_format_that_can_be_no_units_are_refused():
     tied = tied_model()
     with pytest.raises(ConfigError, match=r"'embedding' can't be one: its weights are used from outside"):
-        plan_units(tied, None, whole=(), keeps_own_format=(nn.Embedding,))
+        plan_wrapping(tied, None, replicated=(), own_dtype_classes=(nn.Embedding,))
     attention = Model(attention=nn.MultiheadAttention(4, 2))
     with pytest.raises(ConfigError, match=r"'attention.out_proj' can't be one: nn.MultiheadAttention reads"):
-        plan_units(attention, None, whole=(), keeps_own_format=(nn.Linear,))
+        plan_wrapping(attention, None, replicated=(), own_dtype_classes=(nn.Linear,))

@@ -16,7 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from zoo import get_model
 
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpoint_layers
-from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients, defer_weight_gradients
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import (
+    DeferredWeightGrads,
+    defer_weight_gradients,
+)
 
 TOLERANCE = 1e-6
 
@@ -102,7 +105,7 @@ def twins(name, *, dtype=torch.float32):
     """Returns a prepared model, its twin, and where its gradients wait."""
     torch.manual_seed(0)
     twin = MODELS[name]().to(dtype)
-    model, gradients = copy.deepcopy(twin), WeightGradients()
+    model, gradients = copy.deepcopy(twin), DeferredWeightGrads()
     defer_weight_gradients(model, gradients)
     return model, twin, gradients
 
@@ -219,7 +222,7 @@ def test_a_failed_backward_ends_the_deferring():
 
 
 def test_a_key_at_a_time():
-    gradients = WeightGradients()
+    gradients = DeferredWeightGrads()
     with gradients.deferring(0), pytest.raises(RuntimeError, match="one key at a time"), gradients.deferring(1):
         pass
     with gradients.deferring(1):
@@ -340,7 +343,7 @@ def test_a_change_in_place_is_noticed():
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_transformers_models(name, checkpoints):
     entry = get_model(name)
-    twin, model, gradients = entry.build(), entry.build(), WeightGradients()
+    twin, model, gradients = entry.build(), entry.build(), DeferredWeightGrads()
     defer_weight_gradients(model, gradients)
     if checkpoints:
         stack = "model.layers" if name == "llama" else "transformer.h"
@@ -479,7 +482,7 @@ def test_stages_do_not_see_each_other():
 def test_modules_that_have_a_forward_of_their_own_at_hand():
     model = nn.Sequential(nn.Linear(6, 6))
     model[0].forward = lambda x: 3 * nn.functional.linear(x, model[0].weight)
-    gradients = WeightGradients()
+    gradients = DeferredWeightGrads()
     defer_weight_gradients(model, gradients)
     torch.testing.assert_close(model(torch.ones(1, 6)), 3 * torch.ones(1, 6) @ model[0].weight.t())
     backward(model, torch.ones(1, 6), key=0, gradients=gradients)

@@ -18,8 +18,8 @@ from oracles.reference_optimizers import (
 from torch import nn
 
 from booster import Booster, ConfigError
-from booster.interface import AllocatesStates, ShardAware
-from booster.interface.shards import SeesWholeSteps
+from booster.interface import ShardAware, StateAllocator
+from booster.interface.shards import NeedsFullStep
 from booster.optim import CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars
 from booster.plugins.sharding.elementwise import require_elementwise
 
@@ -398,8 +398,8 @@ def test_a_hook_of_the_user_may_change_gradients_of_a_whole_step():
 def test_what_plugins_ask_of_them(cls, settings):
     optimizer = cls(parameters(), **settings)
     assert isinstance(optimizer, ShardAware)
-    assert isinstance(optimizer, AllocatesStates)
-    assert isinstance(optimizer, SeesWholeSteps) == (cls is FusedLAMB)
+    assert isinstance(optimizer, StateAllocator)
+    assert isinstance(optimizer, NeedsFullStep) == (cls is FusedLAMB)
     require_elementwise(optimizer)
 
 

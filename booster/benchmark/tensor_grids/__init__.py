@@ -1,19 +1,19 @@
 """Linear layers with weights and activations sharded over 2D, 2.5D and 3D meshes of ranks."""
 
-from booster.benchmark.tensor_grids.blocks import Layout
-from booster.benchmark.tensor_grids.cube import CUBE_ACTIVATIONS, CubeLinear
-from booster.benchmark.tensor_grids.grid import Grid, cube_grid, summa_grid
-from booster.benchmark.tensor_grids.layers import divide_layer
+from booster.benchmark.tensor_grids.blocks import BlockLayout
+from booster.benchmark.tensor_grids.cube import LINEAR_3D_ACTIVATIONS, Linear3D
+from booster.benchmark.tensor_grids.grid import RankMesh, linear_3d_mesh, summa_mesh
+from booster.benchmark.tensor_grids.layers import shard_mlp
 from booster.benchmark.tensor_grids.summa import SUMMA_ACTIVATIONS, SummaLinear
 
 __all__ = [
-    "CUBE_ACTIVATIONS",
+    "LINEAR_3D_ACTIVATIONS",
     "SUMMA_ACTIVATIONS",
-    "CubeLinear",
-    "Grid",
-    "Layout",
+    "BlockLayout",
+    "Linear3D",
+    "RankMesh",
     "SummaLinear",
-    "cube_grid",
-    "divide_layer",
-    "summa_grid",
+    "linear_3d_mesh",
+    "shard_mlp",
+    "summa_mesh",
 ]

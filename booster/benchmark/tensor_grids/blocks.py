@@ -10,11 +10,11 @@ import torch
 
 from booster.errors import ConfigError
 
-__all__ = ["Layout", "require_divisible"]
+__all__ = ["BlockLayout", "check_divisible"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """Sharding of a tensor over a mesh. Blocks are replicated along all other axes.
 
     Attributes:
@@ -24,14 +24,14 @@ class Layout:
     axes: tuple[tuple[str, ...], ...]
 
     def block(
-        self, tensor: torch.Tensor, sizes: Mapping[str, int], places: Mapping[str, int], what: str = "a tensor"
+        self, tensor: torch.Tensor, sizes: Mapping[str, int], coordinates: Mapping[str, int], what: str = "a tensor"
     ) -> torch.Tensor:
         """Return a copy of the block of a tensor at these mesh coordinates.
 
         Args:
             tensor: Unsharded tensor, with as many dimensions as the layout.
             sizes: Number of ranks along each axis.
-            places: Coordinate of the rank along each axis.
+            coordinates: Coordinate of the rank along each axis.
             what: Name of the tensor in errors.
 
         Raises:
@@ -40,29 +40,29 @@ class Layout:
         if tensor.dim() != len(self.axes):
             raise AssertionError(f"{what} has {tensor.dim()} dimensions, but its layout has {len(self.axes)}")
         for dim, axes in enumerate(self.axes):
-            num_parts = math.prod(sizes[axis] for axis in axes)
-            require_divisible(f"dimension {dim} of {what}", tensor.shape[dim], num_parts)
-            place = 0
+            num_shards = math.prod(sizes[axis] for axis in axes)
+            check_divisible(f"dimension {dim} of {what}", tensor.shape[dim], num_shards)
+            shard_index = 0
             for axis in axes:
-                place = place * sizes[axis] + places[axis]
-            length = tensor.shape[dim] // num_parts
-            tensor = tensor.narrow(dim, place * length, length)
+                shard_index = shard_index * sizes[axis] + coordinates[axis]
+            length = tensor.shape[dim] // num_shards
+            tensor = tensor.narrow(dim, shard_index * length, length)
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def require_divisible(what: str, size: int, num_parts: int) -> None:
+def check_divisible(what: str, size: int, num_shards: int) -> None:
     """Check that a size is divisible into equal shards.
 
     Raises:
         ConfigError: It is not; the message suggests the nearest valid sizes.
     """
-    if size % num_parts or not size:
+    if size % num_shards or not size:
         raise ConfigError(
-            f"{what} is {size}, which is not divisible by {num_parts} ranks: use"
-            f" {' or '.join(map(str, _divisible_near(size, num_parts)))}"
+            f"{what} is {size}, which is not divisible by {num_shards} ranks: use"
+            f" {' or '.join(map(str, _nearest_divisible(size, num_shards)))}"
         )
 
 
-def _divisible_near(size: int, num_parts: int) -> Sequence[int]:
-    below = size // num_parts * num_parts
-    return [below, below + num_parts] if below else [num_parts]
+def _nearest_divisible(size: int, num_shards: int) -> Sequence[int]:
+    below = size // num_shards * num_shards
+    return [below, below + num_shards] if below else [num_shards]

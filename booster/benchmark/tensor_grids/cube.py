@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from booster.benchmark.tensor_grids.blocks import Layout
-from booster.benchmark.tensor_grids.grid import Grid
+from booster.benchmark.tensor_grids.blocks import BlockLayout
+from booster.benchmark.tensor_grids.grid import RankMesh
 from booster.comm import all_gather_equal, all_reduce_sum, start_reduce_scatter
 
-__all__ = ["CUBE_ACTIVATIONS", "CubeLinear"]
+__all__ = ["LINEAR_3D_ACTIVATIONS", "Linear3D"]
 
 # Note [3D]
 # Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks", 2021. Of q*q*q ranks, the one
@@ -25,82 +25,84 @@ __all__ = ["CUBE_ACTIVATIONS", "CubeLinear"]
 # So the output is laid out like the input with the axes input and output swapped, and the next layer swaps them back.
 # Only biases are replicated: a rank holds 1/P of all other tensors. Gathered panels are gathered again in backward.
 # A bias is sharded along j and replicated on all ranks at one j, which reduce its gradient.
-CUBE_ACTIVATIONS = Layout((("weight", "input"), ("output",)))
+LINEAR_3D_ACTIVATIONS = BlockLayout((("weight", "input"), ("output",)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Roles:
+class _AxisRoles:
     """Mesh, axis along which activations are all-gathered, and axis along which outputs are reduce-scattered."""
 
-    grid: Grid
+    mesh: RankMesh
     gathered: str
     summed: str
 
 
-class CubeLinear(nn.Module):
+class Linear3D(nn.Module):
     """This rank's shard of a linear layer; see Note [3D].
 
     Collective over the world, as are its forward and backward.
 
     Args:
         linear: Unsharded layer; its values are copied.
-        grid: Result of `cube_grid`.
+        grid: Result of `linear_3d_mesh`.
         is_second: If True, the input is the output of another such layer: the axes input and output swap roles.
 
     Raises:
         ConfigError: The layer's features are not divisible by the mesh sizes.
     """
 
-    def __init__(self, linear: nn.Linear, grid: Grid, *, is_second: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, mesh: RankMesh, *, is_second: bool = False) -> None:
         super().__init__()
         gathered, summed = ("output", "input") if is_second else ("input", "output")
-        self._roles = _Roles(grid, gathered, summed)
-        layout = Layout(((gathered, "weight"), (summed,)))
-        self.weight = nn.Parameter(grid.block(linear.weight, layout, "a weight"))
+        self._roles = _AxisRoles(mesh, gathered, summed)
+        layout = BlockLayout(((gathered, "weight"), (summed,)))
+        self.weight = nn.Parameter(mesh.block(linear.weight, layout, "a weight"))
         bias = linear.bias
-        self.bias = None if bias is None else nn.Parameter(grid.block(bias, Layout(((gathered,),)), "a bias"))
+        self.bias = None if bias is None else nn.Parameter(mesh.block(bias, BlockLayout(((gathered,),)), "a bias"))
         for axes in ((gathered,), (summed,), ("weight",), ("weight", summed)):
-            grid.group(*axes)  # created now, as ranks do not run backward at the same time
+            mesh.group(*axes)  # created now, as ranks do not run backward at the same time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block of the output; a first layer's input has the layout `CUBE_ACTIVATIONS`, see Note [3D]."""
-        output: torch.Tensor = _Cube.apply(x, self.weight, self.bias, self._roles)
+        """Return the block of the output; a first layer's input has the layout `LINEAR_3D_ACTIVATIONS`, see Note [3D]."""
+        output: torch.Tensor = _Linear3DFunction.apply(x, self.weight, self.bias, self._roles)
         return output
 
 
-class _Cube(torch.autograd.Function):
+class _Linear3DFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, roles: _Roles
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, roles: _AxisRoles
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.roles, ctx.has_bias = roles, bias is not None
-        term = _gathered(x, roles.gathered, roles).mm(_gathered(weight, "weight", roles).t())
-        output = _own_rows(term, roles.summed, roles)
+        term = _all_gather_rows(x, roles.gathered, roles).mm(_all_gather_rows(weight, "weight", roles).t())
+        output = _reduce_scatter_rows(term, roles.summed, roles)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        roles: _Roles = ctx.roles
+        roles: _AxisRoles = ctx.roles
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            panel = _gathered(grad, roles.summed, roles)
+            panel = _all_gather_rows(grad, roles.summed, roles)
         if ctx.needs_input_grad[0]:
-            grad_x = _own_rows(panel.mm(_gathered(weight, "weight", roles)), roles.gathered, roles)
+            grad_x = _reduce_scatter_rows(panel.mm(_all_gather_rows(weight, "weight", roles)), roles.gathered, roles)
         if ctx.needs_input_grad[1]:
-            grad_weight = _own_rows(panel.t().mm(_gathered(x, roles.gathered, roles)), "weight", roles)
+            grad_weight = _reduce_scatter_rows(
+                panel.t().mm(_all_gather_rows(x, roles.gathered, roles)), "weight", roles
+            )
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = all_reduce_sum(grad.sum(0), roles.grid.group("weight", roles.summed))
+            grad_bias = all_reduce_sum(grad.sum(0), roles.mesh.group("weight", roles.summed))
         return grad_x, grad_weight, grad_bias, None
 
 
-def _gathered(block: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
-    return all_gather_equal(block.detach(), roles.grid.group(axis))
+def _all_gather_rows(block: torch.Tensor, axis: str, roles: _AxisRoles) -> torch.Tensor:
+    return all_gather_equal(block.detach(), roles.mesh.group(axis))
 
 
-def _own_rows(term: torch.Tensor, axis: str, roles: _Roles) -> torch.Tensor:
-    total = term.new_empty(term.shape[0] // roles.grid.sizes[axis], term.shape[1])
-    start_reduce_scatter(term.view(-1), roles.grid.group(axis)).finish(total.view(-1), accumulate=False)
+def _reduce_scatter_rows(term: torch.Tensor, axis: str, roles: _AxisRoles) -> torch.Tensor:
+    total = term.new_empty(term.shape[0] // roles.mesh.sizes[axis], term.shape[1])
+    start_reduce_scatter(term.view(-1), roles.mesh.group(axis)).wait(total.view(-1), accumulate=False)
     return total

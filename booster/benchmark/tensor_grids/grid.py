@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from booster.benchmark.tensor_grids.blocks import Layout
+from booster.benchmark.tensor_grids.blocks import BlockLayout
 from booster.comm import group_rank, group_size, is_initialized, new_group_of_rows
 from booster.errors import ConfigError
 
-__all__ = ["Grid", "cube_grid", "summa_grid"]
+__all__ = ["RankMesh", "linear_3d_mesh", "summa_mesh"]
 
 
-class Grid:
+class RankMesh:
     """Mesh of all ranks of the world; consecutive ranks differ along the last axis.
 
     Collective: every rank of the world creates it with the same sizes and closes it.
@@ -29,15 +29,15 @@ class Grid:
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        num_places = math.prod(sizes.values())
-        if num_places != group_size() or min(sizes.values()) < 1:
+        num_ranks = math.prod(sizes.values())
+        if num_ranks != group_size() or min(sizes.values()) < 1:
             raise ConfigError(
-                f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} needs {num_places} ranks,"
-                f" but there are {group_size()}: start {max(num_places, 1)} ranks, or give sizes whose product is"
+                f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} needs {num_ranks} ranks,"
+                f" but there are {group_size()}: start {max(num_ranks, 1)} ranks, or give sizes whose product is"
                 f" {group_size()}"
             )
         self.sizes: Mapping[str, int] = dict(sizes)
-        self.places: Mapping[str, int] = dict(zip(sizes, self._place(group_rank()), strict=True))
+        self.coordinates: Mapping[str, int] = dict(zip(sizes, self._coordinates_of(group_rank()), strict=True))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
@@ -50,13 +50,13 @@ class Grid:
             self._groups[key] = self._new_group(key)
         return self._groups[key]
 
-    def block(self, tensor: torch.Tensor, layout: Layout, what: str = "a tensor") -> torch.Tensor:
+    def block(self, tensor: torch.Tensor, layout: BlockLayout, what: str = "a tensor") -> torch.Tensor:
         """Return a copy of this rank's block of an unsharded tensor.
 
         Raises:
             ConfigError: A dimension is not divisible by the mesh sizes.
         """
-        return layout.block(tensor, self.sizes, self.places, what)
+        return layout.block(tensor, self.sizes, self.coordinates, what)
 
     def close(self) -> None:
         """Destroy the groups. Collective over the world, after the last use of the mesh."""
@@ -65,7 +65,7 @@ class Grid:
                 dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _place(self, rank: int) -> tuple[int, ...]:
+    def _coordinates_of(self, rank: int) -> tuple[int, ...]:
         return list(itertools.product(*(range(size) for size in self.sizes.values())))[rank]
 
     def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -73,14 +73,16 @@ class Grid:
             return None
         lines: dict[tuple[int, ...], list[int]] = {}
         for rank in range(group_size()):
-            elsewhere = tuple(
-                place for axis, place in zip(self.sizes, self._place(rank), strict=True) if axis not in axes
+            other_coordinates = tuple(
+                coordinate
+                for axis, coordinate in zip(self.sizes, self._coordinates_of(rank), strict=True)
+                if axis not in axes
             )
-            lines.setdefault(elsewhere, []).append(rank)
+            lines.setdefault(other_coordinates, []).append(rank)
         return new_group_of_rows(list(lines.values()))
 
 
-def summa_grid(side: int, depth: int = 1) -> Grid:
+def summa_mesh(side: int, depth: int = 1) -> RankMesh:
     """Return the mesh of 2D (depth 1) and 2.5D tensor parallelism: `depth` * `side` * `side` ranks.
 
     Collective over the world.
@@ -88,10 +90,10 @@ def summa_grid(side: int, depth: int = 1) -> Grid:
     Raises:
         ConfigError: The world has another size.
     """
-    return Grid({"depth": depth, "row": side, "column": side})
+    return RankMesh({"depth": depth, "row": side, "column": side})
 
 
-def cube_grid(side: int) -> Grid:
+def linear_3d_mesh(side: int) -> RankMesh:
     """Return the mesh of 3D tensor parallelism: `side` * `side` * `side` ranks; see Note [3D].
 
     Collective over the world.
@@ -99,4 +101,4 @@ def cube_grid(side: int) -> Grid:
     Raises:
         ConfigError: The world has another size.
     """
-    return Grid({"output": side, "input": side, "weight": side})
+    return RankMesh({"output": side, "input": side, "weight": side})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from booster.benchmark.tensor_grids.cube import CubeLinear
-from booster.benchmark.tensor_grids.grid import Grid
+from booster.benchmark.tensor_grids.cube import Linear3D
+from booster.benchmark.tensor_grids.grid import RankMesh
 from booster.benchmark.tensor_grids.summa import SummaLinear
 
-__all__ = ["divide_layer"]
+__all__ = ["shard_mlp"]
 
 
-def divide_layer(layer: nn.Module, grid: Grid, first: str = "up", second: str = "down") -> None:
+def shard_mlp(layer: nn.Module, mesh: RankMesh, first: str = "up", second: str = "down") -> None:
     """Replace two consecutive linear layers of a module by this rank's shards of them.
 
     All other operations of the module must be elementwise: they see blocks of the activations, in the same layout
@@ -19,7 +19,7 @@ def divide_layer(layer: nn.Module, grid: Grid, first: str = "up", second: str = 
 
     Args:
         layer: Module with the same weights on all ranks; changed in place.
-        grid: Result of `summa_grid` or `cube_grid`.
+        mesh: Result of `summa_mesh` or `linear_3d_mesh`.
         first: Name of the first linear layer.
         second: Name of the second linear layer.
 
@@ -28,7 +28,7 @@ def divide_layer(layer: nn.Module, grid: Grid, first: str = "up", second: str = 
     """
     for name, is_second in ((first, False), (second, True)):
         linear = getattr(layer, name)
-        if "depth" in grid.sizes:
-            setattr(layer, name, SummaLinear(linear, grid))
+        if "depth" in mesh.sizes:
+            setattr(layer, name, SummaLinear(linear, mesh))
         else:
-            setattr(layer, name, CubeLinear(linear, grid, is_second=is_second))
+            setattr(layer, name, Linear3D(linear, mesh, is_second=is_second))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from booster.benchmark.tensor_grids.blocks import Layout
-from booster.benchmark.tensor_grids.grid import Grid
+from booster.benchmark.tensor_grids.blocks import BlockLayout
+from booster.benchmark.tensor_grids.grid import RankMesh
 from booster.comm import all_reduce_sum, broadcast, start_reduce_scatter
 
 __all__ = ["SUMMA_ACTIVATIONS", "SummaLinear"]
@@ -28,9 +28,9 @@ __all__ = ["SUMMA_ACTIVATIONS", "SummaLinear"]
 # all-reduced over the meshes. A bias is sharded by columns and replicated in a column, whose ranks reduce its gradient.
 # Bytes received in forward: (q-1)/q of a row of blocks of X and of a column of blocks of W. In backward twice that:
 # the same broadcasts again, as blocks are not kept, and as much for the sums; plus the all-reduce over the meshes.
-SUMMA_ACTIVATIONS = Layout((("depth", "row"), ("column",)))
-_WEIGHT = Layout((("column",), ("row",)))
-_BIAS = Layout((("column",),))
+SUMMA_ACTIVATIONS = BlockLayout((("depth", "row"), ("column",)))
+_WEIGHT = BlockLayout((("column",), ("row",)))
+_BIAS = BlockLayout((("column",),))
 
 
 class SummaLinear(nn.Module):
@@ -40,80 +40,82 @@ class SummaLinear(nn.Module):
 
     Args:
         linear: Unsharded layer; its values are copied.
-        grid: Result of `summa_grid`.
+        grid: Result of `summa_mesh`.
 
     Raises:
         ConfigError: The layer's features are not divisible by the mesh sizes.
     """
 
-    def __init__(self, linear: nn.Linear, grid: Grid) -> None:
+    def __init__(self, linear: nn.Linear, mesh: RankMesh) -> None:
         super().__init__()
-        self._grid = grid
-        self.weight = nn.Parameter(grid.block(linear.weight, _WEIGHT, "a weight"))
-        self.bias = None if linear.bias is None else nn.Parameter(grid.block(linear.bias, _BIAS, "a bias"))
+        self._mesh = mesh
+        self.weight = nn.Parameter(mesh.block(linear.weight, _WEIGHT, "a weight"))
+        self.bias = None if linear.bias is None else nn.Parameter(mesh.block(linear.bias, _BIAS, "a bias"))
         for axes in (("row",), ("column",), ("depth",), ("depth", "row")):
-            grid.group(*axes)  # created now, as ranks do not run backward at the same time
+            mesh.group(*axes)  # created now, as ranks do not run backward at the same time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block of the output for the block of the activations, both laid out as `SUMMA_ACTIVATIONS`."""
-        output: torch.Tensor = _Summa.apply(x, self.weight, self.bias, self._grid)
+        output: torch.Tensor = _SummaFunction.apply(x, self.weight, self.bias, self._mesh)
         return output
 
 
-class _Summa(torch.autograd.Function):
+class _SummaFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grid: Grid) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, mesh: RankMesh
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.grid, ctx.has_bias = grid, bias is not None
+        ctx.grid, ctx.has_bias = mesh, bias is not None
         output = x.new_zeros(x.shape[0], weight.shape[0]) if bias is None else bias.repeat(x.shape[0], 1)
-        for step in range(grid.sizes["row"]):
-            output.addmm_(_along_row(x, step, grid), _along_column(weight, step, grid).t())
+        for step in range(mesh.sizes["row"]):
+            output.addmm_(_broadcast_along_row(x, step, mesh), _broadcast_along_column(weight, step, mesh).t())
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grid: Grid = ctx.grid
+        mesh: RankMesh = ctx.grid
         grad = grad.contiguous()
-        grad_x = _input_gradient(grad, weight, grid) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(grad, x, grid) if ctx.needs_input_grad[1] else None
+        grad_x = _input_gradient(grad, weight, mesh) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(grad, x, mesh) if ctx.needs_input_grad[1] else None
         grad_bias = None
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = all_reduce_sum(grad.sum(0), grid.group("depth", "row"))
+            grad_bias = all_reduce_sum(grad.sum(0), mesh.group("depth", "row"))
         return grad_x, grad_weight, grad_bias, None
 
 
-def _along_row(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
-    return _received(block, source, "column", grid)
+def _broadcast_along_row(block: torch.Tensor, source: int, mesh: RankMesh) -> torch.Tensor:
+    return _broadcast_block(block, source, "column", mesh)
 
 
-def _along_column(block: torch.Tensor, source: int, grid: Grid) -> torch.Tensor:
-    return _received(block, source, "row", grid)
+def _broadcast_along_column(block: torch.Tensor, source: int, mesh: RankMesh) -> torch.Tensor:
+    return _broadcast_block(block, source, "row", mesh)
 
 
-def _received(block: torch.Tensor, source: int, axis: str, grid: Grid) -> torch.Tensor:
+def _broadcast_block(block: torch.Tensor, source: int, axis: str, mesh: RankMesh) -> torch.Tensor:
     block = block.detach().contiguous()
-    received = block if grid.places[axis] == source else torch.empty_like(block)
-    broadcast([received], grid.group(axis), source)
+    received = block if mesh.coordinates[axis] == source else torch.empty_like(block)
+    broadcast([received], mesh.group(axis), source)
     return received
 
 
-def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, grid: Grid) -> torch.Tensor:
-    terms = grad.new_empty(grid.sizes["column"], grad.shape[0], weight.shape[1])
+def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, mesh: RankMesh) -> torch.Tensor:
+    terms = grad.new_empty(mesh.sizes["column"], grad.shape[0], weight.shape[1])
     for step, term in enumerate(terms):
-        torch.mm(grad, _along_column(weight, step, grid), out=term)
-    return _own_sum(terms, "column", grid)
+        torch.mm(grad, _broadcast_along_column(weight, step, mesh), out=term)
+    return _reduce_scatter_terms(terms, "column", mesh)
 
 
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    terms = grad.new_empty(grid.sizes["row"], grad.shape[1], x.shape[1])
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, mesh: RankMesh) -> torch.Tensor:
+    terms = grad.new_empty(mesh.sizes["row"], grad.shape[1], x.shape[1])
     for step, term in enumerate(terms):
-        torch.mm(grad.t(), _along_row(x, step, grid), out=term)
-    return all_reduce_sum(_own_sum(terms, "row", grid), grid.group("depth"))
+        torch.mm(grad.t(), _broadcast_along_row(x, step, mesh), out=term)
+    return all_reduce_sum(_reduce_scatter_terms(terms, "row", mesh), mesh.group("depth"))
 
 
-def _own_sum(terms: torch.Tensor, axis: str, grid: Grid) -> torch.Tensor:
+def _reduce_scatter_terms(terms: torch.Tensor, axis: str, mesh: RankMesh) -> torch.Tensor:
     total = torch.empty_like(terms[0])
-    start_reduce_scatter(terms.view(-1), grid.group(axis)).finish(total.view(-1), accumulate=False)
+    start_reduce_scatter(terms.view(-1), mesh.group(axis)).wait(total.view(-1), accumulate=False)
     return total

@@ -14,14 +14,14 @@ from booster.errors import DesyncError
 from booster.kernels.checksum import crc32
 from booster.tensor_tree import map_tensors
 
-__all__ = ["BatchAgreement", "Fetched", "fetch"]
+__all__ = ["BatchConsistency", "NextBatch", "fetch"]
 
 _HAS_BATCH, _ENDED, _FAILED = range(3)
 _COMPARED_BATCHES = 3  # batches of which also tensors on an accelerator are compared, which costs a device sync
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class NextBatch:
     """Result of a rank's iterator: a batch, an error, or its end."""
 
     batch: Any = None
@@ -34,17 +34,17 @@ class Fetched:
         return _ENDED if self.has_ended else _HAS_BATCH if self.error is None else _FAILED
 
 
-def fetch(data_iter: Iterator[Any]) -> Fetched:
+def fetch(data_iter: Iterator[Any]) -> NextBatch:
     """Return the next result of an iterator."""
     try:
-        return Fetched(batch=next(data_iter))
+        return NextBatch(batch=next(data_iter))
     except StopIteration:
-        return Fetched(has_ended=True)
-    except Exception as error:  # raised on all ranks, see `BatchAgreement.check`
-        return Fetched(error=error)
+        return NextBatch(has_ended=True)
+    except Exception as error:  # raised on all ranks, see `BatchConsistency.check`
+        return NextBatch(error=error)
 
 
-class BatchAgreement:
+class BatchConsistency:
     """Compares batches and options over the ranks.
 
     Args:
@@ -57,13 +57,15 @@ class BatchAgreement:
         self._data_rank = data_rank
         self._num_compared = 0
 
-    def check(self, fetched: Fetched, signatures: Sequence[Any], wishes: Sequence[bool], *, changed: bool) -> bool:
+    def check(
+        self, next_batch: NextBatch, signatures: Sequence[Any], options: Sequence[bool], *, changed: bool
+    ) -> bool:
         """Check that all ranks have consistent batches and options; return whether `changed` is True on any rank.
 
         Args:
-            fetched: This rank's result of the iterator.
+            next_batch: This rank's result of the iterator.
             signatures: Signatures of its microbatches.
-            wishes: Options of the call.
+            options: Options of the call.
             changed: Flag of this rank.
 
         Collective over all ranks.
@@ -75,17 +77,17 @@ class BatchAgreement:
         compares = self._num_compared < _COMPARED_BATCHES
         self._num_compared += 1
         own = [
-            fetched.status,
+            next_batch.status,
             self._data_rank,
             crc32(repr(signatures).encode()),
-            _checksum(fetched.batch, everywhere=compares),
-            sum(wish << place for place, wish in enumerate(wishes)),
+            _checksum(next_batch.batch, everywhere=compares),
+            sum(option << place for place, option in enumerate(options)),
             int(changed),
         ]
         table = all_gather_equal(torch.tensor([own]), self._group).tolist()
         statuses = [row[0] for row in table]
         if any(status != _HAS_BATCH for status in statuses):
-            self._raise_without_batch(fetched, statuses)
+            self._raise_without_batch(next_batch, statuses)
         for column, what in (
             (4, "another call (training or evaluation, with or without an optimizer, return_loss, return_outputs)"),
             (2, "batches of other shapes"),
@@ -94,11 +96,11 @@ class BatchAgreement:
             self._require_equal(table, column, what)
         return any(row[5] for row in table)
 
-    def _raise_without_batch(self, fetched: Fetched, statuses: Sequence[int]) -> None:
+    def _raise_without_batch(self, next_batch: NextBatch, statuses: Sequence[int]) -> None:
         if all(status == _ENDED for status in statuses):
             raise StopIteration
         if any(status == _FAILED for status in statuses):
-            raise_on_all_ranks(fetched.error, self._group)
+            raise_on_all_ranks(next_batch.error, self._group)
         ended = [rank for rank, status in enumerate(statuses) if status == _ENDED]
         others = [rank for rank, status in enumerate(statuses) if status == _HAS_BATCH]
         raise DesyncError(

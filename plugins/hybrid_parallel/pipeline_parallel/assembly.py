@@ -9,55 +9,55 @@ import torch.distributed as dist
 
 from booster.comm import all_reduce_sum, group_rank
 from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh
-from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement
+from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchConsistency
 from booster.plugins.hybrid_parallel.pipeline_parallel.runtime import PipelineRuntime
 from booster.plugins.hybrid_parallel.pipeline_parallel.settings import PipelineArguments
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import CarvedModel
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
-from booster.plugins.hybrid_parallel.pipeline_parallel.transport import Ends, Transport
-from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.carving import StageModel
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StagePartition
+from booster.plugins.hybrid_parallel.pipeline_parallel.transport import LinkPeer, StageP2P
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import DeferredWeightGrads
 
 if TYPE_CHECKING:
     from booster.plugins.hybrid_parallel.model import HybridModel
 
-__all__ = ["make_runtime", "sharing_groups"]
+__all__ = ["build_runtime", "tied_param_groups"]
 
 
-def sharing_groups(mesh: HybridMesh, carved: CarvedModel | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def tied_param_groups(mesh: HybridMesh, stage_model: StageModel | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return the process groups of tied parameters, by their stages. Collective over the world."""
     found = {}
-    for stages in dict.fromkeys(() if carved is None else carved.holders.values()):
+    for stages in dict.fromkeys(() if stage_model is None else stage_model.holders.values()):
         group = mesh.subgroup("pp", stages)
         if group is not None:
             found[stages] = group
     return found
 
 
-def make_runtime(
+def build_runtime(
     model: HybridModel,
-    carved: CarvedModel,
+    stage_model: StageModel,
     arguments: PipelineArguments,
     mesh: HybridMesh,
     device: torch.device,
-    weight_gradients: WeightGradients | None,
+    weight_gradients: DeferredWeightGrads | None,
 ) -> PipelineRuntime:
     """Return the runtime of this rank's stage. Collective over the world.
 
     Args:
         model: The boosted model.
-        carved: Stage model.
+        stage_model: Stage model.
         arguments: Pipeline arguments of the plugin.
         mesh: Mesh of the ranks.
         device: Compute device of the stage.
         weight_gradients: Deferred weight gradients, or None.
     """
     stage = mesh.rank("pp")
-    ends = _link_ends(mesh, carved.division, device)
+    ends = _link_ends(mesh, stage_model.partition, device)
     return PipelineRuntime(
         model,
         arguments,
-        Transport(carved.division, stage, ends, device, caches_forms=arguments.caches_metadata),
-        BatchAgreement(mesh.cpu_group(*AXES), mesh.rank("dp")),
+        StageP2P(stage_model.partition, stage, ends, device, caches_specs=arguments.caches_metadata),
+        BatchConsistency(mesh.cpu_group(*AXES), mesh.rank("dp")),
         weight_gradients,
         stage=stage,
         stage_group=mesh.group("pp"),
@@ -66,7 +66,7 @@ def make_runtime(
     )
 
 
-def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
+def _link_ends(mesh: HybridMesh, division: StagePartition, device: torch.device) -> LinkPeer:
     """Return the groups of links. Links need dedicated groups, as torch counts the operations of a group."""
     if device.type != "cpu":
         return _link_groups(mesh, division, device)
@@ -75,13 +75,13 @@ def _link_ends(mesh: HybridMesh, division: StageDivision, device: torch.device) 
     return lambda sender, receiver: (group, sender if stage == receiver else receiver)
 
 
-def _link_groups(mesh: HybridMesh, division: StageDivision, device: torch.device) -> Ends:
+def _link_groups(mesh: HybridMesh, division: StagePartition, device: torch.device) -> LinkPeer:
     """Create a group of two ranks per pair of stages and direction, for accelerators.
 
     Their messages are ordered within a group, so a pending one would block those of the other direction.
     """
     groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-    for one, other in division.neighbours():
+    for one, other in division.linked_stages():
         for ends in ((one, other), (other, one)):
             groups[ends] = group = mesh.subgroup("pp", ends)
             if group is not None:  # connects in a common order; otherwise a first send would block on its receiver

@@ -15,9 +15,9 @@ import torch
 
 from booster.errors import ConfigError
 
-__all__ = ["MicroBatch", "batch_size", "join_outputs", "split_batch"]
+__all__ = ["Microbatch", "batch_size", "join_outputs", "split_batch"]
 
-# Note [Samples]
+# Note [Batch dimension]
 # The size of dim 0 of the first tensor of a batch is its number of samples. Values with as many entries are split:
 # tensors on dim 0, and lists without tensors, as a collate function makes of strings. All else, such as position ids of
 # one row or a scalar, is passed to every microbatch as the same object. So when outputs are merged, values that were
@@ -31,7 +31,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
-class MicroBatch:
+class Microbatch:
     """A microbatch.
 
     Attributes:
@@ -62,14 +62,14 @@ def batch_size(batch: Any) -> int:
     )
 
 
-def split_batch(batch: Any, *, num_micro_batches: int | None, micro_batch_size: int | None) -> list[MicroBatch]:
-    """Split a batch along its samples; see Note [Samples]. Tensors of microbatches are views.
+def split_batch(batch: Any, *, num_microbatches: int | None, microbatch_size: int | None) -> list[Microbatch]:
+    """Split a batch along its samples; see Note [Batch dimension]. Tensors of microbatches are views.
 
     Args:
         batch: Tensor, or mapping, sequence or dataclass of tensors and other values, nested to any depth.
-        num_micro_batches: Number of microbatches, whose sizes differ by at most one; a batch of fewer samples makes one
+        num_microbatches: Number of microbatches, whose sizes differ by at most one; a batch of fewer samples makes one
             microbatch per sample.
-        micro_batch_size: Samples per microbatch, instead; the last one may have fewer.
+        microbatch_size: Samples per microbatch, instead; the last one may have fewer.
 
     Raises:
         ConfigError: Not exactly one of both numbers is given, it is below 1, or the batch has no samples.
@@ -77,11 +77,11 @@ def split_batch(batch: Any, *, num_micro_batches: int | None, micro_batch_size: 
     size = batch_size(batch)
     if size == 0:
         raise ConfigError("a batch without samples can't be split into microbatches: leave out empty batches")
-    bounds = list(itertools.accumulate(_sizes(size, num_micro_batches, micro_batch_size), initial=0))
+    bounds = list(itertools.accumulate(_sizes(size, num_microbatches, microbatch_size), initial=0))
     if len(bounds) == 2:
-        return [MicroBatch(batch, size, _signature(batch))]
-    parts = [(_cut(batch, slice(*ends), size), ends[1] - ends[0]) for ends in itertools.pairwise(bounds)]
-    return [MicroBatch(part, num_samples, _signature(part)) for part, num_samples in parts]
+        return [Microbatch(batch, size, _signature(batch))]
+    microbatches = [(_split(batch, slice(*ends), size), ends[1] - ends[0]) for ends in itertools.pairwise(bounds)]
+    return [Microbatch(part, num_samples, _signature(part)) for part, num_samples in microbatches]
 
 
 def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
@@ -113,21 +113,21 @@ def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
     return first if all(_is_equal(output, first) for output in outputs) else list(outputs)
 
 
-def _sizes(size: int, num_micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
+def _sizes(size: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
     """Return the number of samples of each microbatch."""
-    number = num_micro_batches if micro_batch_size is None else micro_batch_size
-    if number is None or number < 1 or (num_micro_batches is not None and micro_batch_size is not None):
+    number = num_microbatches if microbatch_size is None else microbatch_size
+    if number is None or number < 1 or (num_microbatches is not None and microbatch_size is not None):
         raise ConfigError(
-            f"num_micro_batches={num_micro_batches} and micro_batch_size={micro_batch_size} don't say how to split a"
+            f"num_micro_batches={num_microbatches} and micro_batch_size={microbatch_size} don't say how to split a"
             f" batch of {size} samples: give one of them, at least 1"
         )
-    if micro_batch_size is not None:
+    if microbatch_size is not None:
         return [min(number, size - start) for start in range(0, size, number)]
     count = min(number, size)
     return [size // count + (index < size % count) for index in range(count)]
 
 
-def _cut(tree: Any, samples: slice, size: int) -> Any:
+def _split(tree: Any, samples: slice, size: int) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree[samples] if tree.dim() and tree.shape[0] == size else tree
     if _is_list_of(tree, size):
@@ -137,7 +137,7 @@ def _cut(tree: Any, samples: slice, size: int) -> Any:
     children = _children(tree)
     if children is None:
         return tree
-    return _with_children(tree, {key: _cut(child, samples, size) for key, child in children.items()})
+    return _with_children(tree, {key: _split(child, samples, size) for key, child in children.items()})
 
 
 def _joined_tensors(tensors: Sequence[torch.Tensor], num_samples: Sequence[int]) -> Any:

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_numbers, hang_up, note_failure
+from booster.comm import abort_groups, all_reduce_numbers, report_failure
 from booster.errors import ConfigError, RankFailedError
-from booster.interface.loss import require_scalar_loss
+from booster.interface.loss import check_scalar_loss
 from booster.mixed_precision.fp16_naive import log_on_master
 from booster.phases import Phase, in_phase, observers
-from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchAgreement, fetch
-from booster.plugins.hybrid_parallel.pipeline_parallel.micro_batches import MicroBatch, join_outputs, split_batch
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import Kind, Step
+from booster.plugins.hybrid_parallel.pipeline_parallel.agreement import BatchConsistency, fetch
+from booster.plugins.hybrid_parallel.pipeline_parallel.micro_batches import Microbatch, join_outputs, split_batch
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import ActionKind, StageAction
 from booster.plugins.hybrid_parallel.pipeline_parallel.settings import PipelineArguments
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import Boundary
-from booster.plugins.hybrid_parallel.pipeline_parallel.transport import Received, Sent, Transport
-from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from booster.random_state import capture_random_state, derive_random_state, restore_random_state
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import StageActivation
+from booster.plugins.hybrid_parallel.pipeline_parallel.transport import ReceivedActivation, SentActivation, StageP2P
+from booster.plugins.hybrid_parallel.pipeline_parallel.weight_gradients import DeferredWeightGrads
+from booster.random_state import fork_rng_state, get_rng_state, set_rng_state
 from booster.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
@@ -32,15 +32,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineRun", "PipelineRuntime"]
 
-_KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradients"}
+_KINDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_WEIGHT: "weight gradients",
+}
 
 
 @dataclass(slots=True)
-class _Live:
+class _InFlightMicrobatch:
     """State of a microbatch between its forward and its backward through a model chunk."""
 
-    received: Received | None
-    sent: Sent | None
+    received: ReceivedActivation | None
+    sent: SentActivation | None
     loss: torch.Tensor | None
 
 
@@ -54,8 +58,8 @@ class PipelineRun:
         outputs: Outputs of the microbatches by index, if requested, on the stage with the last chunk.
     """
 
-    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self.num_micro_batches = len(micro_batches)
+    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
+        self.num_microbatches = len(microbatches)
         self.peak_live = 0
         self.losses: list[torch.Tensor] = []
         self.outputs: dict[int, Any] = {}
@@ -80,9 +84,9 @@ class PipelineRuntime:
         self,
         model: HybridModel,
         arguments: PipelineArguments,
-        transport: Transport,
-        agreement: BatchAgreement,
-        weight_gradients: WeightGradients | None,
+        p2p: StageP2P,
+        consistency: BatchConsistency,
+        weight_gradients: DeferredWeightGrads | None,
         *,
         stage: int,
         stage_group: dist.ProcessGroup | None,
@@ -91,9 +95,9 @@ class PipelineRuntime:
     ) -> None:
         self._model = model
         self._arguments = arguments
-        self._transport = transport
-        self._agreement = agreement
-        self._weights = weight_gradients
+        self._p2p = p2p
+        self._consistency = consistency
+        self._weight_grads = weight_gradients
         self._stage = stage
         self._stage_group = stage_group
         self._device = device
@@ -125,63 +129,63 @@ class PipelineRuntime:
                 f"the pipeline has failed before ({self._failure}), and its process groups were aborted:"
                 " end all processes and start again from a checkpoint"
             )
-        self._model.draw_alike()
+        self._model.sync_rng_state()
         fetched = fetch(data_iter)
         error: Exception | None = fetched.error
-        micro_batches: list[MicroBatch] = []
+        microbatches: list[Microbatch] = []
         if fetched.status == 0:
-            error, micro_batches = _split(self._model.module, fetched.batch, self._arguments)
-            self._report_few(len(micro_batches))
+            error, microbatches = _split(self._model.module, fetched.batch, self._arguments)
+            self._warn_few_samples(len(microbatches))
         if error is not None and fetched.error is None:
             fetched = type(fetched)(error=error)
         trains = optimizer is not None
-        wishes = (self._model.training, trains, return_loss, return_outputs, num_items is not None)
-        signatures = [(one.signature, self._model.training) for one in micro_batches]
-        is_stale = self._trainability_changed() or self._transport.knows_many_forms
-        if self._agreement.check(fetched, signatures, wishes, changed=is_stale):
-            self._transport.forget_forms()
+        options = (self._model.training, trains, return_loss, return_outputs, num_items is not None)
+        signatures = [(one.signature, self._model.training) for one in microbatches]
+        is_stale = self._trainability_changed() or self._p2p.is_cache_full
+        if self._consistency.check(fetched, signatures, options, changed=is_stale):
+            self._p2p.clear_cache()
             self._checked.clear()
         self._model.begin_batch()
         if optimizer is not None:
             for observer in observers():
-                observer.forward_called(self._model, (fetched.batch,), {})
-        run = PipelineRun(micro_batches)
+                observer.on_forward(self._model, (fetched.batch,), {})
+        run = PipelineRun(microbatches)
         self._model.last_pipeline_run = run
-        self._micro_batches, self._criterion, self._current = micro_batches, criterion, run
+        self._microbatches, self._criterion, self._current = microbatches, criterion, run
         self._keeps_outputs = return_outputs
-        total = sum(one.num_samples for one in micro_batches)
-        self._shares = [1.0 if num_items is not None else one.num_samples / total for one in micro_batches]
+        total = sum(one.num_samples for one in microbatches)
+        self._loss_weights = [1.0 if num_items is not None else one.num_samples / total for one in microbatches]
         self._scale = 1.0 if optimizer is None or optimizer.loss_scaler is None else optimizer.loss_scaler.scale
-        self._live: dict[tuple[int, int], _Live] = {}
-        steps = self._transport.begin(signatures, with_gradients=trains)
-        with self._failures_told(), self._own_random_numbers():
-            with torch.no_grad() if optimizer is None else optimizer.collecting_micro_batches(num_items):
-                self._work(steps)
+        self._live: dict[tuple[int, int], _InFlightMicrobatch] = {}
+        steps = self._p2p.begin(signatures, with_gradients=trains)
+        with self._report_failures(), self._fork_rng_per_stage():
+            with torch.no_grad() if optimizer is None else optimizer.accumulate_microbatches(num_items):
+                self._execute(steps)
             loss = self._loss(run) if return_loss else None
         self._model.end_batch(self._stage_group)
         if optimizer is not None:
             for observer in observers():
                 if run.losses:
-                    observer.loss_given(optimizer, sum(run.losses), num_items)
+                    observer.on_loss(optimizer, sum(run.losses), num_items)
                 else:
-                    observer.loss_is_elsewhere(optimizer)
+                    observer.on_remote_loss(optimizer)
         outputs = self._outputs(run) if return_outputs else None
-        self._micro_batches = []
+        self._microbatches = []
         return {"loss": loss, "outputs": outputs}
 
     @contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
+    def _fork_rng_per_stage(self) -> Iterator[None]:
         """Fork the RNG state per stage, and restore the common state afterwards.
 
         Stages draw different amounts of random numbers, but the data may depend on a common state.
         """
         torch.rand(())  # advances the common state, for the next batch
-        common = capture_random_state(self._device)
-        restore_random_state(derive_random_state(common, self._stage), self._device)
+        common = get_rng_state(self._device)
+        set_rng_state(fork_rng_state(common, self._stage), self._device)
         try:
             yield
         finally:
-            restore_random_state(common, self._device)
+            set_rng_state(common, self._device)
 
     def _trainability_changed(self) -> bool:
         now = tuple(parameter.requires_grad for parameter in self._model.module.parameters())
@@ -190,61 +194,61 @@ class PipelineRuntime:
 
     # Actions.
 
-    def _work(self, steps: Sequence[Step]) -> None:
-        last = len(self._micro_batches) - 1
-        for place, step in enumerate(steps):
-            work = step.work
-            self._place = f"{_KINDS[work.kind]} of microbatch {work.micro_batch} (of 0 to {last})"
-            self._transport.post(place)
-            if work.kind is Kind.FORWARD:
+    def _execute(self, steps: Sequence[StageAction]) -> None:
+        last = len(self._microbatches) - 1
+        for index, step in enumerate(steps):
+            action = step.action
+            self._position = f"{_KINDS[action.kind]} of microbatch {action.microbatch} (of 0 to {last})"
+            self._p2p.post_recvs(index)
+            if action.kind is ActionKind.FORWARD:
                 self._forward(step)
-            elif work.kind is Kind.BACKWARD:
+            elif action.kind is ActionKind.BACKWARD:
                 self._backward(step)
-            elif self._weights is not None:
+            elif self._weight_grads is not None:
                 with Phase("backward"):
-                    self._weights.compute(_key(step))
-        self._place = f"when its microbatches (0 to {last}) were done"
-        self._transport.finish()
+                    self._weight_grads.compute(_key(step))
+        self._position = f"when its microbatches (0 to {last}) were done"
+        self._p2p.wait()
 
     @in_phase("forward")
-    def _forward(self, step: Step) -> None:
-        piece = self._model.pieces[step.work.chunk]
-        micro_batch = self._micro_batches[step.work.micro_batch]
-        received = None if step.receives is None else self._transport.take_output(step.receives)
-        boundary_in = None if received is None else Boundary.from_tree(received.tree)
-        check = (piece.position, self._model.training)
-        with self._gradients_for_a_look(check):
-            boundary, outputs = self._model.run_piece(piece, boundary_in, micro_batch.batch)
-            loss = None if boundary is not None else self._loss_of(outputs, step.work.micro_batch)
+    def _forward(self, step: StageAction) -> None:
+        chunk = self._model.model_chunks[step.action.chunk]
+        microbatch = self._microbatches[step.action.microbatch]
+        received = None if step.receives is None else self._p2p.recv_output(step.receives)
+        boundary_in = None if received is None else StageActivation.from_tree(received.tree)
+        check = (chunk.position, self._model.training)
+        with self._grad_for_first_forward(check):
+            boundary, outputs = self._model.run_chunk(chunk, boundary_in, microbatch.batch)
+            loss = None if boundary is not None else self._loss_of(outputs, step.action.microbatch)
             if check not in self._checked:
                 self._require_independent(boundary, loss, outputs)
                 self._checked.add(check)
         trains = torch.is_grad_enabled()
-        live = _Live(received if trains else None, None, loss if trains else None)
+        live = _InFlightMicrobatch(received if trains else None, None, loss if trains else None)
         if boundary is not None:
             assert step.sends is not None
             tree = boundary.to_tree()
             if not trains:
                 tree = map_tensors(torch.Tensor.detach, tree)
-            live.sent = self._transport.send_output(step.sends, tree)
+            live.sent = self._p2p.send_output(step.sends, tree)
         elif self._keeps_outputs:
-            self._current.outputs[step.work.micro_batch] = map_tensors(torch.Tensor.detach, outputs)
+            self._current.outputs[step.action.microbatch] = map_tensors(torch.Tensor.detach, outputs)
         if trains:
             self._live[_key(step)] = live
             self._current.peak_live = max(self._current.peak_live, len(self._live))
 
-    def _gradients_for_a_look(self, check: tuple[int, bool]) -> AbstractContextManager[Any]:
+    def _grad_for_first_forward(self, check: tuple[int, bool]) -> AbstractContextManager[Any]:
         """Enable gradients for the first forward of each chunk, whose graph `_require_independent` checks."""
         return nullcontext() if check in self._checked else torch.enable_grad()
 
-    def _require_independent(self, boundary: Boundary | None, loss: torch.Tensor | None, outputs: Any) -> None:
+    def _require_independent(self, boundary: StageActivation | None, loss: torch.Tensor | None, outputs: Any) -> None:
         tensors: list[torch.Tensor] = [] if loss is None else [loss]
         map_tensors(tensors.append, outputs if boundary is None else boundary.to_tree())
-        self._model.require_independent(tensors)
+        self._model.check_independent(tensors)
 
-    def _loss_of(self, outputs: Any, micro_batch: int) -> torch.Tensor:
+    def _loss_of(self, outputs: Any, microbatch: int) -> torch.Tensor:
         try:
-            loss = self._criterion(outputs, self._micro_batches[micro_batch].batch)
+            loss = self._criterion(outputs, self._microbatches[microbatch].batch)
         except Exception as error:
             error.add_note("It was raised in the criterion, which is called with (outputs, batch) of a microbatch.")
             raise
@@ -254,28 +258,28 @@ class PipelineRuntime:
                 f"the criterion returned a {what} for a microbatch, but backward needs a scalar tensor: return a loss"
                 " such as F.cross_entropy(...), or loss.mean()"
             )
-        self._current.losses.append(loss.detach().double() * self._shares[micro_batch])
+        self._current.losses.append(loss.detach().double() * self._loss_weights[microbatch])
         return loss
 
     @in_phase("backward")
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: StageAction) -> None:
         live = self._live.pop(_key(step))
-        with nullcontext() if self._weights is None else self._weights.deferring(_key(step)):
+        with nullcontext() if self._weight_grads is None else self._weight_grads.deferring(_key(step)):
             if live.loss is not None:
-                require_scalar_loss(live.loss)
-                (live.loss * (self._shares[step.work.micro_batch] * self._scale)).backward()
+                check_scalar_loss(live.loss)
+                (live.loss * (self._loss_weights[step.action.microbatch] * self._scale)).backward()
             elif live.sent is not None and step.receives is not None:
-                gradients = self._transport.take_gradients(step.receives)
+                gradients = self._p2p.recv_gradients(step.receives)
                 if live.sent.edges:
                     torch.autograd.backward(live.sent.edges, gradients)
         if step.sends is not None:
             assert live.received is not None
-            self._transport.send_gradients(step.sends, live.received.gradients())
+            self._p2p.send_gradients(step.sends, live.received.gradients())
 
     # Results.
 
     def _loss(self, run: PipelineRun) -> torch.Tensor | None:
-        is_last = any(piece.is_last for piece in self._model.pieces)
+        is_last = any(piece.is_last for piece in self._model.model_chunks)
         own = float(sum(run.losses))
         if self._arguments.broadcast_loss:
             own = all_reduce_numbers([own], self._stage_group)[0]
@@ -286,13 +290,13 @@ class PipelineRuntime:
     def _outputs(self, run: PipelineRun) -> Any:
         if not run.outputs:
             return None
-        ordered = [run.outputs[index] for index in range(run.num_micro_batches)]
+        ordered = [run.outputs[index] for index in range(run.num_microbatches)]
         run.outputs = {}
-        return join_outputs(ordered, [one.num_samples for one in self._micro_batches])
+        return join_outputs(ordered, [one.num_samples for one in self._microbatches])
 
     # Failures.
 
-    def _report_few(self, number: int) -> None:
+    def _warn_few_samples(self, number: int) -> None:
         """Log a warning if the first batch has fewer samples than `num_microbatches`."""
         wanted = self._arguments.num_microbatches
         if not self._has_reported and wanted is not None and 0 < number < wanted:
@@ -303,42 +307,42 @@ class PipelineRuntime:
         self._has_reported = True
 
     @contextmanager
-    def _failures_told(self) -> Iterator[None]:
+    def _report_failures(self) -> Iterator[None]:
         """Report a failure of this rank, and abort its groups, so that its peers do not wait until the timeout."""
-        self._place = "before its first microbatch"
+        self._position = "before its first microbatch"
         try:
             yield
         except BaseException as error:
-            where = f"pipeline stage {self._stage}, {self._place}"
+            where = f"pipeline stage {self._stage}, {self._position}"
             self._failure = f"{where}: {type(error).__name__}"
             self._live.clear()
-            if self._weights is not None:
-                self._weights.discard()
+            if self._weight_grads is not None:
+                self._weight_grads.discard()
             if not isinstance(error, RankFailedError):
-                note_failure(f"{where}: {type(error).__name__}: {error}")
+                report_failure(f"{where}: {type(error).__name__}: {error}")
                 error.add_note(f"This happened in {where}.")
-            hang_up(self._groups(), f"{where}: {error}")
+            abort_groups(self._groups(), f"{where}: {error}")
             if isinstance(error, RankFailedError):
                 raise RankFailedError(f"{where}: {error}") from error
             raise
 
 
-def _key(step: Step) -> tuple[int, int]:
-    return step.work.micro_batch, step.work.chunk
+def _key(step: StageAction) -> tuple[int, int]:
+    return step.action.microbatch, step.action.chunk
 
 
-def _split(model: nn.Module, batch: Any, arguments: PipelineArguments) -> tuple[Exception | None, list[MicroBatch]]:
+def _split(model: nn.Module, batch: Any, arguments: PipelineArguments) -> tuple[Exception | None, list[Microbatch]]:
     try:
-        _require_no_collection(model, batch)
+        _check_no_layer_outputs(model, batch)
         found = split_batch(
-            batch, num_micro_batches=arguments.num_microbatches, micro_batch_size=arguments.microbatch_size
+            batch, num_microbatches=arguments.num_microbatches, microbatch_size=arguments.microbatch_size
         )
     except ConfigError as error:  # raised on all ranks by the consistency check
         return error, []
     return None, found
 
 
-def _require_no_collection(model: nn.Module, batch: Any) -> None:
+def _check_no_layer_outputs(model: nn.Module, batch: Any) -> None:
     """Raise if a transformers model is asked for outputs of every layer, which no stage has."""
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         given = batch.get(name) if isinstance(batch, Mapping) else None

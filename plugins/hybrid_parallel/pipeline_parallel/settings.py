@@ -16,7 +16,7 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
 )
 from booster.plugins.sharding.checks import error_of
 
-__all__ = ["AlikeOnRanks", "PipelineArguments"]
+__all__ = ["PipelineArguments", "RankIndependentRepr"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MANY = 1024
@@ -87,7 +87,7 @@ class PipelineArguments:
             "execution_sequence": (self.execution_sequence, None),
         }
         return [
-            f"{name}={AlikeOnRanks(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
+            f"{name}={RankIndependentRepr(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
             for name, (given, usual) in given_and_usual.items()
             if self.num_stages == 1 and given != usual
         ]
@@ -106,7 +106,7 @@ class PipelineArguments:
         self._check_names()
         if self.num_stages == 1:
             return
-        self._check_micro_batches()
+        self._check_microbatches()
         self._check_schedule()
         self._check_division()
 
@@ -149,14 +149,14 @@ class PipelineArguments:
         sequence = self.execution_sequence
         if sequence is not None and not _is_list_of(lambda one: _is_name(one) or callable(one), sequence):
             raise ConfigError(
-                f"execution_sequence={AlikeOnRanks(sequence)} does not say what runs one after the other: give a list"
+                f"execution_sequence={RankIndependentRepr(sequence)} does not say what runs one after the other: give a list"
                 " of names of modules and functions of one argument, such as ['embedding', 'layers.0', 'layers.1',"
                 " 'head'], or leave it out"
             )
 
     # Together.
 
-    def _check_micro_batches(self) -> None:
+    def _check_microbatches(self) -> None:
         if self.num_microbatches is None and self.microbatch_size is None:
             raise ConfigError(
                 f"pp_size={self.num_stages} without num_microbatches and microbatch_size does not say into what a batch"
@@ -182,9 +182,9 @@ class PipelineArguments:
 
     def _check_division(self) -> None:
         layers, split = self.num_layers_per_stage, self.split
-        pieces = f"pp_size={self.num_stages}"
+        chunks = f"pp_size={self.num_stages}"
         if self.num_chunks > 1:
-            pieces += f" with num_model_chunks={self.num_chunks}"
+            chunks += f" with num_model_chunks={self.num_chunks}"
         if layers is not None and split is not None:
             raise ConfigError(
                 f"num_layers_per_stage={layers!r} and split={split!r} both say where a model is divided: leave one of"
@@ -192,7 +192,7 @@ class PipelineArguments:
             )
         if layers is not None and len(layers) != self.num_positions:
             raise ConfigError(
-                f"num_layers_per_stage={layers!r} has {len(layers)} numbers, and {pieces} divides a model into"
+                f"num_layers_per_stage={layers!r} has {len(layers)} numbers, and {chunks} divides a model into"
                 f" {self.num_positions} pieces: give {self.num_positions} numbers, in the order in which the model runs"
                 " its layers"
             )
@@ -201,13 +201,13 @@ class PipelineArguments:
         if len(split) != self.num_positions - 1:
             raise ConfigError(
                 f"split={split!r} has {len(split)} names, which divide a model into {len(split) + 1} pieces, and"
-                f" {pieces} needs {self.num_positions}: give {self.num_positions - 1} names, of the modules with which"
+                f" {chunks} needs {self.num_positions}: give {self.num_positions - 1} names, of the modules with which"
                 " the pieces after the first begin"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class AlikeOnRanks:
+class RankIndependentRepr:
     """A value with a rank-independent repr: without addresses, by which equal arguments would differ between ranks."""
 
     value: Any
@@ -216,9 +216,9 @@ class AlikeOnRanks:
         return _ADDRESS.sub("", repr(self.value))
 
     @staticmethod
-    def value_of(given: Any) -> Any:
+    def unwrap(given: Any) -> Any:
         """Return the value, wrapped or not."""
-        return given.value if isinstance(given, AlikeOnRanks) else given
+        return given.value if isinstance(given, RankIndependentRepr) else given
 
 
 def _is_list_of(belongs: Callable[[Any], bool], value: Any) -> bool:

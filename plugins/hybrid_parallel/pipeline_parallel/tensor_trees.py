@@ -15,9 +15,9 @@ import torch
 from booster.comm.links import TensorSpec
 from booster.errors import ConfigError
 
-__all__ = ["TensorForm", "TreeForm", "flatten"]
+__all__ = ["TensorLeaf", "TreeSpec", "flatten"]
 
-# Note [Forms of trees]
+# Note [Tree specs]
 # A spec is nested tuples whose first entry is the kind. A container has the name of its class (None for the built-in
 # one), which the receiving rank looks up among its imported modules, as it runs the same model. Nothing of a message is
 # executed except the construction of tuples, lists, dicts and dataclass instances. Values carry their type, as
@@ -30,7 +30,7 @@ _CONTAINERS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorForm:
+class TensorLeaf:
     """Metadata of a tensor in a tree.
 
     Attributes:
@@ -45,8 +45,8 @@ class TensorForm:
 
 
 @dataclass(frozen=True)
-class TreeForm:
-    """Structure of a tree without its tensors' data; see Note [Forms of trees].
+class TreeSpec:
+    """Structure of a tree without its tensors' data; see Note [Tree specs].
 
     Attributes:
         root: Nested tuples.
@@ -54,7 +54,7 @@ class TreeForm:
     """
 
     root: _Node
-    tensors: tuple[TensorForm, ...]
+    tensors: tuple[TensorLeaf, ...]
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -73,7 +73,7 @@ class TreeForm:
         return json.dumps([self.root, tensors], separators=(",", ":")).encode()
 
     @staticmethod
-    def decode(content: bytes) -> TreeForm:
+    def decode(content: bytes) -> TreeSpec:
         """Return the spec encoded by `encode`, possibly in another process.
 
         Raises:
@@ -82,15 +82,15 @@ class TreeForm:
         """
         try:
             root, tensors = json.loads(content)
-            forms = tuple(TensorForm(tuple(shape), _dtype(name), bool(grad)) for name, shape, grad in tensors)
-            return TreeForm(_checked(root, len(forms)), forms)
+            forms = tuple(TensorLeaf(tuple(shape), _dtype(name), bool(grad)) for name, shape, grad in tensors)
+            return TreeSpec(_checked(root, len(forms)), forms)
         except ConfigError:
             raise
         except (ValueError, TypeError, IndexError, AttributeError) as error:
             raise _malformed(content) from error
 
 
-def flatten(tree: Any) -> tuple[list[torch.Tensor], TreeForm]:
+def flatten(tree: Any) -> tuple[list[torch.Tensor], TreeSpec]:
     """Flatten a tree.
 
     Args:
@@ -103,20 +103,20 @@ def flatten(tree: Any) -> tuple[list[torch.Tensor], TreeForm]:
     Raises:
         ConfigError: The tree has a value of another type; the message has its path.
     """
-    walk = _Walk()
+    walk = _Flattener()
     root = walk.node(tree, "")
-    return walk.tensors, TreeForm(root, tuple(_tensor_form(tensor) for tensor in walk.tensors))
+    return walk.tensors, TreeSpec(root, tuple(_leaf_of(tensor) for tensor in walk.tensors))
 
 
-class _Walk:
+class _Flattener:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
 
     def node(self, value: Any, path: str) -> _Node:
         """Return the node of a value at a path such as `[0].logits`."""
         if isinstance(value, torch.Tensor):
-            return ("tensor", self._place_of(value, path))
+            return ("tensor", self._tensor_index(value, path))
         simple = _simple_node(value)
         if simple is not None:
             return simple
@@ -134,16 +134,16 @@ class _Walk:
             " cache of keys and values: call the model with use_cache=False), or end the stage behind another layer"
         )
 
-    def _place_of(self, tensor: torch.Tensor, path: str) -> int:
+    def _tensor_index(self, tensor: torch.Tensor, path: str) -> int:
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise ConfigError(
                 f"{_what(tensor, path)} of layout {tensor.layout} and dtype {tensor.dtype}, which can't travel between"
                 " pipeline stages: return a dense tensor from the layer, or end the stage behind another layer"
             )
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = len(self.tensors)
+        if id(tensor) not in self._index_of:
+            self._index_of[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return self._places[id(tensor)]
+        return self._index_of[id(tensor)]
 
     def _dataclass(self, value: Any, path: str) -> _Node:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
@@ -278,8 +278,8 @@ def _class_name(value: Any, plain: type | None, path: str) -> str | None:
     return name
 
 
-def _tensor_form(tensor: torch.Tensor) -> TensorForm:
-    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+def _leaf_of(tensor: torch.Tensor) -> TensorLeaf:
+    return TensorLeaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

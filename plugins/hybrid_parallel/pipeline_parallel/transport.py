@@ -1,12 +1,12 @@
 """Point-to-point communication of activations and their gradients between stages.
 
-Note [Forms that are known]
+Note [Cached shapes]
 The first activation of a kind is sent with a header that describes its tree, later ones without. The kind is the
 receiving position, the signature of the microbatch, and whether gradients will return. Both ends process the same
 batches, so both know which kinds are cached. Gradients return for the tensors that required them, in their shapes, and
 never need a header.
 
-Note [Letting go of what was sent]
+Note [Send completion]
 Gloo does not report the completion of a send without waiting for it. But a message from the receiver implies it: all
 that the receiver took before it sent that message has arrived, and the schedule determines what that was.
 """
@@ -21,29 +21,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import IncomingLink, OutgoingLink, TensorSpec
+from booster.comm import RecvChannel, SendChannel, TensorSpec
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import (
     Message,
-    Step,
+    StageAction,
+    action_list,
     check_orders,
-    incoming,
-    program,
+    incoming_messages,
 )
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
-from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeForm, flatten
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StagePartition
+from booster.plugins.hybrid_parallel.pipeline_parallel.tensor_trees import TreeSpec, flatten
 
-__all__ = ["Received", "Sent", "Transport"]
+__all__ = ["ReceivedActivation", "SentActivation", "StageP2P"]
 
-_MANY_FORMS = 1024
-_AHEAD = 2  # number of actions whose receives are posted ahead
+_MAX_CACHED_SPECS = 1024
+_NUM_POSTED_AHEAD = 2  # number of actions whose receives are posted ahead
 
-Ends = Callable[[int, int], tuple["dist.ProcessGroup | None", int]]
+LinkPeer = Callable[[int, int], tuple["dist.ProcessGroup | None", int]]
 """Returns the group of the link from a sending to a receiving stage, and the peer's rank in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentActivation:
     """A sent activation.
 
     Attributes:
@@ -51,12 +51,12 @@ class Sent:
         edges: Gradient edges of its tensors that require gradients, in order.
     """
 
-    form: TreeForm
+    spec: TreeSpec
     edges: Sequence[torch.autograd.graph.GradientEdge]
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedActivation:
     """A received activation.
 
     Attributes:
@@ -72,7 +72,7 @@ class Received:
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
 
 
-class Transport:
+class StageP2P:
     """Sends and receives of a stage.
 
     Args:
@@ -80,33 +80,33 @@ class Transport:
         stage: Index of this stage.
         ends: Returns group and peer of a link.
         device: Compute device of the stage.
-        caches_forms: If True, headers are cached, see Note [Forms that are known]; otherwise each activation has one.
+        caches_forms: If True, headers are cached, see Note [Cached shapes]; otherwise each activation has one.
     """
 
     def __init__(
-        self, division: StageDivision, stage: int, ends: Ends, device: torch.device, *, caches_forms: bool
+        self, division: StagePartition, stage: int, ends: LinkPeer, device: torch.device, *, caches_specs: bool
     ) -> None:
         self._division = division
         self._stage = stage
         self._ends = ends
         self._device = device
-        self._caches = caches_forms
-        self._forms: dict[Hashable, TreeForm] = {}
-        self._outgoing: dict[int, OutgoingLink] = {}
-        self._incoming: dict[int, IncomingLink] = {}
+        self._caches = caches_specs
+        self._cached_specs: dict[Hashable, TreeSpec] = {}
+        self._outgoing: dict[int, SendChannel] = {}
+        self._incoming: dict[int, RecvChannel] = {}
         self._headers_due: dict[int, Message] = {}
         self._checked: set[int] = set()  # numbers of microbatches for which the schedule was checked
 
     @property
-    def knows_many_forms(self) -> bool:
+    def is_cache_full(self) -> bool:
         """Whether the cache should be cleared, as batches with ever new values have ever new signatures."""
-        return len(self._forms) > _MANY_FORMS
+        return len(self._cached_specs) > _MAX_CACHED_SPECS
 
-    def forget_forms(self) -> None:
+    def clear_cache(self) -> None:
         """Clear the cache of headers; all stages must do so at the same batch."""
-        self._forms.clear()
+        self._cached_specs.clear()
 
-    def begin(self, signatures: Sequence[Hashable], *, with_gradients: bool) -> list[Step]:
+    def begin(self, signatures: Sequence[Hashable], *, with_gradients: bool) -> list[StageAction]:
         """Start a batch, and return the stage's actions. No communication.
 
         Args:
@@ -122,62 +122,62 @@ class Transport:
             division = self._division
             check_orders(division.schedule, division.num_stages, len(signatures), division.num_chunks)
             self._checked.add(len(signatures))
-        self._steps = self._program(self._stage)
-        self._handed: dict[Message, Any] = {}
-        self._form_of: dict[tuple[int, int], TreeForm] = {}
-        self._under_way: dict[int, deque[Message]] = {}
-        self._places: dict[Message, tuple[int, int]] = {}
-        expected = incoming(*self._arguments(self._stage), forward_only=not with_gradients)
+        self._steps = self._actions_of(self._stage)
+        self._local: dict[Message, Any] = {}
+        self._spec_of: dict[tuple[int, int], TreeSpec] = {}
+        self._in_flight: dict[int, deque[Message]] = {}
+        self._recv_index: dict[Message, tuple[int, int]] = {}
+        expected = incoming_messages(*self._arguments(self._stage), forward_only=not with_gradients)
         for sender, messages in expected.items():
-            self._link_from(sender).expect([self._description(sender, message) for message in messages])
-            self._places |= {message: (sender, index) for index, message in enumerate(messages)}
+            self._link_from(sender).expect([self._expected_specs(sender, message) for message in messages])
+            self._recv_index |= {message: (sender, index) for index, message in enumerate(messages)}
         peers = {step.sends.receiver for step in self._steps if step.sends} | set(expected)
         self._sent_at: dict[Message, int] = {}
-        self._taken_at: dict[Message, int] = {}
+        self._received_at: dict[Message, int] = {}
         for peer in peers - {self._stage}:
-            for place, step in enumerate(self._program(peer)):
+            for place, step in enumerate(self._actions_of(peer)):
                 if step.sends is not None:
                     self._sent_at[step.sends] = place
                 if step.receives is not None:
-                    self._taken_at[step.receives] = place
+                    self._received_at[step.receives] = place
         return self._steps
 
-    def post(self, place: int) -> None:
-        """Post the receives of the next actions from index `place` on."""
-        for step in self._steps[place : place + _AHEAD + 1]:
-            if step.receives in self._places:
-                sender, index = self._places[step.receives]  # type: ignore[index]
-                self._incoming[sender].post(index + 1)
+    def post_recvs(self, index: int) -> None:
+        """Post the receives of the next actions from index `index` on."""
+        for step in self._steps[index : index + _NUM_POSTED_AHEAD + 1]:
+            if step.receives in self._recv_index:
+                sender, index = self._recv_index[step.receives]  # type: ignore[index]
+                self._incoming[sender].post_recvs(index + 1)
 
-    def send_output(self, message: Message, tree: Any) -> Sent:
+    def send_output(self, message: Message, tree: Any) -> SentActivation:
         """Send an activation to the next chunk.
 
         Raises:
             ConfigError: It has unsupported values, or other shapes than an earlier one of the same kind.
         """
-        tensors, form = flatten(tree)
+        tensors, spec = flatten(tree)
         edges = [
             torch.autograd.graph.get_gradient_edge(tensor)
-            for tensor, one in zip(tensors, form.tensors, strict=True)
+            for tensor, one in zip(tensors, spec.tensors, strict=True)
             if one.requires_grad
         ]
-        self._form_of[message.micro_batch, message.position] = form
+        self._spec_of[message.microbatch, message.position] = spec
         if message.receiver == self._stage:
-            self._handed[message] = [tensor.detach() for tensor in tensors]
-            return Sent(form, edges)
+            self._local[message] = [tensor.detach() for tensor in tensors]
+            return SentActivation(spec, edges)
         kind = self._kind(message)
-        known = self._forms.get(kind) if self._caches else None
-        if known is not None and known != form:
+        known = self._cached_specs.get(kind) if self._caches else None
+        if known is not None and known != spec:
             raise ConfigError(
-                f"a pipeline stage's output has tensors {_listed(form)} for microbatch {message.micro_batch}, and had"
+                f"a pipeline stage's output has tensors {_listed(spec)} for microbatch {message.microbatch}, and had"
                 f" {_listed(known)} for an earlier one of the same shapes: by default shapes are cached and must not"
                 " depend on values. Give enable_metadata_cache=False to the plugin"
             )
-        self._forms[kind] = form
-        self._send(message, tensors, None if known is not None else form.encode())
-        return Sent(form, edges)
+        self._cached_specs[kind] = spec
+        self._send(message, tensors, None if known is not None else spec.encode())
+        return SentActivation(spec, edges)
 
-    def take_output(self, message: Message) -> Received:
+    def recv_output(self, message: Message) -> ReceivedActivation:
         """Wait for an activation.
 
         Raises:
@@ -185,38 +185,38 @@ class Transport:
         """
         is_own = message.sender == self._stage
         if is_own:
-            tensors = self._handed.pop(message)
+            tensors = self._local.pop(message)
         else:
-            tensors = [tensor.to(self._device) for tensor in self._take(message)]
-        form = self._form_of[message.micro_batch, message.position]
+            tensors = [tensor.to(self._device) for tensor in self._recv(message)]
+        spec = self._spec_of[message.microbatch, message.position]
         leaves, given = [], []
-        for tensor, one in zip(tensors, form.tensors, strict=True):
+        for tensor, one in zip(tensors, spec.tensors, strict=True):
             if one.requires_grad and self._with_gradients:
                 leaves.append(tensor.requires_grad_())
                 # Not a leaf, which in-place layers could not modify; and separate memory, which they may modify.
-                tensor = tensor.clone() if is_own else _Arrived.apply(tensor)  # type: ignore[no-untyped-call]
+                tensor = tensor.clone() if is_own else _ReceivedTensor.apply(tensor)  # type: ignore[no-untyped-call]
             given.append(tensor)
-        return Received(form.build(given), leaves)
+        return ReceivedActivation(spec.build(given), leaves)
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
         """Send gradients to the previous chunk."""
         if message.receiver == self._stage:
-            self._handed[message] = list(gradients)
+            self._local[message] = list(gradients)
         else:
             self._send(message, gradients, None)
 
-    def take_gradients(self, message: Message) -> list[torch.Tensor]:
+    def recv_gradients(self, message: Message) -> list[torch.Tensor]:
         """Wait for the gradients of a sent activation.
 
         Raises:
             RankFailedError: The connection is lost, or the wait timed out.
         """
         if message.sender == self._stage:
-            gradients: list[torch.Tensor] = self._handed.pop(message)
+            gradients: list[torch.Tensor] = self._local.pop(message)
             return gradients
-        return [tensor.to(self._device) for tensor in self._take(message)]
+        return [tensor.to(self._device) for tensor in self._recv(message)]
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for all sends.
 
         Raises:
@@ -225,73 +225,73 @@ class Transport:
         for link in self._outgoing.values():
             link.wait()
 
-    def _program(self, stage: int) -> list[Step]:
-        return program(*self._arguments(stage), forward_only=not self._with_gradients)
+    def _actions_of(self, stage: int) -> list[StageAction]:
+        return action_list(*self._arguments(stage), forward_only=not self._with_gradients)
 
     def _arguments(self, stage: int) -> tuple[Any, int, int, int, int]:
         division = self._division
         return division.schedule, stage, division.num_stages, len(self._signatures), division.num_chunks
 
     def _kind(self, message: Message) -> Hashable:
-        return message.position, self._signatures[message.micro_batch], self._with_gradients
+        return message.position, self._signatures[message.microbatch], self._with_gradients
 
-    def _description(self, sender: int, message: Message) -> Callable[[], Sequence[TensorSpec] | None]:
+    def _expected_specs(self, sender: int, message: Message) -> Callable[[], Sequence[TensorSpec] | None]:
         def gradient() -> Sequence[TensorSpec] | None:
-            form = self._form_of.get((message.micro_batch, message.position + 1))
-            if form is None:  # not sent yet
+            spec = self._spec_of.get((message.microbatch, message.position + 1))
+            if spec is None:  # not sent yet
                 return None
-            return [TensorSpec(one.shape, one.dtype) for one in form.tensors if one.requires_grad]
+            return [TensorSpec(one.shape, one.dtype) for one in spec.tensors if one.requires_grad]
 
         def output() -> Sequence[TensorSpec] | None:
-            form = self._forms.get(self._kind(message)) if self._caches else None
-            if form is None:
+            spec = self._cached_specs.get(self._kind(message)) if self._caches else None
+            if spec is None:
                 self._headers_due[sender] = message
                 return None
-            self._form_of[message.micro_batch, message.position] = form
-            return form.specs
+            self._spec_of[message.microbatch, message.position] = spec
+            return spec.specs
 
         return gradient if message.is_gradient else output
 
     def _read_header(self, sender: int, header: bytes) -> Sequence[TensorSpec]:
         message = self._headers_due.pop(sender)
-        form = TreeForm.decode(header)
-        self._forms[self._kind(message)] = self._form_of[message.micro_batch, message.position] = form
-        return form.specs
+        spec = TreeSpec.decode(header)
+        self._cached_specs[self._kind(message)] = self._spec_of[message.microbatch, message.position] = spec
+        return spec.specs
 
-    def _take(self, message: Message) -> list[torch.Tensor]:
-        sender, index = self._places[message]
-        _, tensors = self._incoming[sender].take(index)
-        self._let_go(sender, self._sent_at[message])
+    def _recv(self, message: Message) -> list[torch.Tensor]:
+        sender, index = self._recv_index[message]
+        _, tensors = self._incoming[sender].recv(index)
+        self._complete_sends(sender, self._sent_at[message])
         return tensors
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor], header: bytes | None) -> None:
         self._link_to(message.receiver).send(tensors, header)
-        self._under_way.setdefault(message.receiver, deque()).append(message)
+        self._in_flight.setdefault(message.receiver, deque()).append(message)
 
-    def _let_go(self, peer: int, place: int) -> None:
-        """Complete the sends that `peer` received before its action `place`; see Note [Letting go of what was sent]."""
-        messages = self._under_way.get(peer)
+    def _complete_sends(self, peer: int, index: int) -> None:
+        """Complete the sends that `peer` received before its action `index`; see Note [Send completion]."""
+        messages = self._in_flight.get(peer)
         count = 0
-        while messages and self._taken_at[messages[0]] <= place:
+        while messages and self._received_at[messages[0]] <= index:
             messages.popleft()
             count += 1
         if count:
             self._outgoing[peer].finish(count)
 
-    def _link_to(self, receiver: int) -> OutgoingLink:
+    def _link_to(self, receiver: int) -> SendChannel:
         if receiver not in self._outgoing:
             group, rank = self._ends(self._stage, receiver)
-            self._outgoing[receiver] = OutgoingLink(rank, group)
+            self._outgoing[receiver] = SendChannel(rank, group)
         return self._outgoing[receiver]
 
-    def _link_from(self, sender: int) -> IncomingLink:
+    def _link_from(self, sender: int) -> RecvChannel:
         if sender not in self._incoming:
             group, rank = self._ends(sender, self._stage)
-            self._incoming[sender] = IncomingLink(rank, group, lambda header: self._read_header(sender, header))
+            self._incoming[sender] = RecvChannel(rank, group, lambda header: self._read_header(sender, header))
         return self._incoming[sender]
 
 
-class _Arrived(torch.autograd.Function):
+class _ReceivedTensor(torch.autograd.Function):
     """Identity without a copy, as there is no other reference to a received tensor."""
 
     @staticmethod
@@ -303,5 +303,5 @@ class _Arrived(torch.autograd.Function):
         return gradients[0]
 
 
-def _listed(form: TreeForm) -> str:
-    return ", ".join(f"{one.dtype} {one.shape}{' with gradient' * one.requires_grad}" for one in form.tensors) or "none"
+def _listed(spec: TreeSpec) -> str:
+    return ", ".join(f"{one.dtype} {one.shape}{' with gradient' * one.requires_grad}" for one in spec.tensors) or "none"

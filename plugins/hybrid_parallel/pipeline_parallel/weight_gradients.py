@@ -1,10 +1,10 @@
 """Deferred weight gradients: the W step of zero-bubble schedules.
 
-Note [Weights that wait]
+Note [Deferred weight gradients]
 A stage's backward computes the gradient of its input, which the previous stage needs at once, and those of its weights,
 which are needed only by the optimizer's step. Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism",
 arXiv:2401.10241) compute the latter where a stage would be idle. So linear layers, which have nearly all weights, save
-their input and the gradient of their output; see Note [Later gradients]. The gradient computed later passes through
+their input and the gradient of their output; see Note [Deferred weight gradients]. The gradient computed later passes through
 autograd to the parameter, with the same reductions, hooks and accumulation as in the backward.
 """
 
@@ -19,33 +19,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.plugins.hybrid_parallel.tensor_parallel.embedding import VocabularyHead
+from booster.plugins.hybrid_parallel.tensor_parallel.embedding import VocabParallelHead
 from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import (
-    add_products,
-    deferrable_product,
-    keep_gradients_in,
-    sum_of_products,
+    add_matmuls,
+    deferrable_matmul,
+    set_wgrad_queue,
+    sum_of_matmuls,
 )
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import ColumnParallel, RowParallel, is_transposed
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear as is_linear_layer
 
-__all__ = ["WeightGradients", "defer_weight_gradients"]
+__all__ = ["DeferredWeightGrads", "defer_weight_gradients"]
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class WeightGradients:
-    """Queue of the deferred weight gradients of one stage; see Note [Weights that wait].
+class DeferredWeightGrads:
+    """Queue of the deferred weight gradients of one stage; see Note [Deferred weight gradients].
 
     A deep copy of a prepared layer keeps using the same queue.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, dict[int, _Waiting]] = {}
-        self._current: dict[int, _Waiting] | None = None  # not thread-local, as backward may run in autograd's threads
-        self._silenced: dict[int, _SilencedHooks] = {}
+        self._pending: dict[Hashable, dict[int, _PendingGrad]] = {}
+        self._current: dict[int, _PendingGrad] | None = (
+            None  # not thread-local, as backward may run in autograd's threads
+        )
+        self._disabled_hooks: dict[int, _DisabledHooks] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredWeightGrads:
         return self
 
     @contextmanager
@@ -57,48 +59,48 @@ class WeightGradients:
         """
         if self._current is not None:
             raise RuntimeError("weight gradients are already being deferred by another backward")
-        self._current = self._waiting.setdefault(key, {})
+        self._current = self._pending.setdefault(key, {})
         try:
             yield
         finally:
             self._current = None
-            for hooks in self._silenced.values():
+            for hooks in self._disabled_hooks.values():
                 hooks.restore()
-            self._silenced.clear()
-            if not self._waiting[key]:
-                del self._waiting[key]
+            self._disabled_hooks.clear()
+            if not self._pending[key]:
+                del self._pending[key]
 
     def compute(self, key: Hashable) -> None:
         """Compute the gradients deferred under a key, if any, and accumulate them as backward would have.
 
         Collective if hooks of the parameters are.
         """
-        waiting = list(self._waiting.pop(key, {}).values())
-        if not waiting:
+        pending = list(self._pending.pop(key, {}).values())
+        if not pending:
             return
         with torch.enable_grad():
             # Autograd processes the last created node first; each gradient is accumulated before the next is computed.
             roots: list[torch.Tensor] = [
-                _Gradient.apply(one.weight, one)  # type: ignore[no-untyped-call]
-                for one in reversed(waiting)
+                _DeferredGrad.apply(one.weight, one)  # type: ignore[no-untyped-call]
+                for one in reversed(pending)
             ]
         torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def discard(self) -> None:
         """Drop all deferred gradients, after an error."""
-        self._waiting.clear()
+        self._pending.clear()
 
     @property
     def num_pending(self) -> int:
         """Number of keys with deferred gradients."""
-        return sum(bool(waiting) for waiting in self._waiting.values())
+        return sum(bool(waiting) for waiting in self._pending.values())
 
     @property
     def is_deferring(self) -> bool:
         """Whether the current backward defers gradients."""
         return self._current is not None
 
-    def keep(self, weight: torch.Tensor, pairs: Sequence[_Pair]) -> None:
+    def put(self, weight: torch.Tensor, pairs: Sequence[_Pair]) -> None:
         """Save the factors of a weight's gradient in the current backward.
 
         Args:
@@ -107,12 +109,12 @@ class WeightGradients:
         """
         if self._current is None:
             raise AssertionError("a gradient was deferred outside of deferring()")
-        if id(weight) not in self._silenced:
-            self._silenced[id(weight)] = _SilencedHooks(weight)
-        self._current.setdefault(id(weight), _Waiting(weight)).keep(pairs)
+        if id(weight) not in self._disabled_hooks:
+            self._disabled_hooks[id(weight)] = _DisabledHooks(weight)
+        self._current.setdefault(id(weight), _PendingGrad(weight)).keep(pairs)
 
 
-def defer_weight_gradients(model: nn.Module, gradients: WeightGradients) -> None:
+def defer_weight_gradients(model: nn.Module, gradients: DeferredWeightGrads) -> None:
     """Prepare a model's linear layers to defer the gradients of their weights, in place.
 
     Applies to `nn.Linear`, transformers' `Conv1D`, and their subclasses without an overridden forward, tensor parallel
@@ -124,15 +126,15 @@ def defer_weight_gradients(model: nn.Module, gradients: WeightGradients) -> None
         gradients: Queue of the stage that runs the model.
     """
     for module in model.modules():
-        if isinstance(module, (ColumnParallel, RowParallel, VocabularyHead)):
-            keep_gradients_in(module, gradients)
+        if isinstance(module, (ColumnParallel, RowParallel, VocabParallelHead)):
+            set_wgrad_queue(module, gradients)
         elif is_linear_layer(module) and "forward" not in vars(module):
             if "_gradient_keeper" not in vars(module) and _has_plain_forward(type(module)):
                 module.__class__ = _deferring_class(type(module))  # type: ignore[arg-type]
-            keep_gradients_in(module, gradients)
+            set_wgrad_queue(module, gradients)
 
 
-class _Waiting:
+class _PendingGrad:
     """Factors of one weight's gradient; nothing else of the graph is kept alive."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -145,20 +147,20 @@ class _Waiting:
             self._pairs.append((left.detach(), right.detach()))
             self._versions.append((left._version, right._version))
 
-    def take(self) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
         """Return the gradient, and free its factors."""
-        return sum_of_products(self._taken(), self.weight.shape)
+        return sum_of_matmuls(self._pop_pairs(), self.weight.shape)
 
-    def add(self) -> bool:
+    def accumulate(self) -> bool:
         """Accumulate into `.grad` in one pass; return False if there is no plain `.grad`, or tensor hooks need it."""
         gradient = self.weight.grad
         is_plain = gradient is not None and gradient.layout == torch.strided and gradient.dtype == self.weight.dtype
         if gradient is None or not is_plain or self.weight._backward_hooks:
             return False
-        add_products(gradient, self._taken())
+        add_matmuls(gradient, self._pop_pairs())
         return True
 
-    def _taken(self) -> list[_Pair]:
+    def _pop_pairs(self) -> list[_Pair]:
         pairs, self._pairs = self._pairs, []
         if self._versions != [(left._version, right._version) for left, right in pairs]:
             raise RuntimeError(
@@ -169,14 +171,14 @@ class _Waiting:
         return pairs
 
 
-class _Gradient(torch.autograd.Function):
+class _DeferredGrad(torch.autograd.Function):
     """Empty output of a weight, whose backward computes the deferred gradient and passes it to the weight.
 
     If the weight has a gradient already, the new one is accumulated directly; post-accumulate hooks are called as well.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, waiting: _Waiting) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, waiting: _PendingGrad) -> torch.Tensor:
         ctx.waiting = waiting
         return weight.new_empty(0)
 
@@ -185,7 +187,7 @@ class _Gradient(torch.autograd.Function):
         return None if ctx.waiting.add() else ctx.waiting.take(), None
 
 
-class _SilencedHooks:
+class _DisabledHooks:
     """Replaces a weight's hooks until `restore`, so that they are called only for actual gradients.
 
     A backward that defers a gradient still reaches the weight, with None. Autograd then calls the weight's tensor hooks
@@ -196,31 +198,31 @@ class _SilencedHooks:
     def __init__(self, weight: torch.Tensor) -> None:
         self._has_arrived = False
         self._changes: list[tuple[dict[int, Any], int, Any, Any]] = []
-        self._note: torch.utils.hooks.RemovableHandle | None = None
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
         followers: dict[int, Any] = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
         for number, hook in list((weight._backward_hooks or {}).items()):
-            self._exchange(weight._backward_hooks, number, hook, functools.partial(_unless_none, hook))  # type: ignore[arg-type]
+            self._replace(weight._backward_hooks, number, hook, functools.partial(_unless_none, hook))  # type: ignore[arg-type]
         for number, hook in list(followers.items()):
-            self._exchange(followers, number, hook, functools.partial(self._follow, hook))
+            self._replace(followers, number, hook, functools.partial(self._call_if_arrived, hook))
         if followers:
-            self._note = weight.register_hook(self._take_note)
+            self._handle = weight.register_hook(self._on_gradient)
 
     def restore(self) -> None:
         """Restore the hooks that were not removed in the meantime."""
         for hooks, number, before, ours in self._changes:
             if hooks.get(number) is ours:
                 hooks[number] = before
-        if self._note is not None:
-            self._note.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
-    def _exchange(self, hooks: dict[int, Any], number: int, before: Any, ours: Any) -> None:
+    def _replace(self, hooks: dict[int, Any], number: int, before: Any, ours: Any) -> None:
         hooks[number] = ours
         self._changes.append((hooks, number, before, ours))
 
-    def _take_note(self, gradient: torch.Tensor | None) -> None:
+    def _on_gradient(self, gradient: torch.Tensor | None) -> None:
         self._has_arrived = gradient is not None
 
-    def _follow(self, hook: Callable[[torch.Tensor], None], weight: torch.Tensor) -> None:
+    def _call_if_arrived(self, hook: Callable[[torch.Tensor], None], weight: torch.Tensor) -> None:
         if self._has_arrived:
             hook(weight)
 
@@ -245,7 +247,7 @@ def _deferring_class(base: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         x = (args or (kwargs.get(input_name),))[0] if len(args) + len(kwargs) == 1 else None
-        y = None if x is None else deferrable_product(self, x, self.bias, is_transposed=is_transposed(self))  # type: ignore[arg-type]
+        y = None if x is None else deferrable_matmul(self, x, self.bias, is_transposed=is_transposed(self))  # type: ignore[arg-type]
         return plain(self, *args, **kwargs) if y is None else y  # type: ignore[no-any-return]
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})

@@ -49,19 +49,19 @@ def head_attributes(
     """
     for name, attention in attentions.items():
         module = model.get_submodule(name)
-        query, key_value = _head_blocks(attention, _of_attention(attention, blocks))
-        yield from _numbers(module, name, _NUM_QUERY, query, attention.num_query)
-        yield from _numbers(module, name, _NUM_KEY_VALUE, key_value, attention.num_key_value)
+        query, key_value = _head_blocks(attention, _attention_blocks(attention, blocks))
+        yield from _changes(module, name, _NUM_QUERY, query, attention.num_query)
+        yield from _changes(module, name, _NUM_KEY_VALUE, key_value, attention.num_key_value)
         per_group = attention.num_query // attention.num_key_value
         for attribute in _present(module, _PER_GROUP, per_group):
             yield AttributeChange(module=name, attribute=attribute, block=query, divisor=key_value)
-        shaping = _names_in_shapes(*_sources(type(module)))
+        shaping = _shape_attributes(*_sources(type(module)))
         for attribute in _present(module, _NUM_FEATURES, query.size):
             if attribute in shaping:
                 yield AttributeChange(module=name, attribute=attribute, block=query, counts="features")
 
 
-def _of_attention(attention: Attention, blocks: Mapping[str, tuple[Block, ...]]) -> list[Block]:
+def _attention_blocks(attention: Attention, blocks: Mapping[str, tuple[Block, ...]]) -> list[Block]:
     prefix = f"{attention.name}." if attention.name else ""
     return [block for name, found in blocks.items() if name.startswith(prefix) for block in found]
 
@@ -74,7 +74,7 @@ def _head_blocks(attention: Attention, blocks: Iterable[Block]) -> tuple[Block, 
     return attention.query_block(size * num_query), attention.key_value_block(size * num_key_value)
 
 
-def _numbers(
+def _changes(
     module: nn.Module, name: str, attributes: tuple[str, ...], block: Block, number: int
 ) -> Iterator[AttributeChange]:
     for attribute in _present(module, attributes, number):
@@ -86,30 +86,30 @@ def _present(module: nn.Module, attributes: tuple[str, ...], number: int) -> lis
     return [name for name in attributes if type(values.get(name)) is int and values[name] == number]
 
 
-def _sources(kind: type[nn.Module]) -> list[str]:
+def _sources(cls: type[nn.Module]) -> list[str]:
     found = []
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         with contextlib.suppress(OSError, TypeError):
             found.append(textwrap.dedent(inspect.getsource(base)))
     return found
 
 
 @functools.lru_cache(maxsize=256)
-def _names_in_shapes(*sources: str) -> frozenset[str]:
+def _shape_attributes(*sources: str) -> frozenset[str]:
     """Return the attributes of `self` in arguments of view, reshape, split and similar calls of these classes."""
     found: set[str] = set()
     for source in sources:
         for call in ast.walk(ast.parse(source)):
-            if isinstance(call, ast.Call) and _called(call) in _SHAPING:
-                found.update(_own_names(call))
+            if isinstance(call, ast.Call) and _function_name(call) in _SHAPING:
+                found.update(_self_attributes(call))
     return frozenset(found)
 
 
-def _called(call: ast.Call) -> str:
+def _function_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _own_names(call: ast.Call) -> Iterator[str]:
+def _self_attributes(call: ast.Call) -> Iterator[str]:
     for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
         for node in ast.walk(argument):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":

@@ -13,10 +13,10 @@ from booster.plugins.hybrid_parallel.plans.stacks import find_stacks, stack_laye
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear, is_transposed
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import local_sizes
 
-__all__ = ["CLOSING_STYLES", "OPEN_STYLES", "check_plan", "check_styles", "entries_near"]
+__all__ = ["CLOSING_STYLES", "OPEN_STYLES", "check_plan", "check_styles", "nearby_entries"]
 
-_ON_EMBEDDINGS = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
-_ON_PARAMETERS = frozenset(
+_EMBEDDING_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
+_PARAMETER_STYLES = frozenset(
     {"colwise", "packed_colwise", "rowwise", "packed_rowwise", "replicated", "replicated_with_grad_allreduce"}
 )
 OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
@@ -34,20 +34,20 @@ def check_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.items():
         if name in parameters:
-            if style.name not in _ON_PARAMETERS:
-                _refuse_kind(name, style, "a bare parameter", "one of " + ", ".join(sorted(_ON_PARAMETERS)))
+            if style.name not in _PARAMETER_STYLES:
+                _raise_unsupported(name, style, "a bare parameter", "one of " + ", ".join(sorted(_PARAMETER_STYLES)))
         else:
             _check_module(name, style, model.get_submodule(name))
 
 
-def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_users: bool = False) -> None:
+def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_user_plan: bool = False) -> None:
     """Check that a plan is applicable to a number of ranks and does not change the model's results.
 
     Args:
         plan: The resolved plan.
         model: The user's model.
         tp_size: Number of tensor-parallel ranks.
-        is_users: If True, the plan is the user's: also check that every sharded output has a row-parallel consumer.
+        is_user_plan: If True, the plan is the user's: also check that every sharded output has a row-parallel consumer.
 
     Raises:
         ConfigError: The plan fails a check.
@@ -57,7 +57,7 @@ def check_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int, *, is_u
         _check_sizes(entry, model)
     for change in plan.attributes:
         change.local_value(tp_size, 0)
-    if is_users:
+    if is_user_plan:
         _check_pairs(plan, model)
 
 
@@ -65,20 +65,20 @@ def _check_module(name: str, style: Style, module: nn.Module) -> None:
     kind = f"a {type(module).__name__}"
     if isinstance(module, nn.Linear) and "weight" not in module._parameters:
         kind += " whose weight is computed from other parameters (weight_norm, spectral_norm or a parametrization)"
-        _refuse_kind(name, style, kind, "a layer whose weight is a parameter")
+        _raise_unsupported(name, style, kind, "a layer whose weight is a parameter")
     if style.name in COLUMN_STYLES | ROW_STYLES | {"vocab_head", "mla_kv_a_proj"} and not is_linear(module):
-        _refuse_kind(name, style, kind, "an nn.Linear or transformers' Conv1D")
+        _raise_unsupported(name, style, kind, "an nn.Linear or transformers' Conv1D")
     if style.name == "vocab_head" and is_transposed(module):
-        _refuse_kind(name, style, kind, "an nn.Linear")
+        _raise_unsupported(name, style, kind, "an nn.Linear")
     if style.name == "vocab" and not isinstance(module, (nn.Embedding, nn.Linear)):
-        _refuse_kind(name, style, kind, "an nn.Embedding, or the nn.Linear that computes logits")
-    if style.name in _ON_EMBEDDINGS and not isinstance(module, nn.Embedding):
-        _refuse_kind(name, style, kind, "an nn.Embedding")
+        _raise_unsupported(name, style, kind, "an nn.Embedding, or the nn.Linear that computes logits")
+    if style.name in _EMBEDDING_STYLES and not isinstance(module, nn.Embedding):
+        _raise_unsupported(name, style, kind, "an nn.Embedding")
 
 
-def _refuse_kind(name: str, style: Style, kind: str, wanted: str) -> None:
+def _raise_unsupported(name: str, style: Style, kind: str, expected: str) -> None:
     raise ConfigError(
-        f"the plan has {style.name!r} for {name!r}, which is {kind}: this style is for {wanted}. Leave it out of the"
+        f"the plan has {style.name!r} for {name!r}, which is {kind}: this style is for {expected}. Leave it out of the"
         " plan, so that it is replicated, or name the layers inside of it"
     )
 
@@ -117,7 +117,7 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
     columns = [entry for entry in layers if entry.style in OPEN_STYLES]
     rows = [entry for entry in layers if entry.style in CLOSING_STYLES]
     for entry in columns:
-        near = entries_near(entry, rows, stacks)
+        near = nearby_entries(entry, rows, stacks)
         if not near:
             raise ConfigError(
                 f"the plan has {entry.style!r} for {entry.name!r}, but no rowwise layer in"
@@ -125,9 +125,9 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
                 " 'rowwise', or this one 'colwise_gather_output'"
             )
         if not any(_fits(entry, row) for row in near):
-            _refuse_sizes(entry, near, model)
+            _raise_size_mismatch(entry, near, model)
     for entry in rows:
-        if not entries_near(entry, columns, stacks):
+        if not nearby_entries(entry, columns, stacks):
             raise ConfigError(
                 f"the plan has {entry.style!r} for {entry.name!r}, but no colwise layer in"
                 f" {_scope(entry, stacks) or 'the model'!r} shards its input: give the layers before it 'colwise', or"
@@ -135,7 +135,7 @@ def _check_pairs(plan: TensorParallelPlan, model: nn.Module) -> None:
             )
 
 
-def entries_near(
+def nearby_entries(
     entry: PlannedEntry, others: Iterable[PlannedEntry], stacks: tuple[tuple[str, ...], ...]
 ) -> list[PlannedEntry]:
     """Return the others in the same layer of a stack, only those in the same or a neighboring module if there are."""
@@ -154,23 +154,23 @@ def _scope(entry: PlannedEntry, stacks: tuple[tuple[str, ...], ...]) -> str:
 
 def _fits(column: PlannedEntry, row: PlannedEntry) -> bool:
     """Whether the blocks are sharded equally for every number of ranks, or are heads with the same groups."""
-    ours, theirs = column.blocks[0], row.blocks[0]
-    if (ours.num_query_units or ours.num_units) == (theirs.num_query_units or theirs.num_units):
+    column_block, row_block = column.blocks[0], row.blocks[0]
+    if (column_block.num_query_units or column_block.num_units) == (row_block.num_query_units or row_block.num_units):
         return True
     # Fused projections are sharded by groups of heads, the layer that reads their output by the heads of these groups.
-    return ours.num_units == (theirs.num_groups or theirs.num_units)
+    return column_block.num_units == (row_block.num_groups or row_block.num_units)
 
 
-def _refuse_sizes(entry: PlannedEntry, rows: list[PlannedEntry], model: nn.Module) -> None:
+def _raise_size_mismatch(entry: PlannedEntry, rows: list[PlannedEntry], model: nn.Module) -> None:
     row = rows[0]
     inputs = feature_sizes(model.get_submodule(row.name))[0]
     outputs = feature_sizes(model.get_submodule(entry.name))[1]
     raise ConfigError(
-        f"the plan shards the {outputs} outputs of {entry.name!r} as {_described(entry)} but the {inputs} inputs of"
-        f" {row.name!r} as {_described(row)}: give both the same heads, as Style('colwise', num_heads=...) and"
+        f"the plan shards the {outputs} outputs of {entry.name!r} as {_describe(entry)} but the {inputs} inputs of"
+        f" {row.name!r} as {_describe(row)}: give both the same heads, as Style('colwise', num_heads=...) and"
         " Style('rowwise', num_heads=...), or leave both out of the plan"
     )
 
 
-def _described(entry: PlannedEntry) -> str:
+def _describe(entry: PlannedEntry) -> str:
     return " + ".join(f"{block.num_units} x {block.unit_size}" for block in entry.blocks)

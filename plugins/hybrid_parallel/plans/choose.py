@@ -8,17 +8,17 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.plans.check import check_plan
-from booster.plugins.hybrid_parallel.plans.complete import complete
-from booster.plugins.hybrid_parallel.plans.derived import derived_draft
-from booster.plugins.hybrid_parallel.plans.draft import Draft
-from booster.plugins.hybrid_parallel.plans.from_transformers import transformers_draft
+from booster.plugins.hybrid_parallel.plans.complete import resolve_plan
+from booster.plugins.hybrid_parallel.plans.derived import derive_plan
+from booster.plugins.hybrid_parallel.plans.draft import PartialPlan
+from booster.plugins.hybrid_parallel.plans.from_transformers import transformers_plan
 from booster.plugins.hybrid_parallel.plans.plan import TensorParallelPlan, UserPlan
 from booster.plugins.hybrid_parallel.plans.regions import TENSOR_AXIS_MODES
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
-from booster.plugins.hybrid_parallel.plans.tables import table_draft
+from booster.plugins.hybrid_parallel.plans.tables import table_plan
 from booster.plugins.hybrid_parallel.plans.token_wise import check_token_wise
-from booster.plugins.hybrid_parallel.plans.user import user_draft
-from booster.plugins.hybrid_parallel.plans.users_proof import prove_users_plan
+from booster.plugins.hybrid_parallel.plans.user import read_user_plan
+from booster.plugins.hybrid_parallel.plans.users_proof import verify_user_plan
 
 __all__ = ["choose_plan"]
 
@@ -42,25 +42,25 @@ def choose_plan(
     """
     if tp_size == 1:
         if plan is not None:
-            user_draft(model, plan)  # report its mistakes already on one rank
+            read_user_plan(model, plan)  # report its mistakes already on one rank
         return TensorParallelPlan(stacks=find_stacks(model), source="no tensor parallelism")
-    _check_is_whole(model)
-    draft = _draft(model, plan, tp_size)
-    completed = complete(model, draft, sequence_mode=sequence_mode)
-    if draft.is_derived and sequence_mode in TENSOR_AXIS_MODES:
-        check_token_wise(completed, model)
-    check_plan(completed, model, tp_size, is_users=draft.is_users)
-    unproven = prove_users_plan(completed, model, tp_size) if draft.is_users else ()
-    return replace(completed, is_derived=draft.is_derived, notes=(*completed.notes, *unproven))
+    _check_unsharded(model)
+    partial = _partial_plan(model, plan, tp_size)
+    resolved = resolve_plan(model, partial, sequence_mode=sequence_mode)
+    if partial.is_derived and sequence_mode in TENSOR_AXIS_MODES:
+        check_token_wise(resolved, model)
+    check_plan(resolved, model, tp_size, is_user_plan=partial.is_user_plan)
+    unverified = verify_user_plan(resolved, model, tp_size) if partial.is_user_plan else ()
+    return replace(resolved, is_derived=partial.is_derived, notes=(*resolved.notes, *unverified))
 
 
-def _draft(model: nn.Module, plan: UserPlan | None, tp_size: int) -> Draft:
+def _partial_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> PartialPlan:
     if plan is not None:
-        return user_draft(model, plan)
-    return transformers_draft(model) or table_draft(model) or derived_draft(model, tp_size)
+        return read_user_plan(model, plan)
+    return transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
 
 
-def _check_is_whole(model: nn.Module) -> None:
+def _check_unsharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter and hasattr(parameter, "placements"):
             raise ConfigError(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.plan import ArgumentSplit, AttributeChange, Style
+from booster.plugins.hybrid_parallel.plans.plan import AttributeChange, ShardedArgument, Style
 
-__all__ = ["STYLES", "Draft", "read_style"]
+__all__ = ["STYLES", "PartialPlan", "read_style"]
 
 STYLES = frozenset(
     {
@@ -34,7 +34,7 @@ STYLES = frozenset(
 )
 """All styles; see `Style`."""
 
-_OTHER_NAMES = {
+_STYLE_ALIASES = {
     "colwise_rep": "colwise_gather_output",
     "embedding_rowwise": "vocab",
     "replicate": "replicated",
@@ -44,7 +44,7 @@ _OTHER_NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class PartialPlan:
     """A plan as its source gives it.
 
     Attributes:
@@ -60,10 +60,10 @@ class Draft:
 
     styles: Mapping[str, Style]
     source: str
-    is_users: bool = False
+    is_user_plan: bool = False
     is_derived: bool = False
     attributes: tuple[AttributeChange, ...] = ()
-    arguments: tuple[ArgumentSplit, ...] = ()
+    arguments: tuple[ShardedArgument, ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -85,7 +85,7 @@ def read_style(name: str, given: object) -> Style:
             " Style(name, blocks=...)"
         )
     word, colon, count = style.name.partition(":")
-    word = _OTHER_NAMES.get(word, word)
+    word = _STYLE_ALIASES.get(word, word)
     if word not in STYLES:
         raise ConfigError(
             f"the plan has the unknown style {style.name!r} for {name!r}: choose one of {', '.join(sorted(STYLES))}"

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from booster.plugins.hybrid_parallel.plans.patterns import generalized
+from booster.plugins.hybrid_parallel.plans.patterns import generalize
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import split_layout, vocabulary_rows
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import sharded_spec, vocabulary_rows
 
 __all__ = ["explain"]
 
@@ -33,22 +33,22 @@ def explain(
     entries = _entries_of(plan, model)
     rows: dict[tuple[str, str, str], list[int]] = {}
     seen: set[int] = set()
-    local = whole = 0
+    local = full = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        place, entry = entries.get(id(parameter), (name, None))
-        shape = _local_shape(place, parameter, entry, tp_size, rank, vocabulary_multiple)
+        planned_name, entry = entries.get(id(parameter), (name, None))
+        shape = _local_shape(planned_name, parameter, entry, tp_size, rank, vocabulary_multiple)
         is_new = id(parameter) not in seen
         size = math.prod(shape) * parameter.element_size() * is_new
         local += size
-        whole += parameter.numel() * parameter.element_size() * is_new
+        full += parameter.numel() * parameter.element_size() * is_new
         seen.add(id(parameter))
         style = (entry.style if entry else "replicated") + ("" if is_new else " (shared)")
-        key = (generalized(name), style, _shape_text(shape, tuple(parameter.shape)))
+        key = (generalize(name), style, _shape_text(shape, tuple(parameter.shape)))
         rows.setdefault(key, []).append(size)
-    table = [(*_counted(key, len(sizes)), f"{sum(sizes):,}") for key, sizes in rows.items()]
-    lines = _aligned([_HEADER, *table])
-    lines.append(f"rank {rank} of {tp_size} holds {local:,} of {whole:,} bytes")
-    lines.extend(_remarks(plan))
+    table = [(*_add_count(key, len(sizes)), f"{sum(sizes):,}") for key, sizes in rows.items()]
+    lines = _align([_HEADER, *table])
+    lines.append(f"rank {rank} of {tp_size} holds {local:,} of {full:,} bytes")
+    lines.extend(_footer(plan))
     return "\n".join(lines)
 
 
@@ -79,21 +79,21 @@ def _local_shape(
     if not entry.is_parameter and name.rpartition(".")[2] != "weight":
         if "rowwise" in entry.style:
             return shape  # a replicated bias, added after the reduction
-        return split_layout(shape, 0, entry.blocks, tp_size, rank).local_shape
-    return split_layout(shape, entry.dim, entry.blocks, tp_size, rank).local_shape
+        return sharded_spec(shape, 0, entry.blocks, tp_size, rank).local_shape
+    return sharded_spec(shape, entry.dim, entry.blocks, tp_size, rank).local_shape
 
 
-def _shape_text(local: tuple[int, ...], whole: tuple[int, ...]) -> str:
+def _shape_text(local: tuple[int, ...], full: tuple[int, ...]) -> str:
     text = "x".join(str(size) for size in local) or "scalar"
-    return text if local == whole else f"{text} of {'x'.join(str(size) for size in whole)}"
+    return text if local == full else f"{text} of {'x'.join(str(size) for size in full)}"
 
 
-def _counted(key: tuple[str, str, str], count: int) -> tuple[str, str, str]:
+def _add_count(key: tuple[str, str, str], count: int) -> tuple[str, str, str]:
     name, style, shape = key
     return (f"{name} ({count})" if count > 1 else name), style, shape
 
 
-def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
+def _align(rows: Iterable[tuple[str, ...]]) -> list[str]:
     rows = list(rows)
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines = []
@@ -103,13 +103,13 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def _remarks(plan: TensorParallelPlan) -> list[str]:
+def _footer(plan: TensorParallelPlan) -> list[str]:
     lines = [f"plan: {plan.source}"]
-    attributes = dict.fromkeys(f"{generalized(change.module)}.{change.attribute}" for change in plan.attributes)
+    attributes = dict.fromkeys(f"{generalize(change.module)}.{change.attribute}" for change in plan.attributes)
     if attributes:
         lines.append(f"attributes set to local sizes: {', '.join(attributes)}")
-    arguments = dict.fromkeys(f"{generalized(one.module)}({one.argument})" for one in plan.arguments)
+    arguments = dict.fromkeys(f"{generalize(one.module)}({one.argument})" for one in plan.arguments)
     if arguments:
         lines.append(f"arguments sharded by heads: {', '.join(arguments)}")
-    reasons = dict.fromkeys(f"{generalized(one.name)}: {one.reason}" for one in plan.entries if one.reason)
+    reasons = dict.fromkeys(f"{generalize(one.name)}: {one.reason}" for one in plan.entries if one.reason)
     return [*lines, *reasons, *plan.notes]

@@ -13,10 +13,10 @@ from booster.plugins.hybrid_parallel.plans.features import ROW_STYLES, feature_s
 from booster.plugins.hybrid_parallel.plans.plan import Style
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
-__all__ = ["Attention", "blocks_of", "check_whole_parameters", "find_attentions", "owner_of", "role_of"]
+__all__ = ["Attention", "blocks_of", "check_replicated_parameters", "find_attentions", "owner_of", "role_of"]
 
 # torch's grouped matmul of all experts' weights requires rows of multiples of 16 bytes.
-_GROUPED_PRODUCT_MULTIPLE = 8
+_GROUPED_MATMUL_MULTIPLE = 8
 
 _QUERY = frozenset(("q_proj", "query", "q", "wq", "q_attn", "to_q", "q_b_proj", "query_proj", "q_lin", "linear_q"))
 _KEY = frozenset(("k_proj", "key", "k", "wk", "to_k", "key_proj", "k_lin", "linear_k"))
@@ -28,7 +28,7 @@ _NUM_KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_k
 _PER_GROUP = ("num_key_value_groups", "num_kv_groups", "n_rep")
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_head", "head_size")
 
-# Note [Attentions of a plan]
+# Note [Attention heads]
 # The modules of an attention are recognized by name, because nothing else indicates how a linear layer's outputs are
 # reshaped: the parent of a `q_proj` (or any of the names above) that the plan shards is an attention. Its number of
 # heads comes from one of the usual attributes of the module, or else of its configuration. All other sharded modules in
@@ -37,7 +37,7 @@ _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_head",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """The heads of an attention. See Note [Attentions of a plan].
+    """The heads of an attention. See Note [Attention heads].
 
     Attributes:
         name: Name of the module that holds the projections.
@@ -96,7 +96,9 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, 
     return {owner: _attention(model, owner, names, styles) for owner, names in modules.items()}
 
 
-def check_whole_parameters(model: nn.Module, styles: Mapping[str, Style], attentions: Mapping[str, Attention]) -> None:
+def check_replicated_parameters(
+    model: nn.Module, styles: Mapping[str, Style], attentions: Mapping[str, Attention]
+) -> None:
     """Check that no parameter with values for all heads stays unsharded in a sharded attention.
 
     Only for plans that are not verified by running them.
@@ -113,7 +115,7 @@ def check_whole_parameters(model: nn.Module, styles: Mapping[str, Style], attent
         for own_name, parameter in model.get_submodule(owner).named_parameters():
             name = f"{owner}.{own_name}" if owner else own_name
             module_name = name.rpartition(".")[0]
-            if name not in styles and module_name not in styles and _is_of_all_heads(name, parameter, attention, sizes):
+            if name not in styles and module_name not in styles and _spans_all_heads(name, parameter, attention, sizes):
                 raise ConfigError(
                     f"the plan shards the {attention.num_query} heads ({attention.num_key_value} of keys and values) of"
                     f" {owner!r}, but not its parameter {name!r} of shape {tuple(parameter.shape)}, which has values"
@@ -122,7 +124,7 @@ def check_whole_parameters(model: nn.Module, styles: Mapping[str, Style], attent
                 )
 
 
-def _is_of_all_heads(name: str, parameter: torch.Tensor, attention: Attention, sizes: Mapping[str, int]) -> bool:
+def _spans_all_heads(name: str, parameter: torch.Tensor, attention: Attention, sizes: Mapping[str, int]) -> bool:
     """Whether it is the attention's own parameter with a value per head, or a norm over all query or key features."""
     module_name = name.rpartition(".")[0]
     if module_name == attention.name:
@@ -163,7 +165,7 @@ def blocks_of(
     num_blocks = style.num_blocks or (2 if style.name.startswith("packed_") else 1)
     _check_divides(name, size, num_blocks, "blocks")
     features = size // num_blocks
-    unit = _GROUPED_PRODUCT_MULTIPLE if len(shape) == 3 and features % _GROUPED_PRODUCT_MULTIPLE == 0 else 1
+    unit = _GROUPED_MATMUL_MULTIPLE if len(shape) == 3 and features % _GROUPED_MATMUL_MULTIPLE == 0 else 1
     return (Block(num_units=features // unit, unit_size=unit),) * num_blocks
 
 
@@ -251,10 +253,10 @@ def _first_number(holder: object, names: tuple[str, ...]) -> int | None:
     return next((number for number in found if isinstance(number, int) and number > 0), None)
 
 
-def _check_divides(name: str, size: int, num_parts: int, what: str) -> None:
-    if size % num_parts:
+def _check_divides(name: str, size: int, num_blocks: int, what: str) -> None:
+    if size % num_blocks:
         raise ConfigError(
-            f"the plan divides {size} features of {name!r} into {num_parts} {what}, which is not a divisor: give the"
+            f"the plan divides {size} features of {name!r} into {num_blocks} {what}, which is not a divisor: give the"
             " blocks into which the forward splits them, as Style(name, blocks=(Block(...), ...))"
         )
 

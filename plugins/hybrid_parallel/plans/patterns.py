@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-__all__ = ["generalized", "match_names", "matches"]
+__all__ = ["generalize", "match_names", "matches"]
 
 _Value = TypeVar("_Value")
 
 
-def generalized(name: str) -> str:
+def generalize(name: str) -> str:
     """Return a module's name with its indices replaced by `*`, the pattern of all layers like it."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
@@ -52,10 +52,10 @@ def match_names(
 
 
 def _hits(pattern: str, names: list[str], prefix: str) -> list[str]:
-    spellings = [pattern, f"{prefix}.{pattern}" if prefix else f"*.{pattern}"]
+    candidates = [pattern, f"{prefix}.{pattern}" if prefix else f"*.{pattern}"]
     if prefix and pattern.startswith(f"{prefix}."):
-        spellings.append(pattern.removeprefix(f"{prefix}."))
-    for spelling in spellings:
+        candidates.append(pattern.removeprefix(f"{prefix}."))
+    for spelling in candidates:
         if hits := [name for name in names if name and matches(spelling, name)]:
             return hits
     return []

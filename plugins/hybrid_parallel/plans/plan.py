@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, units_of_rank
 
-__all__ = ["ArgumentSplit", "AttributeChange", "PlannedEntry", "Style", "TensorParallelPlan", "UserPlan"]
+__all__ = ["AttributeChange", "PlannedEntry", "ShardedArgument", "Style", "TensorParallelPlan", "UserPlan"]
 
 # A plan has an *entry* for every module (rarely, a bare parameter) that is not simply replicated. The styles of entries
 # are listed in `Style`, with the names of transformers. On a bare parameter (the weights of all experts in one tensor)
@@ -111,7 +111,7 @@ class AttributeChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArgumentSplit:
+class ShardedArgument:
     """A forward argument with a value per head, which is narrowed to a rank's heads.
 
     Attributes:
@@ -144,7 +144,7 @@ class TensorParallelPlan:
 
     entries: tuple[PlannedEntry, ...] = ()
     attributes: tuple[AttributeChange, ...] = ()
-    arguments: tuple[ArgumentSplit, ...] = ()
+    arguments: tuple[ShardedArgument, ...] = ()
     stacks: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()

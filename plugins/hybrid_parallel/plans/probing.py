@@ -15,22 +15,22 @@ from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.plans.features import feature_sizes, split_dim
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, split_layout
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block, local_sizes, sharded_spec
 
 __all__ = [
-    "SIZES_OF_THE_WHOLE",
-    "Probe",
-    "Split",
-    "cut_layer",
-    "doubled",
-    "equal",
-    "module_kind",
-    "probe",
+    "UNSHARDED_SIZES_HINT",
+    "EquivalenceCheck",
+    "SplitCandidate",
+    "all_close",
+    "copy_as_float64",
+    "module_signature",
     "run",
-    "samples",
+    "run_equivalence_check",
+    "sample_inputs",
+    "shard_layer",
 ]
 
-SIZES_OF_THE_WHOLE = (
+UNSHARDED_SIZES_HINT = (
     "where its code computes sizes from the full width, such as C // self.n_head, or uses the full width in a view or"
     " a split, use -1 or a head_dim attribute instead, as in view(B, T, -1, self.head_dim), and chunk instead of split"
 )
@@ -38,9 +38,9 @@ SIZES_OF_THE_WHOLE = (
 
 _BATCH, _LENGTH = 3, 6  # of the sample inputs
 _TOLERANCE = 1e-9  # relative to the largest element, in double precision
-_MANY_UNITS = 32  # largest number of units for which a split is tried with one unit per rank
+_MAX_RANKS_TRIED = 32  # largest number of units for which a split is tried with one unit per rank
 
-# Note [Probing]
+# Note [Equivalence check]
 # A split is verified by running it. A copy of the module with random weights, in double precision, runs on random
 # input, and the inputs and outputs of its linear layers are recorded. Then, for each rank, another copy runs with the
 # rank's shards of the weights and numbers of heads, in which the row-parallel layer returns the recorded output, as the
@@ -52,7 +52,7 @@ _MANY_UNITS = 32  # largest number of units for which a split is tried with one 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class SplitCandidate:
     """Candidate of column- and row-parallel layers in a module.
 
     Attributes:
@@ -68,8 +68,8 @@ class Split:
     attributes: tuple[AttributeChange, ...] = ()
 
 
-class Probe:
-    """Reference run of a module, with recorded inputs and outputs of its linear layers. See Note [Probing].
+class EquivalenceCheck:
+    """Reference run of a module, with recorded inputs and outputs of its linear layers. See Note [Equivalence check].
 
     Attributes:
         module: Copy of the module in double precision with random weights.
@@ -81,11 +81,11 @@ class Probe:
         has_raised_for_sizes: Whether a split failed because the module's code reshapes with unsharded sizes.
     """
 
-    def __init__(self, module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], tp_size: int) -> None:
+    def __init__(self, module: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object], tp_size: int) -> None:
         self.module = module
         self._tp_size = tp_size
         self.inputs = inputs
-        self.call = call
+        self.arguments = arguments
         self.calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         repeated: set[str] = set()
         handles = [
@@ -95,42 +95,42 @@ class Probe:
         ]
         try:
             with _AttentionSizes() as sizes:
-                self.output = run(module, inputs, call)
+                self.output = run(module, inputs, arguments)
         finally:
             for handle in handles:
                 handle.remove()
         self.num_heads = sizes.num_heads
-        self.has_raised_for_sizes = False
+        self.had_size_error = False
         for name in repeated:
             self.calls.pop(name, None)
 
-    def proves(self, split: Split) -> bool:
+    def is_equivalent(self, split: SplitCandidate) -> bool:
         """Whether the module computes the same with these layers sharded."""
-        most = split.row_blocks[0].num_units
-        counts = {2, 3, 5, self._tp_size, most if most <= _MANY_UNITS else 2}
+        num_units = split.row_blocks[0].num_units
+        counts = {2, 3, 5, self._tp_size, num_units if num_units <= _MAX_RANKS_TRIED else 2}
         possible = [count for count in sorted(counts) if count > 1 and _is_possible(split, count)]
-        ranks = [(count, rank) for count in possible for rank in (0, count - 1)]
-        return bool(ranks) and all(self._proves_rank(split, count, rank) for count, rank in ranks)
+        cases = [(count, rank) for count in possible for rank in (0, count - 1)]
+        return bool(cases) and all(self._is_rank_equivalent(split, count, rank) for count, rank in cases)
 
-    def _proves_rank(self, split: Split, num_ranks: int, rank: int) -> bool:
+    def _is_rank_equivalent(self, split: SplitCandidate, num_ranks: int, rank: int) -> bool:
         module = copy.deepcopy(self.module)
         for name, blocks in split.columns.items():
-            cut_layer(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
+            shard_layer(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
         for change in split.attributes:
             value = change.local_value(num_ranks, rank)
             setattr(module.get_submodule(change.module), change.attribute, value)
-        whole, output = self.calls[split.row]
-        layout = split_layout(whole.shape, whole.ndim - 1, split.row_blocks, num_ranks, rank)
+        full, output = self.calls[split.row]
+        shard_spec = sharded_spec(full.shape, full.ndim - 1, split.row_blocks, num_ranks, rank)
         seen: list[torch.Tensor] = []
         row = module.get_submodule(split.row)
         row.forward = lambda given: (seen.append(given), output)[1]  # type: ignore[func-returns-value]
         try:
-            result = run(module, self.inputs, self.call)
+            result = run(module, self.inputs, self.arguments)
         except Exception as error:  # the module's code may use sizes that a shard does not have
-            said = str(error)
-            self.has_raised_for_sizes |= "is invalid for input of size" in said or "values to unpack" in said
+            message = str(error)
+            self.had_size_error |= "is invalid for input of size" in message or "values to unpack" in message
             return False
-        return len(seen) == 1 and equal(seen[0], layout.cut(whole)) and equal(result, self.output)
+        return len(seen) == 1 and all_close(seen[0], shard_spec.shard(full)) and all_close(result, self.output)
 
     def _recorder(self, name: str, repeated: set[str]) -> object:
         def record(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ class Probe:
         return record
 
 
-def probe(module: nn.Module, tp_size: int = 2) -> Probe | str:
+def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceCheck | str:
     """Run a copy of a module on random input.
 
     Args:
@@ -152,24 +152,24 @@ def probe(module: nn.Module, tp_size: int = 2) -> Probe | str:
     Returns:
         The recorded run, or the reason why the module could not be run.
     """
-    given = samples(module)
+    given = sample_inputs(module)
     if isinstance(given, str):
         return given
     call, tried = given
     try:
-        copied = doubled(module)
+        copied = copy_as_float64(module)
     except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
         return f"it cannot be copied ({str(error).splitlines()[0]})"
     reason = ""
     for inputs in tried:
         try:
-            return Probe(copied, inputs, call, tp_size)
+            return EquivalenceCheck(copied, inputs, call, tp_size)
         except Exception as error:  # a user's forward may raise anything
             reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
-def samples(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
+def sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
     """Return a module's other arguments by name, and inputs to try; or the reason why it cannot be run."""
     call = _arguments(module)
     return call if isinstance(call, str) else (call, _inputs(module))
@@ -215,9 +215,9 @@ def _arguments(module: nn.Module) -> dict[str, object] | str:
     return call if parameters else "its forward takes no input"
 
 
-def doubled(module: nn.Module) -> nn.Module:
+def copy_as_float64(module: nn.Module) -> nn.Module:
     """Return a copy in eval mode, in double precision and with random weights."""
-    memo = {id(one): one.new_empty(one.shape, dtype=_wide(one.dtype), device="cpu") for one in _tensors(module)}
+    memo = {id(one): one.new_empty(one.shape, dtype=_as_float64(one.dtype), device="cpu") for one in _tensors(module)}
     generator = torch.Generator().manual_seed(0)
     for original in _tensors(module):
         filled = memo[id(original)]
@@ -234,7 +234,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _as_float64(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
@@ -251,13 +251,13 @@ def run(module: nn.Module, inputs: torch.Tensor, call: Mapping[str, object], *, 
     with torch.no_grad(), torch.random.fork_rng(devices=[]), device:
         torch.manual_seed(seed)
         output = module(inputs.clone(), **call)
-    parts = output if isinstance(output, (tuple, list)) else [output]
-    if not all(part is None or isinstance(part, torch.Tensor) for part in parts):
+    outputs = output if isinstance(output, (tuple, list)) else [output]
+    if not all(one is None or isinstance(one, torch.Tensor) for one in outputs):
         raise TypeError("its output is not a tensor")
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    return [one for one in outputs if isinstance(one, torch.Tensor)]
 
 
-def _is_possible(split: Split, num_ranks: int) -> bool:
+def _is_possible(split: SplitCandidate, num_ranks: int) -> bool:
     try:
         for blocks in (*split.columns.values(), split.row_blocks):
             local_sizes(blocks, num_ranks)
@@ -266,39 +266,39 @@ def _is_possible(split: Split, num_ranks: int) -> bool:
     return True
 
 
-def cut_layer(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
+def shard_layer(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
     dim = split_dim(layer, style)
     for name, parameter in layer.named_parameters(recurse=False):
         along = dim if name == "weight" else 0
-        layout = split_layout(parameter.shape, along, blocks, num_ranks, rank)
-        setattr(layer, name, nn.Parameter(layout.cut(parameter), requires_grad=False))
+        shard_spec = sharded_spec(parameter.shape, along, blocks, num_ranks, rank)
+        setattr(layer, name, nn.Parameter(shard_spec.shard(parameter), requires_grad=False))
     size = layer.get_parameter("weight").shape[dim]
     setattr(layer, "nf" if hasattr(layer, "nf") else "out_features", size)
 
 
-def equal(
-    ours: torch.Tensor | Sequence[torch.Tensor],
-    theirs: torch.Tensor | Sequence[torch.Tensor],
+def all_close(
+    actual: torch.Tensor | Sequence[torch.Tensor],
+    expected: torch.Tensor | Sequence[torch.Tensor],
     tolerance: float = _TOLERANCE,
 ) -> bool:
     """Whether tensors are equal up to rounding, that of double precision by default."""
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        if ours.shape != theirs.shape:
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        if actual.shape != expected.shape:
             return False
-        limit = tolerance * max(1.0, float(theirs.abs().max())) if theirs.numel() else 0.0
-        return ours.numel() == 0 or float((ours - theirs).abs().max()) <= limit
-    return len(ours) == len(theirs) and all(
-        equal(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
+        limit = tolerance * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
+        return actual.numel() == 0 or float((actual - expected).abs().max()) <= limit
+    return len(actual) == len(expected) and all(
+        all_close(one, other, tolerance) for one, other in zip(actual, expected, strict=True)
     )
 
 
-def module_kind(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
+def module_signature(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
     """Return a key that is equal for modules that differ in the values of their weights only."""
     shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
-    kinds = tuple((name, type(one), _numbers(one)) for name, one in module.named_modules())
+    kinds = tuple((name, type(one), _plain_attributes(one)) for name, one in module.named_modules())
     return names, shapes, kinds
 
 
-def _numbers(module: nn.Module) -> tuple[tuple[str, object], ...]:
+def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
     plain = (int, float, bool, str)
     return tuple((name, value) for name, value in vars(module).items() if type(value) in plain and "idx" not in name)

@@ -21,14 +21,14 @@ from booster.plugins.hybrid_parallel.plans.plan import Style
 from booster.plugins.hybrid_parallel.plans.stacks import stack_layer_of
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
-__all__ = ["TENSOR_AXIS_MODES", "find_siblings", "modules_on_split_sequence", "region_of"]
+__all__ = ["TENSOR_AXIS_MODES", "find_siblings", "region_of", "sequence_parallel_modules"]
 
 TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
 """Modes in which the sequence between regions is sharded over the tensor-parallel ranks."""
 
 _CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
 _LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
-_ALONE = frozenset({"vocab_head", "vocab"})
+_VOCABULARY_STYLES = frozenset({"vocab_head", "vocab"})
 _IN_REGION = COLUMN_STYLES | ROW_STYLES | {"replicated_with_grad_allreduce", "embedding_colwise"}
 _MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
 
@@ -48,14 +48,14 @@ def find_siblings(
     for name, style in styles.items():
         module = _module(model, name)
         if style.name in COLUMN_STYLES and module is not None and is_linear(module) and name not in found:
-            groups.setdefault(_input_of(name, module), []).append(name)
+            groups.setdefault(_input_key(name, module), []).append(name)
     return found | {name: tuple(names) for names in groups.values() for name in names}
 
 
 def region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> str:
     """Return the module whose input starts a module's region, or "" if the input is never sharded by tokens."""
     layer = stack_layer_of(name, stacks)
-    if layer is None or style.name in _ALONE or name == layer:
+    if layer is None or style.name in _VOCABULARY_STYLES or name == layer:
         return ""
     if is_cross_attention(name) and role_of(name) != "query":
         return ""
@@ -69,7 +69,7 @@ def is_cross_attention(name: str) -> bool:
     return any(word in lower for word in _CROSS_ATTENTION) or lower.endswith(".q_attn")
 
 
-def modules_on_split_sequence(
+def sequence_parallel_modules(
     model: nn.Module,
     styles: Mapping[str, Style],
     regions: Mapping[str, str],
@@ -93,8 +93,8 @@ def modules_on_split_sequence(
             _check_style(name, styles)
             continue
         region = next((one for one in _ancestors(name) if one in inside), None)
-        holds = any(True for _ in module.parameters(recurse=False))
-        if region is not None and holds:
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        if region is not None and has_parameters:
             raise ConfigError(
                 f"{name!r} is replicated, but computed between sharded layers of {region!r} from the full sequence, so"
                 " its gradient would be counted once per rank: use sequence_parallelism_mode='all_to_all', which has a"
@@ -105,7 +105,7 @@ def modules_on_split_sequence(
                 f"{name!r} mixes tokens, but the plan does not shard it, so it would see only its rank's tokens: use"
                 " sequence_parallelism_mode='all_to_all', which has a separate axis, or a plan that shards it"
             )
-        if region is None and holds:
+        if region is None and has_parameters:
             found.append(name)
     return found
 
@@ -125,11 +125,11 @@ def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
     if "norm" in kind.partition(" ")[0] and "batchnorm" not in kind:
         return False
     has_region = any(region == name or region.startswith(f"{name}.") for region in regions)
-    holds = any(True for _ in module.parameters())
-    return holds and not has_region and not is_linear(module) and any(word in kind for word in _MIXES_TOKENS)
+    has_parameters = any(True for _ in module.parameters())
+    return has_parameters and not has_region and not is_linear(module) and any(word in kind for word in _MIXES_TOKENS)
 
 
-def _input_of(name: str, module: nn.Module) -> tuple[str, str, int]:
+def _input_key(name: str, module: nn.Module) -> tuple[str, str, int]:
     leaf = name.rpartition(".")[2]
     source = leaf if leaf in _LATENT else ""
     if is_cross_attention(name):

@@ -9,20 +9,20 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.draft import Draft, read_style
+from booster.plugins.hybrid_parallel.plans.draft import PartialPlan, read_style
 from booster.plugins.hybrid_parallel.plans.from_transformers import pretrained_models
 from booster.plugins.hybrid_parallel.plans.patterns import match_names, matches
-from booster.plugins.hybrid_parallel.plans.plan import ArgumentSplit, Style
+from booster.plugins.hybrid_parallel.plans.plan import ShardedArgument, Style
 from booster.plugins.hybrid_parallel.tensor_parallel.splits import Block
 
-__all__ = ["TABLES", "Table", "table_draft"]
+__all__ = ["TABLES", "PlanTable", "table_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PlanTable:
     """The plan of a family of models, with and without a head.
 
-    A table only has styles: attentions are recognized by name (see Note [Attentions of a plan]), and size attributes
+    A table only has styles: attentions are recognized by name (see Note [Attention heads]), and size attributes
     such as `num_heads` are found in the models' code (see `head_attributes`).
 
     Attributes:
@@ -35,7 +35,7 @@ class Table:
     plan: Mapping[str, str]
     heads: tuple[str, ...] = ("lm_head",)
     arguments: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    change: Callable[[Any], Mapping[str, str]] | None = None
+    customize: Callable[[Any], Mapping[str, str]] | None = None
 
 
 def _falcon(config: Any) -> Mapping[str, str]:
@@ -53,7 +53,7 @@ def _bloom(config: Any) -> Mapping[str, str]:
     return {}
 
 
-_BERT = Table(
+_BERT = PlanTable(
     plan={
         **{f"encoder.layer.*.{kind}.self.{name}": "colwise" for kind in ("attention", "crossattention")
            for name in ("query", "key", "value")},
@@ -65,7 +65,7 @@ _BERT = Table(
     heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
 )  # fmt: skip
 
-_GPT2 = Table(
+_GPT2 = PlanTable(
     plan={
         "h.*.attn.c_attn": "packed_colwise:3",
         "h.*.attn.c_proj": "rowwise",
@@ -77,7 +77,7 @@ _GPT2 = Table(
     }
 )
 
-_OPT = Table(
+_OPT = PlanTable(
     plan={
         **{f"decoder.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
         "decoder.layers.*.self_attn.out_proj": "rowwise",
@@ -86,7 +86,7 @@ _OPT = Table(
     }
 )
 
-_T5 = Table(
+_T5 = PlanTable(
     plan={
         **{f"{side}.block.*.layer.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
            for kind in ("SelfAttention", "EncDecAttention") for name in ("q", "k", "v")},
@@ -100,7 +100,7 @@ _T5 = Table(
     }
 )  # fmt: skip
 
-_VIT = Table(
+_VIT = PlanTable(
     plan={
         **{f"layers.*.attention.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
         "layers.*.attention.o_proj": "rowwise",
@@ -110,7 +110,7 @@ _VIT = Table(
     heads=(),
 )
 
-_BLOOM = Table(
+_BLOOM = PlanTable(
     plan={
         "h.*.self_attention.query_key_value": "colwise",
         "h.*.self_attention.dense": "rowwise",
@@ -118,16 +118,16 @@ _BLOOM = Table(
         "h.*.mlp.dense_4h_to_h": "rowwise",
     },
     arguments={"h.*.self_attention": (("alibi", 0),)},
-    change=_bloom,
+    customize=_bloom,
 )
 
-_FALCON = Table(
+_FALCON = PlanTable(
     plan=_BLOOM.plan,
     arguments={"h.*.self_attention": (("alibi", 0), ("attention_mask", 1))},
-    change=_falcon,
+    customize=_falcon,
 )
 
-_WHISPER = Table(
+_WHISPER = PlanTable(
     plan={
         **{f"{side}.layers.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
            for kind in ("self_attn", "encoder_attn") for name in ("q_proj", "k_proj", "v_proj")},
@@ -139,7 +139,7 @@ _WHISPER = Table(
     heads=("proj_out", "lm_head"),
 )  # fmt: skip
 
-TABLES: Mapping[str, Table] = {
+TABLES: Mapping[str, PlanTable] = {
     "bert": _BERT,
     "bloom": _BLOOM,
     "falcon": _FALCON,
@@ -152,10 +152,10 @@ TABLES: Mapping[str, Table] = {
 """Tables by the `model_type` of a configuration."""
 
 
-def table_draft(model: nn.Module) -> Draft | None:
+def table_plan(model: nn.Module) -> PartialPlan | None:
     """Return the built-in plan of the transformers models in a model, or None."""
     styles: dict[str, Style] = {}
-    arguments: list[ArgumentSplit] = []
+    arguments: list[ShardedArgument] = []
     kinds = []
     for name, module, config in pretrained_models(model):
         table = TABLES.get(config.model_type)
@@ -168,11 +168,11 @@ def table_draft(model: nn.Module) -> Draft | None:
     if not styles:
         return None
     source = f"the table for models of type {', '.join(kinds)}"
-    return Draft(styles=styles, source=source, arguments=tuple(arguments))
+    return PartialPlan(styles=styles, source=source, arguments=tuple(arguments))
 
 
-def _styles_of(module: nn.Module, table: Table, config: Any) -> dict[str, Style]:
-    plan = {**table.plan, **(table.change(config) if table.change else {})}
+def _styles_of(module: nn.Module, table: PlanTable, config: Any) -> dict[str, Style]:
+    plan = {**table.plan, **(table.customize(config) if table.customize else {})}
     base = str(getattr(module, "base_model_prefix", ""))
     names = [name for name, _ in module.named_modules()]
     styles, _ = match_names({name: read_style(name, style) for name, style in plan.items()}, names, base)
@@ -180,11 +180,11 @@ def _styles_of(module: nn.Module, table: Table, config: Any) -> dict[str, Style]
     return styles | {name: head for name in names if name in table.heads}
 
 
-def _arguments_of(module: nn.Module, table: Table, config: Any, prefix: str) -> list[ArgumentSplit]:
+def _arguments_of(module: nn.Module, table: PlanTable, config: Any, prefix: str) -> list[ShardedArgument]:
     base = str(getattr(module, "base_model_prefix", ""))
     heads = Block(num_units=config.num_attention_heads)
     return [
-        ArgumentSplit(module=f"{prefix}{name}", argument=argument, dim=dim, block=heads)
+        ShardedArgument(module=f"{prefix}{name}", argument=argument, dim=dim, block=heads)
         for pattern, arguments in table.arguments.items()
         for name, _ in module.named_modules()
         if matches(pattern, name) or matches(f"{base}.{pattern}", name)

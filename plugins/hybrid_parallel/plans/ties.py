@@ -31,7 +31,7 @@ def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[st
     """
     resolved = dict(styles)
     reasons: dict[str, str] = {}
-    for names in _sharing_modules(model):
+    for names in _tied_modules(model):
         _resolve(model, names, resolved, reasons)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     parameters = [name for name in resolved if name not in order]
@@ -39,7 +39,7 @@ def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[st
     return dict(sorted(resolved.items(), key=lambda item: order.get(item[0], first.get(item[0], 0)))), reasons
 
 
-def _sharing_modules(model: nn.Module) -> list[list[str]]:
+def _tied_modules(model: nn.Module) -> list[list[str]]:
     """Return the linear layers and embeddings of each tied weight, and of the output head's weight."""
     head = _output_head(model)
     groups: dict[int, list[str]] = {}
@@ -59,27 +59,27 @@ def _resolve(model: nn.Module, names: list[str], styles: dict[str, Style], reaso
     has_embedding = any(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
     is_head = len(names) == 1
     if not by_rows or not (has_embedding or is_head):
-        _check_agreement(names, given, styles)
+        _check_same_style(names, given, styles)
         return
     for name in names:
-        wanted = "vocab" if isinstance(model.get_submodule(name), nn.Embedding) else "vocab_head"
+        style_name = "vocab" if isinstance(model.get_submodule(name), nn.Embedding) else "vocab_head"
         if name in styles and styles[name].name == "replicated":
-            _refuse(names, given, name)
+            _raise_conflict(names, given, name)
         if name not in styles:
             reasons[name] = f"shares its weight with {next(iter(given))}"
-        elif styles[name].name != wanted:
+        elif styles[name].name != style_name:
             reasons[name] = "computes the logits"
-        styles[name] = replace(styles.get(name, Style(wanted)), name=wanted)
+        styles[name] = replace(styles.get(name, Style(style_name)), name=style_name)
 
 
-def _check_agreement(names: list[str], given: Mapping[str, Style], styles: dict[str, Style]) -> None:
+def _check_same_style(names: list[str], given: Mapping[str, Style], styles: dict[str, Style]) -> None:
     first = next(iter(given.values()))
     if any(name not in given or given[name] != first for name in names):
         other = next(name for name in names if name not in given or given[name] != first)
-        _refuse(names, given, other)
+        _raise_conflict(names, given, other)
 
 
-def _refuse(names: list[str], given: Mapping[str, Style], other: str) -> None:
+def _raise_conflict(names: list[str], given: Mapping[str, Style], other: str) -> None:
     name, style = next(iter(given.items()))
     raise ConfigError(
         f"the plan has {style.name!r} for {name!r}, which shares its weight with {other!r} of another style: give all"
@@ -89,7 +89,7 @@ def _refuse(names: list[str], given: Mapping[str, Style], other: str) -> None:
 
 def _output_head(model: nn.Module) -> nn.Module | None:
     for module in model.modules():
-        ask: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
-        if callable(ask) and (head := ask()) is not None:
+        get_head: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
+        if callable(get_head) and (head := get_head()) is not None:
             return head if isinstance(head, nn.Module) else None
     return None

@@ -11,7 +11,13 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.plans.features import COLUMN_STYLES, ROW_STYLES
 from booster.plugins.hybrid_parallel.plans.plan import PlannedEntry, TensorParallelPlan
-from booster.plugins.hybrid_parallel.plans.probing import Probe, equal, module_kind, probe, run
+from booster.plugins.hybrid_parallel.plans.probing import (
+    EquivalenceCheck,
+    all_close,
+    module_signature,
+    run,
+    run_equivalence_check,
+)
 
 __all__ = ["check_token_wise"]
 
@@ -31,11 +37,11 @@ def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
     for name in (layer for stack in plan.stacks for layer in stack):
         layer = model.get_submodule(name)
         entries = [entry for entry in plan.entries if entry.name.startswith(f"{name}.")]
-        kind = module_kind(layer, tuple(entry.name.removeprefix(name) for entry in entries))
+        kind = module_signature(layer, tuple(entry.name.removeprefix(name) for entry in entries))
         if kind in known:
             continue
         known.add(kind)
-        reason = _why_not(layer, name, entries)
+        reason = _find_violation(layer, name, entries)
         if reason:
             raise ConfigError(
                 f"the layer {name!r} could not be verified to compute tokens independently outside of its sharded"
@@ -44,60 +50,64 @@ def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
             )
 
 
-def _why_not(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]) -> str:
-    probed = probe(layer)
-    if isinstance(probed, str):
-        return probed
+def _find_violation(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]) -> str:
+    check = run_equivalence_check(layer)
+    if isinstance(check, str):
+        return check
     prefix = f"{name}."
     columns = [entry for entry in entries if entry.style in COLUMN_STYLES]
-    whole = {entry.name.removeprefix(prefix) for entry in columns if entry.region == entry.name}
-    parts = {entry.region.removeprefix(prefix) for entry in columns if entry.region not in ("", entry.name)}
+    gathering = {entry.name.removeprefix(prefix) for entry in columns if entry.region == entry.name}
+    sharded = {entry.region.removeprefix(prefix) for entry in columns if entry.region not in ("", entry.name)}
     rows = {entry.name.removeprefix(prefix) for entry in entries if entry.style in ROW_STYLES}
-    parts |= {row for row in rows if not any(row.startswith(f"{region}.") for region in parts)}
-    return _compare(probed, whole, parts)
+    sharded |= {row for row in rows if not any(row.startswith(f"{region}.") for region in sharded)}
+    return _compare(check, gathering, sharded)
 
 
-def _compare(probed: Probe, whole: set[str], parts: set[str]) -> str:
+def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) -> str:
     """Return how a run on the first tokens differs, or "" if it does not.
 
     Args:
-        probed: The layer's recorded run.
-        whole: Modules that gather the tokens of their input and return all tokens.
-        parts: Modules that return the rank's tokens.
+        check: The layer's recorded run.
+        gathering: Modules that gather the tokens of their input and return all tokens.
+        sharded: Modules that return the rank's tokens.
     """
-    if probed.inputs.ndim < 3:
+    if check.inputs.ndim < 3:
         return "its input is not a tensor of (batch, length, features)"
-    num_tokens = max(1, probed.inputs.shape[1] // 2)
-    recorded = _record(probed, whole | parts)
-    if set(recorded) != whole | parts:
+    num_tokens = max(1, check.inputs.shape[1] // 2)
+    recorded = _record(check, gathering | sharded)
+    if set(recorded) != gathering | sharded:
         return "not all of them are called once with one tensor and return one tensor"
-    few = copy.deepcopy(probed.module)
+    module = copy.deepcopy(check.module)
     differing: list[str] = []
     for name, (given, output) in recorded.items():
-        given_few = given[:, :num_tokens]
+        first_tokens = given[:, :num_tokens]
         # A row-parallel layer next to its column-parallel layers gets all tokens, as these return them.
-        expected = (given_few, given) if whole and name in parts else (given_few,)
+        expected = (first_tokens, given) if gathering and name in sharded else (first_tokens,)
         _replace(
-            few.get_submodule(name), name, expected, output if name in whole else output[:, :num_tokens], differing
+            module.get_submodule(name),
+            name,
+            expected,
+            output if name in gathering else output[:, :num_tokens],
+            differing,
         )
     try:
-        result = run(few, probed.inputs[:, :num_tokens], probed.call)
+        result = run(module, check.inputs[:, :num_tokens], check.arguments)
     except Exception as error:  # a user's forward may raise anything
-        return _misfed(differing) or f"{type(error).__name__}: {error}"
+        return _describe_mismatch(differing) or f"{type(error).__name__}: {error}"
     if differing:
-        return _misfed(differing)
-    same = equal(result, [one[:, :num_tokens] for one in probed.output])
+        return _describe_mismatch(differing)
+    same = all_close(result, [one[:, :num_tokens] for one in check.output])
     return "" if same else "its output for some tokens depends on others"
 
 
-def _misfed(names: list[str]) -> str:
+def _describe_mismatch(names: list[str]) -> str:
     return f"the input of {names[0]} is not (batch, length, features)" if names else ""
 
 
-def _record(probed: Probe, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _record(check: EquivalenceCheck, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     refused: set[str] = set()
-    module = copy.deepcopy(probed.module)
+    module = copy.deepcopy(check.module)
     for name in names:
 
         def record(_: nn.Module, given: tuple[object, ...], output: object, name: str = name) -> None:
@@ -108,7 +118,7 @@ def _record(probed: Probe, names: set[str]) -> dict[str, tuple[torch.Tensor, tor
                 found[name] = (first.clone(), output.clone())
 
         module.get_submodule(name).register_forward_hook(record)
-    run(module, probed.inputs, probed.call)
+    run(module, check.inputs, check.arguments)
     return {name: calls for name, calls in found.items() if name not in refused}
 
 
@@ -117,7 +127,7 @@ def _replace(
 ) -> None:
     def forward(*arguments: object, **_: object) -> torch.Tensor:
         first = arguments[0] if arguments else None
-        if not isinstance(first, torch.Tensor) or not any(equal(first, one) for one in expected):
+        if not isinstance(first, torch.Tensor) or not any(all_close(first, one) for one in expected):
             differing.append(name)
         return output
 

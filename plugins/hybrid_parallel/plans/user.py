@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.draft import Draft, read_style
-from booster.plugins.hybrid_parallel.plans.patterns import generalized, match_names
+from booster.plugins.hybrid_parallel.plans.draft import PartialPlan, read_style
+from booster.plugins.hybrid_parallel.plans.patterns import generalize, match_names
 from booster.plugins.hybrid_parallel.plans.plan import Style
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
-__all__ = ["user_draft"]
+__all__ = ["read_user_plan"]
 
 
-def user_draft(model: nn.Module, plan: object) -> Draft:
+def read_user_plan(model: nn.Module, plan: object) -> PartialPlan:
     """Parse a user's plan.
 
     Args:
@@ -40,24 +40,24 @@ def user_draft(model: nn.Module, plan: object) -> Draft:
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     found, unmatched = match_names(styles, names, str(getattr(model, "base_model_prefix", "")))
     if unmatched:
-        _refuse_unmatched(unmatched[0], names)
-    _refuse_weights(model, found)
-    return Draft(styles=found, source="the plan given by the user", is_users=True)
+        _raise_unmatched(unmatched[0], names)
+    _check_no_layer_parameters(model, found)
+    return PartialPlan(styles=found, source="the plan given by the user", is_user_plan=True)
 
 
-def _refuse_weights(model: nn.Module, styles: Mapping[str, Style]) -> None:
+def _check_no_layer_parameters(model: nn.Module, styles: Mapping[str, Style]) -> None:
     for name in styles:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if leaf in module._parameters and (is_linear(module) or isinstance(module, nn.Embedding)):
             raise ConfigError(
                 f"the plan has {styles[name].name!r} for {name!r}, the {leaf} of a {type(module).__name__}, but styles"
-                f" apply to layers, not their parameters: name the module, {generalized(owner)!r}"
+                f" apply to layers, not their parameters: name the module, {generalize(owner)!r}"
             )
 
 
-def _refuse_unmatched(pattern: str, names: list[str]) -> None:
-    known = sorted({generalized(name) for name in names if name})
+def _raise_unmatched(pattern: str, names: list[str]) -> None:
+    known = sorted({generalize(name) for name in names if name})
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
     hint = f": did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""Verify a user's plan by running modules in shards, as far as they can be run alone. See Note [Probing]."""
+"""Verify a user's plan by running modules in shards, as far as they can be run alone. See Note [Equivalence check]."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.plans.check import CLOSING_STYLES, OPEN_STYLES, entries_near
+from booster.plugins.hybrid_parallel.plans.check import CLOSING_STYLES, OPEN_STYLES, nearby_entries
 from booster.plugins.hybrid_parallel.plans.features import feature_sizes
-from booster.plugins.hybrid_parallel.plans.patterns import generalized
+from booster.plugins.hybrid_parallel.plans.patterns import generalize
 from booster.plugins.hybrid_parallel.plans.plan import AttributeChange, PlannedEntry, TensorParallelPlan
-from booster.plugins.hybrid_parallel.plans.probing import SIZES_OF_THE_WHOLE, cut_layer, doubled, equal, run, samples
-from booster.plugins.hybrid_parallel.plans.probing import module_kind as kind_of
+from booster.plugins.hybrid_parallel.plans.probing import (
+    UNSHARDED_SIZES_HINT,
+    all_close,
+    copy_as_float64,
+    run,
+    sample_inputs,
+    shard_layer,
+)
+from booster.plugins.hybrid_parallel.plans.probing import module_signature as kind_of
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
-from booster.plugins.hybrid_parallel.tensor_parallel.splits import split_layout
+from booster.plugins.hybrid_parallel.tensor_parallel.splits import sharded_spec
 
-__all__ = ["prove_users_plan"]
+__all__ = ["verify_user_plan"]
 
-_CUT = OPEN_STYLES | {"embedding_colwise"}
-_WHOLE_OUTSIDE = frozenset(  # styles with the same inputs and outputs as without sharding
+_SHARDED_OUTPUT = OPEN_STYLES | {"embedding_colwise"}
+_UNSHARDED_BOUNDARY = frozenset(  # styles with the same inputs and outputs as without sharding
     {
         "colwise_gather_output",
         "embedding_colwise_gather_output",
@@ -38,11 +45,11 @@ _WHOLE_OUTSIDE = frozenset(  # styles with the same inputs and outputs as withou
 )
 # A module may compute in single precision internally, and matmuls of other sizes round differently. The error of a
 # wrong split is as large as the values themselves, as weights and inputs are random.
-_TOLERANCE = 1e-4
+_USER_PLAN_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _ModulePlan:
     """The plan of one module, with names relative to it."""
 
     entries: tuple[PlannedEntry, ...]
@@ -50,7 +57,7 @@ class _Part:
 
 
 @dataclass(slots=True)
-class _Recorded:
+class _ReferenceRun:
     """Reference run of a module: its output, and the input and output of each call of its row-parallel layers."""
 
     inputs: torch.Tensor
@@ -59,7 +66,7 @@ class _Recorded:
     calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
 
-def prove_users_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -> tuple[str, ...]:
+def verify_user_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -> tuple[str, ...]:
     """Run every module whose layers a user's plan shards, unsharded and in shards.
 
     Args:
@@ -77,20 +84,20 @@ def prove_users_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -
     notes: dict[str, None] = {}
     known: set[tuple[object, ...]] = set()
     for name in _modules_to_run(plan, model):
-        part = _part_of(name, plan)
+        module_plan = _module_plan(name, plan)
         prefix = f"{name}." if name else ""
         module = model.get_submodule(name)
-        kind = kind_of(module, tuple(map(repr, (*part.entries, *part.attributes))))
+        kind = kind_of(module, tuple(map(repr, (*module_plan.entries, *module_plan.attributes))))
         if any(layer.startswith(prefix) for layer in layers):
             reason: str | None = "it contains full layers of a stack, which are not run"
         elif kind in known:
             continue
         else:
             known.add(kind)
-            reason = _prove(name, module, part, tp_size)
+            reason = _verify(name, module, module_plan, tp_size)
         if reason is not None:
-            of = generalized(name) if name else type(model).__name__
-            notes[f"{of} is sharded by the plan without verification: {reason}"] = None
+            label = generalize(name) if name else type(model).__name__
+            notes[f"{label} is sharded by the plan without verification: {reason}"] = None
     return tuple(notes)
 
 
@@ -103,7 +110,7 @@ def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
     found: dict[str, None] = {}
     for entries, others in ((columns, rows), (rows, columns)):
         for entry in entries:
-            found[_common_owner([entry, *entries_near(entry, others, stacks)])] = None
+            found[_common_owner([entry, *nearby_entries(entry, others, stacks)])] = None
     return sorted(found, key=lambda name: -len(name.split(".")) if name else 0)
 
 
@@ -113,7 +120,7 @@ def _common_owner(entries: list[PlannedEntry]) -> str:
     return ".".join(parts[0] for parts in common)
 
 
-def _part_of(name: str, plan: TensorParallelPlan) -> _Part:
+def _module_plan(name: str, plan: TensorParallelPlan) -> _ModulePlan:
     prefix = f"{name}." if name else ""
 
     def local(entry: PlannedEntry) -> PlannedEntry:
@@ -137,51 +144,51 @@ def _part_of(name: str, plan: TensorParallelPlan) -> _Part:
         if f"{change.module}.".startswith(prefix)
     ]
     entries = tuple(local(entry) for entry in plan.entries if entry.name.startswith(prefix))
-    return _Part(entries=entries, attributes=tuple(changes))
+    return _ModulePlan(entries=entries, attributes=tuple(changes))
 
 
-def _prove(name: str, module: nn.Module, part: _Part, tp_size: int) -> str | None:
+def _verify(name: str, module: nn.Module, module_plan: _ModulePlan, tp_size: int) -> str | None:
     """Raise if a module computes different results in shards; return a reason if it cannot be verified."""
-    for entry in part.entries:
-        if entry.is_parameter or entry.style not in _CUT | CLOSING_STYLES | _WHOLE_OUTSIDE:
-            return f"{entry.style!r} of {generalized(entry.name)} needs communication with other ranks"
+    for entry in module_plan.entries:
+        if entry.is_parameter or entry.style not in _SHARDED_OUTPUT | CLOSING_STYLES | _UNSHARDED_BOUNDARY:
+            return f"{entry.style!r} of {generalize(entry.name)} needs communication with other ranks"
     try:
-        copied = doubled(module)
+        reference_module = copy_as_float64(module)
     except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
         return f"it cannot be copied ({_first_line(error)})"
-    whole = _run_whole(copied, part)
-    if isinstance(whole, str):
-        return whole
+    reference = _run_reference(reference_module, module_plan)
+    if isinstance(reference, str):
+        return reference
     for rank in sorted({0, tp_size // 2, tp_size - 1}):
-        fault = _fault_of_rank(copied, part, whole, tp_size, rank)
-        if fault is not None:
-            _refuse(name, module, part, fault, tp_size)
+        mismatch = _find_mismatch(reference_module, module_plan, reference, tp_size, rank)
+        if mismatch is not None:
+            _raise_mismatch(name, module, module_plan, mismatch, tp_size)
     return None
 
 
-def _run_whole(copied: nn.Module, part: _Part) -> _Recorded | str:
-    given = samples(copied)
+def _run_reference(reference_module: nn.Module, module_plan: _ModulePlan) -> _ReferenceRun | str:
+    given = sample_inputs(reference_module)
     if isinstance(given, str):
         return given
     arguments, inputs = given
     reason = ""
     for one in inputs:
-        recorded = _Recorded(one, arguments)
+        recorded = _ReferenceRun(one, arguments)
         try:
-            recorded.output = run(_recording(copied, part, recorded), one, arguments)
-            again = run(_shared_copy(copied), one, arguments, seed=3)
+            recorded.output = run(_add_recorders(reference_module, module_plan, recorded), one, arguments)
+            again = run(_shared_copy(reference_module), one, arguments, seed=3)
         except Exception as error:  # a user's forward may raise anything
             reason = reason or f"{type(error).__name__}: {_first_line(error)}"
             continue
-        if not equal(recorded.output, again, _TOLERANCE):
+        if not all_close(recorded.output, again, _USER_PLAN_TOLERANCE):
             return "its output is random or not finite"
         return recorded
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
-def _recording(copied: nn.Module, part: _Part, recorded: _Recorded) -> nn.Module:
-    module = _shared_copy(copied)
-    for entry in part.entries:
+def _add_recorders(reference_module: nn.Module, module_plan: _ModulePlan, recorded: _ReferenceRun) -> nn.Module:
+    module = _shared_copy(reference_module)
+    for entry in module_plan.entries:
         if entry.style in CLOSING_STYLES:
             calls = recorded.calls.setdefault(entry.name, [])
             module.get_submodule(entry.name).register_forward_hook(
@@ -195,81 +202,91 @@ def _shared_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(one): one for one in module.parameters()})
 
 
-def _fault_of_rank(copied: nn.Module, part: _Part, whole: _Recorded, num_ranks: int, rank: int) -> str | None:
-    module = _shared_copy(copied)
-    faults: list[str] = []
-    for entry in part.entries:
+def _find_mismatch(
+    reference_module: nn.Module, module_plan: _ModulePlan, reference: _ReferenceRun, num_ranks: int, rank: int
+) -> str | None:
+    module = _shared_copy(reference_module)
+    mismatches: list[str] = []
+    for entry in module_plan.entries:
         layer = module.get_submodule(entry.name)
-        if entry.style in _CUT:
-            cut_layer(layer, entry.style, entry.blocks, num_ranks, rank)
-        elif entry.style in CLOSING_STYLES and whole.calls[entry.name]:
-            layer.forward = _SummedRow(entry, whole.calls[entry.name], faults, num_ranks, rank)  # type: ignore[assignment]
-    for change in part.attributes:
+        if entry.style in _SHARDED_OUTPUT:
+            shard_layer(layer, entry.style, entry.blocks, num_ranks, rank)
+        elif entry.style in CLOSING_STYLES and reference.calls[entry.name]:
+            layer.forward = _ReducedRow(entry, reference.calls[entry.name], mismatches, num_ranks, rank)  # type: ignore[assignment]
+    for change in module_plan.attributes:
         value = change.local_value(num_ranks, rank)
         setattr(module.get_submodule(change.module), change.attribute, value)
     try:
-        output = run(module, whole.inputs, whole.arguments)
+        output = run(module, reference.inputs, reference.arguments)
     except Exception as error:  # a user's forward may raise anything
-        return faults[0] if faults else f"it raises {type(error).__name__}: {_first_line(error)}"
-    if faults:
-        return faults[0]
-    return None if equal(output, whole.output, _TOLERANCE) else "its output differs from that of the unsharded module"
+        return mismatches[0] if mismatches else f"it raises {type(error).__name__}: {_first_line(error)}"
+    if mismatches:
+        return mismatches[0]
+    return (
+        None
+        if all_close(output, reference.output, _USER_PLAN_TOLERANCE)
+        else "its output differs from that of the unsharded module"
+    )
 
 
-class _SummedRow:
+class _ReducedRow:
     """Replacement of a row-parallel layer's forward: checks its input, and returns the recorded output."""
 
     def __init__(
         self,
         entry: PlannedEntry,
         calls: list[tuple[torch.Tensor, torch.Tensor]],
-        faults: list[str],
+        mismatches: list[str],
         num_ranks: int,
         rank: int,
     ) -> None:
         self._entry = entry
         self._calls: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(calls)
-        self._faults = faults
-        self._place = num_ranks, rank
+        self._mismatches = mismatches
+        self._ranks = num_ranks, rank
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        whole, output = next(self._calls)
-        wanted = _split_input(self._entry, whole, *self._place)
-        if not equal(given, wanted, _TOLERANCE):
-            self._faults.append(self._said(given, whole, wanted))
+        reference, output = next(self._calls)
+        expected = _split_input(self._entry, reference, *self._ranks)
+        if not all_close(given, expected, _USER_PLAN_TOLERANCE):
+            self._mismatches.append(self._describe(given, reference, expected))
         return output
 
-    def _said(self, given: torch.Tensor, whole: torch.Tensor, wanted: torch.Tensor) -> str:
+    def _describe(self, given: torch.Tensor, reference: torch.Tensor, expected: torch.Tensor) -> str:
         row = f"{self._entry.name!r} ({self._entry.style})"
-        if given.shape[-1:] == whole.shape[-1:] and whole.shape[-1] != wanted.shape[-1]:
-            return f"{row} gets all {whole.shape[-1]} features, which no colwise layer before it has sharded"
+        if given.shape[-1:] == reference.shape[-1:] and reference.shape[-1] != expected.shape[-1]:
+            return f"{row} gets all {reference.shape[-1]} features, which no colwise layer before it has sharded"
         return f"{row} does not get its rank's features of its input in the unsharded module"
 
 
-def _split_input(entry: PlannedEntry, whole: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
-    return split_layout(whole.shape, whole.ndim - 1, entry.blocks, num_ranks, rank).cut(whole)
+def _split_input(entry: PlannedEntry, reference: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
+    return sharded_spec(reference.shape, reference.ndim - 1, entry.blocks, num_ranks, rank).shard(reference)
 
 
-def _refuse(name: str, module: nn.Module, part: _Part, fault: str, tp_size: int) -> None:
+def _raise_mismatch(name: str, module: nn.Module, module_plan: _ModulePlan, mismatch: str, tp_size: int) -> None:
     where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-    given = ", ".join(f"{one.name!r}: {one.style!r}" for one in part.entries if one.style in _CUT | CLOSING_STYLES)
-    hints = " ".join(f"({index}) {hint}" for index, hint in enumerate(_hints(module, part, fault), 1))
+    given = ", ".join(
+        f"{one.name!r}: {one.style!r}" for one in module_plan.entries if one.style in _SHARDED_OUTPUT | CLOSING_STYLES
+    )
+    hints = " ".join(f"({index}) {hint}" for index, hint in enumerate(_hints(module, module_plan, mismatch), 1))
     raise ConfigError(
         f"the plan shards {where}, as {{{given}}}, but over {tp_size} ranks its results differ from those of the"
-        f" unsharded module: {fault}. Possible fixes: {hints}"
+        f" unsharded module: {mismatch}. Possible fixes: {hints}"
     )
 
 
-def _hints(module: nn.Module, part: _Part, fault: str) -> Iterator[str]:
-    layers = {one.name: module.get_submodule(one.name) for one in part.entries if one.style in OPEN_STYLES}
+def _hints(module: nn.Module, module_plan: _ModulePlan, mismatch: str) -> Iterator[str]:
+    layers = {one.name: module.get_submodule(one.name) for one in module_plan.entries if one.style in OPEN_STYLES}
     swapped = (
         "if 'colwise' and 'rowwise' are swapped, exchange them: 'colwise' is for the layers that run first, 'rowwise'"
         " for the one that reads their output."
     )
-    if "which no colwise layer" in fault:
+    if "which no colwise layer" in mismatch:
         yield swapped
-    inputs = [feature_sizes(module.get_submodule(one.name))[0] for one in part.entries if one.style in CLOSING_STYLES]
-    plain = {one.name for one in part.entries if one.style == "colwise"}
+    inputs = [
+        feature_sizes(module.get_submodule(one.name))[0] for one in module_plan.entries if one.style in CLOSING_STYLES
+    ]
+    plain = {one.name for one in module_plan.entries if one.style == "colwise"}
     for key, layer in layers.items():
         outputs = feature_sizes(layer)[1] if is_linear(layer) else 0
         times = [outputs // size for size in inputs if outputs % size == 0 and outputs > size]
@@ -278,8 +295,8 @@ def _hints(module: nn.Module, part: _Part, fault: str) -> Iterator[str]:
                 f"if {key!r} returns several consecutive projections (query, key and value; gate and up), write"
                 f" 'packed_colwise:{times[0]}' for it."
             )
-    yield f"{SIZES_OF_THE_WHOLE}."
-    if "which no colwise layer" not in fault and fault.startswith("it raises"):
+    yield f"{UNSHARDED_SIZES_HINT}."
+    if "which no colwise layer" not in mismatch and mismatch.startswith("it raises"):
         yield swapped
     yield "leave the module's layers out of the plan, so that they are not sharded."
 

@@ -16,14 +16,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from booster.comm import all_to_all_single
-from booster.plugins.hybrid_parallel.sequence_parallel.order import TokenOrder
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.order import SequenceSharding
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
 
-__all__ = ["HeadShare", "all_to_all_attention", "head_shares"]
+__all__ = ["HeadRange", "all_to_all_attention", "head_ranges"]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShare:
+class HeadRange:
     """The query heads that a rank computes, and the key heads that these read.
 
     Attributes:
@@ -39,7 +39,7 @@ class HeadShare:
     key_stop: int
 
 
-def head_shares(num_heads: int, num_key_heads: int, num_ranks: int) -> list[HeadShare]:
+def head_ranges(num_heads: int, num_key_heads: int, num_ranks: int) -> list[HeadRange]:
     """Return every rank's heads: full groups if the ranks divide them, otherwise query heads as evenly as possible.
 
     In the second case some key heads are replicated on several ranks.
@@ -47,21 +47,21 @@ def head_shares(num_heads: int, num_key_heads: int, num_ranks: int) -> list[Head
     per_group = num_heads // num_key_heads
     unit = per_group if num_key_heads % num_ranks == 0 else 1
     base, rest = divmod(num_heads // unit, num_ranks)
-    shares, start = [], 0
+    ranges, start = [], 0
     for rank in range(num_ranks):
         stop = start + (base + (rank < rest)) * unit
         key_stop = -(-stop // per_group) if stop > start else start // per_group
-        shares.append(HeadShare(start, stop, start // per_group, key_stop))
+        ranges.append(HeadRange(start, stop, start // per_group, key_stop))
         start = stop
-    return shares
+    return ranges
 
 
 def all_to_all_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ranks: SequenceParallelRanks,
-    order: TokenOrder,
+    sp_group: SequenceParallelGroup,
+    sharding: SequenceSharding,
     *,
     mask: torch.Tensor | None,
     dropout: float,
@@ -72,143 +72,150 @@ def all_to_all_attention(
 
     Collective: in forward and backward.
     """
-    shares = head_shares(query.shape[1], key.shape[1], ranks.size)
-    own, lengths = shares[ranks.rank], order.local_lengths()
-    whole = _all_tokens(query, key, value, ranks, shares, lengths)
-    query, key, value = (order.join(parts, 2) for parts in whole)
-    if own.start == own.stop:
+    ranges = head_ranges(query.shape[1], key.shape[1], sp_group.size)
+    local, lengths = ranges[sp_group.rank], sharding.local_lengths()
+    gathered = _gather_tokens(query, key, value, sp_group, ranges, lengths)
+    query, key, value = (sharding.unshard(shards, 2) for shards in gathered)
+    if local.start == local.stop:
         output = query[..., :1].expand(*query.shape[:-1], value.shape[-1])
     else:
-        key, value = _expanded(key, value, own, num_heads=query.shape[1], per_group=_per_group(shares))
+        key, value = _repeat_key_value(key, value, local, num_heads=query.shape[1], per_group=_per_group(ranges))
         if mask is not None and mask.shape[1] > 1:
-            mask = mask[:, own.start : own.stop]
+            mask = mask[:, local.start : local.stop]
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(query.dtype)
         output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale=scale)
-    return _own_tokens(output, ranks, order, shares)
+    return _gather_heads(output, sp_group, sharding, ranges)
 
 
-def _per_group(shares: Sequence[HeadShare]) -> int:
-    return shares[-1].stop // shares[-1].key_stop if shares[-1].key_stop else 1
+def _per_group(ranges: Sequence[HeadRange]) -> int:
+    return ranges[-1].stop // ranges[-1].key_stop if ranges[-1].key_stop else 1
 
 
-def _expanded(
-    key: torch.Tensor, value: torch.Tensor, own: HeadShare, *, num_heads: int, per_group: int
+def _repeat_key_value(
+    key: torch.Tensor, value: torch.Tensor, local: HeadRange, *, num_heads: int, per_group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if key.shape[1] == num_heads:
         return key, value
-    groups = [head // per_group - own.key_start for head in range(own.start, own.stop)]
+    groups = [head // per_group - local.key_start for head in range(local.start, local.stop)]
     index = torch.tensor(groups, device=key.device)
     return key.index_select(1, index), value.index_select(1, index)
 
 
-def _all_tokens(
+def _gather_tokens(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ranks: SequenceParallelRanks,
-    shares: Sequence[HeadShare],
+    sp_group: SequenceParallelGroup,
+    ranges: Sequence[HeadRange],
     lengths: Sequence[int],
 ) -> list[list[torch.Tensor]]:
     """Return query, key and value of this rank's heads, as lists of all ranks' tokens, in one all-to-all."""
     batch, _, local_length, features = query.shape
     widths = (features, features, value.shape[-1])
-    pieces = []
-    for share in shares:
+    send_buffers = []
+    for heads_of_rank in ranges:
         heads = (
-            query[:, share.start : share.stop],
-            key[:, share.key_start : share.key_stop],
-            value[:, share.key_start : share.key_stop],
+            query[:, heads_of_rank.start : heads_of_rank.stop],
+            key[:, heads_of_rank.key_start : heads_of_rank.key_stop],
+            value[:, heads_of_rank.key_start : heads_of_rank.key_stop],
         )
-        pieces.append(torch.cat([part.reshape(-1) for part in heads]))
-    per_token = [batch * sum(_head_widths(share, widths)) for share in shares]
-    received = _exchange(
-        torch.cat(pieces),
-        ranks,
-        payload_sizes=[local_length * size for size in per_token],
-        output_sizes=[length * per_token[ranks.rank] for length in lengths],
+        send_buffers.append(torch.cat([tensor.reshape(-1) for tensor in heads]))
+    per_token = [batch * sum(_head_widths(heads_of_rank, widths)) for heads_of_rank in ranges]
+    received = _all_to_all(
+        torch.cat(send_buffers),
+        sp_group,
+        send_sizes=[local_length * size for size in per_token],
+        output_sizes=[length * per_token[sp_group.rank] for length in lengths],
         largest_size=max(lengths) * max(per_token),
     )
-    own_widths = _head_widths(shares[ranks.rank], widths)
-    parts: list[list[torch.Tensor]] = [[], [], []]
-    for length, piece in zip(lengths, received, strict=True):
-        cut = piece.split([batch * length * size for size in own_widths])
-        for target, flat, size, width in zip(parts, cut, own_widths, widths, strict=True):
+    own_widths = _head_widths(ranges[sp_group.rank], widths)
+    shards: list[list[torch.Tensor]] = [[], [], []]
+    for length, buffer in zip(lengths, received, strict=True):
+        flats = buffer.split([batch * length * size for size in own_widths])
+        for target, flat, size, width in zip(shards, flats, own_widths, widths, strict=True):
             target.append(flat.view(batch, size // width, length, width))
-    return parts
+    return shards
 
 
-def _head_widths(share: HeadShare, widths: Sequence[int]) -> list[int]:
+def _head_widths(heads_of_rank: HeadRange, widths: Sequence[int]) -> list[int]:
     """Return the number of elements per token of a rank's query, key and value heads."""
-    num_heads, num_key_heads = share.stop - share.start, share.key_stop - share.key_start
+    num_heads, num_key_heads = (
+        heads_of_rank.stop - heads_of_rank.start,
+        heads_of_rank.key_stop - heads_of_rank.key_start,
+    )
     return [num_heads * widths[0], num_key_heads * widths[1], num_key_heads * widths[2]]
 
 
-def _own_tokens(
-    output: torch.Tensor, ranks: SequenceParallelRanks, order: TokenOrder, shares: Sequence[HeadShare]
+def _gather_heads(
+    output: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, ranges: Sequence[HeadRange]
 ) -> torch.Tensor:
     """Return all heads of this rank's tokens from each rank's heads of all tokens, in one all-to-all."""
     batch, _, _, width = output.shape
-    lengths, own = order.local_lengths(), order.local_length(ranks.rank)
-    counts = [share.stop - share.start for share in shares]
-    pieces = [order.take(output, 2, rank).reshape(-1) for rank in range(ranks.size)]
-    received = _exchange(
-        torch.cat(pieces),
-        ranks,
-        payload_sizes=[batch * counts[ranks.rank] * length * width for length in lengths],
-        output_sizes=[batch * count * own * width for count in counts],
+    lengths, local = sharding.local_lengths(), sharding.local_length(sp_group.rank)
+    counts = [heads_of_rank.stop - heads_of_rank.start for heads_of_rank in ranges]
+    send_buffers = [sharding.shard(output, 2, rank).reshape(-1) for rank in range(sp_group.size)]
+    received = _all_to_all(
+        torch.cat(send_buffers),
+        sp_group,
+        send_sizes=[batch * counts[sp_group.rank] * length * width for length in lengths],
+        output_sizes=[batch * count * local * width for count in counts],
         largest_size=batch * max(counts) * max(lengths) * width,
     )
-    heads = [piece.view(batch, count, own, width) for piece, count in zip(received, counts, strict=True)]
+    heads = [buffer.view(batch, count, local, width) for buffer, count in zip(received, counts, strict=True)]
     return torch.cat(heads, 1)
 
 
-def _exchange(
-    payload: torch.Tensor,
-    ranks: SequenceParallelRanks,
+def _all_to_all(
+    send_buffer: torch.Tensor,
+    sp_group: SequenceParallelGroup,
     *,
-    payload_sizes: Sequence[int],
+    send_sizes: Sequence[int],
     output_sizes: Sequence[int],
     largest_size: int,
 ) -> tuple[torch.Tensor, ...]:
     """Differentiable all-to-all; return what each rank sent. Collective: in forward and backward."""
-    sizes = list(payload_sizes), list(output_sizes), largest_size
-    received: torch.Tensor = _Exchange.apply(payload, ranks, *sizes)
-    parts: tuple[torch.Tensor, ...] = received.split(sizes[1])
-    return parts
+    sizes = list(send_sizes), list(output_sizes), largest_size
+    received: torch.Tensor = _AllToAll.apply(send_buffer, sp_group, *sizes)
+    chunks: tuple[torch.Tensor, ...] = received.split(sizes[1])
+    return chunks
 
 
-class _Exchange(Function):
+class _AllToAll(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        payload: torch.Tensor,
-        ranks: SequenceParallelRanks,
-        payload_sizes: list[int],
+        send_buffer: torch.Tensor,
+        sp_group: SequenceParallelGroup,
+        send_sizes: list[int],
         output_sizes: list[int],
         largest_size: int,
     ) -> torch.Tensor:
-        ctx.ranks, ctx.sizes = ranks, (payload_sizes, output_sizes, largest_size)
-        return _send(payload, ranks, payload_sizes, output_sizes, largest_size)
+        ctx.ranks, ctx.sizes = sp_group, (send_sizes, output_sizes, largest_size)
+        return _all_to_all_uneven(send_buffer, sp_group, send_sizes, output_sizes, largest_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        payload_sizes, output_sizes, largest_size = ctx.sizes
-        return _send(grad, ctx.ranks, output_sizes, payload_sizes, largest_size), None, None, None, None
+        send_sizes, output_sizes, largest_size = ctx.sizes
+        return _all_to_all_uneven(grad, ctx.ranks, output_sizes, send_sizes, largest_size), None, None, None, None
 
 
-def _send(
-    payload: torch.Tensor, ranks: SequenceParallelRanks, sizes: list[int], output_sizes: list[int], largest_size: int
+def _all_to_all_uneven(
+    send_buffer: torch.Tensor,
+    sp_group: SequenceParallelGroup,
+    sizes: list[int],
+    output_sizes: list[int],
+    largest_size: int,
 ) -> torch.Tensor:
-    output = payload.new_empty(sum(output_sizes))
+    output = send_buffer.new_empty(sum(output_sizes))
     if {*sizes, *output_sizes} == {largest_size}:  # then the sizes of all other ranks are equal, too
-        all_to_all_single(output, payload.contiguous(), ranks.group)
+        all_to_all_single(output, send_buffer.contiguous(), sp_group.group)
     else:
         all_to_all_single(
             output,
-            payload.contiguous(),
-            ranks.group,
+            send_buffer.contiguous(),
+            sp_group.group,
             output_sizes=output_sizes,
             payload_sizes=sizes,
             largest_size=largest_size,

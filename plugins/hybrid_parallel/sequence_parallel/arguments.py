@@ -15,8 +15,8 @@ __all__ = ["argument_name", "map_tensors", "parameter_names", "token_dim"]
 # which are sharded; attention masks, which attention needs in full; and other sequences to attend to, such as encoder
 # states, which stay unsharded. Names decide if they are known, otherwise shapes: a number with one row per token is
 # sharded, unless it also has one column per token.
-_WHOLE = ("mask", "bias", "encoder", "memory", "cross", "key_value", "cu_seq")
-_TABLES = ("position", "rotary", "rope", "cos", "sin", "freqs")
+_UNSHARDED_NAMES = ("mask", "bias", "encoder", "memory", "cross", "key_value", "cu_seq")
+_POSITION_NAMES = ("position", "rotary", "rope", "cos", "sin", "freqs")
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
@@ -39,12 +39,12 @@ def token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
         tensor: The argument.
         length: Tokens of the full sequence.
     """
-    if tensor.dtype == torch.bool or any(word in name for word in _WHOLE):
+    if tensor.dtype == torch.bool or any(word in name for word in _UNSHARDED_NAMES):
         return None
     sizes, count = tensor.shape, tensor.dim()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return count - 1 if 1 <= count <= 3 and sizes[-1] == length else None
-    if count >= 2 and sizes[-2] == length and (sizes[-1] != length or any(word in name for word in _TABLES)):
+    if count >= 2 and sizes[-2] == length and (sizes[-1] != length or any(word in name for word in _POSITION_NAMES)):
         return count - 2
     if count == 4 and sizes[1] == length and sizes[-1] != length:
         return 1
@@ -53,12 +53,12 @@ def token_dim(name: str, tensor: torch.Tensor, length: int) -> int | None:
     return None
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply a function to all tensors of an argument, including those in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
-        return change(value)
+        return function(value)
     if type(value) in (tuple, list):
-        return type(value)(map_tensors(one, change) for one in value)
+        return type(value)(map_tensors(one, function) for one in value)
     if type(value) is dict:
-        return {key: map_tensors(one, change) for key, one in value.items()}
+        return {key: map_tensors(one, function) for key, one in value.items()}
     return value

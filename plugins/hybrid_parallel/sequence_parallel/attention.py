@@ -7,7 +7,7 @@ import torch
 from booster.comm import all_reduce_numbers
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.all_to_all import all_to_all_attention
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
 from booster.plugins.hybrid_parallel.sequence_parallel.ring_attention import ring_attention
 
 __all__ = ["sequence_attention"]
@@ -17,7 +17,7 @@ def sequence_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ranks: SequenceParallelRanks,
+    sp_group: SequenceParallelGroup,
     *,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
@@ -29,10 +29,10 @@ def sequence_attention(
     """Return `F.scaled_dot_product_attention` over the full sequence for this rank's tokens.
 
     Args:
-        query: Query (batch, heads, this rank's tokens, features); `ranks.order_of` defines a rank's tokens.
+        query: Query (batch, heads, this rank's tokens, features); `sp_group.sharding_of` defines a rank's tokens.
         key: Key of the same shape, with the same number of heads or a divisor.
         value: Value like `key`, possibly with another number of features.
-        ranks: The sequence-parallel group.
+        sp_group: The sequence-parallel group.
         attn_mask: Boolean or additive mask of the full sequence in its original order, broadcastable to (batch, heads,
             tokens, tokens). Equal on all ranks; its gradient is partial.
         dropout_p: Dropout probability of attention weights, drawn from the default generator, whose state must differ
@@ -52,25 +52,27 @@ def sequence_attention(
     """
     query, key, value = _cast_by_autocast(query, key, value)
     if length is None:
-        length = int(all_reduce_numbers([query.shape[-2]], ranks.group)[0])
-    _require_fitting_heads(query, key, value, enable_gqa=enable_gqa)
+        length = int(all_reduce_numbers([query.shape[-2]], sp_group.group)[0])
+    _check_heads(query, key, value, enable_gqa=enable_gqa)
     if attn_mask is not None:
-        attn_mask = _checked_mask(attn_mask, query, length, is_causal=is_causal)
+        attn_mask = _expand_mask(attn_mask, query, length, is_causal=is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    compute = all_to_all_attention if ranks.mode == "all_to_all" else ring_attention
-    order = ranks.order_of(length)
-    return compute(query, key, value, ranks, order, mask=attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale)
+    compute = all_to_all_attention if sp_group.mode == "all_to_all" else ring_attention
+    sharding = sp_group.sharding_of(length)
+    return compute(
+        query, key, value, sp_group, sharding, mask=attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale
+    )
 
 
 def _cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _require_fitting_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> None:
+def _check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
     if query.dim() != 4 or key.shape[:-1] != value.shape[:-1] or query.shape[-2] != key.shape[-2]:
         raise ConfigError(
@@ -86,7 +88,7 @@ def _require_fitting_heads(query: torch.Tensor, key: torch.Tensor, value: torch.
         )
 
 
-def _checked_mask(mask: torch.Tensor, query: torch.Tensor, length: int, *, is_causal: bool) -> torch.Tensor:
+def _expand_mask(mask: torch.Tensor, query: torch.Tensor, length: int, *, is_causal: bool) -> torch.Tensor:
     if is_causal:
         raise ConfigError("attention got a mask and is_causal=True: include the causal mask in the mask, as in torch")
     mask = mask.reshape(*(1 for _ in range(4 - mask.dim())), *mask.shape)

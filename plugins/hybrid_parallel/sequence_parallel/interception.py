@@ -17,27 +17,27 @@ from torch.overrides import TorchFunctionMode
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.attention import sequence_attention
 from booster.plugins.hybrid_parallel.sequence_parallel.running import (
-    RunningLayer,
+    LayerContext,
+    current_layer,
+    enter_layer,
     is_in_backward,
-    made_current,
-    running_layer,
     subclass_of,
 )
 
 if TYPE_CHECKING:
-    from booster.plugins.hybrid_parallel.sequence_parallel.stacks import Stack
+    from booster.plugins.hybrid_parallel.sequence_parallel.stacks import LayerStack
 
-__all__ = ["AttentionMode", "attend", "intercept_parts"]
+__all__ = ["AttentionDispatchMode", "attend", "intercept_submodules"]
 
 _STACK = "_sequence_stack"
 _dense_attention = F.scaled_dot_product_attention
 # Cumulative functions, with which experts with a capacity count preceding tokens.
 _NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
-_RUNNING = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
+_CUMULATIVE = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
 
 
 def attend(
-    layer: RunningLayer,
+    layer: LayerContext,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -61,7 +61,7 @@ def attend(
         enable_gqa: If True, keys may have fewer heads than queries, as in torch.
 
     Raises:
-        ConfigError: The lengths do not match; see `RunningLayer.is_whole` and `sequence_attention`.
+        ConfigError: The lengths do not match; see `LayerContext.is_whole` and `sequence_attention`.
 
     Collective: yes, except for attention to another sequence.
     """
@@ -69,20 +69,20 @@ def attend(
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         return attend(layer, query, key, value, mask, dropout_p, is_causal, scale).squeeze(1)
-    ranks = layer.ranks
+    sp_group = layer.sp_group
     local_length = query.shape[-2]
-    length = layer.length_of(local_length)
-    order = ranks.order_of(length)
-    if order.local_length(ranks.rank) != local_length:
+    length = layer.full_length(local_length)
+    sharding = sp_group.sharding_of(length)
+    if sharding.local_length(sp_group.rank) != local_length:
         raise ConfigError(
-            f"attention got {local_length} queries in a stack where this rank has {order.local_length(ranks.rank)} of"
+            f"attention got {local_length} queries in a stack where this rank has {sharding.local_length(sp_group.rank)} of"
             f" {length} tokens: give F.scaled_dot_product_attention (batch, heads, tokens, features), and the layers"
             " hidden states (batch, tokens, features)"
         )
-    with layer.attending():
-        if layer.is_whole(key.shape[-2], local_length):
+    with layer.attention():
+        if layer.is_unsharded(key.shape[-2], local_length):
             if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] == length > 1:
-                attn_mask = order.take(attn_mask, attn_mask.dim() - 2, ranks.rank)
+                attn_mask = sharding.shard(attn_mask, attn_mask.dim() - 2, sp_group.rank)
             return _dense_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -90,7 +90,7 @@ def attend(
             query,
             key,
             value,
-            ranks,
+            sp_group,
             attn_mask=attn_mask,
             dropout_p=dropout_p,
             is_causal=is_causal,
@@ -100,30 +100,30 @@ def attend(
         )
 
 
-def _attend_or_compute(*args: Any, **kwargs: Any) -> torch.Tensor:
-    layer = running_layer()
-    if layer is None or layer.is_attending:
+def _dispatch_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    layer = current_layer()
+    if layer is None or layer.is_in_attention:
         return _dense_attention(*args, **kwargs)
     return attend(layer, *args, **kwargs)
 
 
-class AttentionMode(TorchFunctionMode):
+class AttentionDispatchMode(TorchFunctionMode):
     """Torch function mode that dispatches attention calls of its thread, under any name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _dense_attention:
-            return _attend_or_compute(*args, **kwargs)
+            return _dispatch_attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return _multi_head_attention(func, args, kwargs)
-        if func in _RUNNING:
-            _refuse_along_tokens(func, *args, **kwargs)
+        if func in _CUMULATIVE:
+            _check_not_along_tokens(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _refuse_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
-    layer = running_layer()
-    if layer is None or layer.is_attending or layer.local_sizes is None or x.dim() < 2:
+def _check_not_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
+    layer = current_layer()
+    if layer is None or layer.is_in_attention or layer.local_sizes is None or x.dim() < 2:
         return
     dim %= x.dim()
     is_along_sequences = dim == 1 and x.shape[:2] == layer.local_sizes
@@ -135,35 +135,39 @@ def _refuse_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, *
         )
 
 
-def intercept_parts(layer: nn.Module, stack: Stack) -> None:
+def intercept_submodules(layer: nn.Module, stack: LayerStack) -> None:
     """Record the arguments of a layer's submodules, and dispatch attention if they are recomputed separately.
 
     Only submodules with children, such as an attention with projections. Their classes are replaced by subclasses of
     the same name.
     """
-    for part in layer.modules():
-        if part is not layer and next(part.children(), None) is not None and not isinstance(part, nn.ModuleList):
-            part.__dict__[_STACK] = stack
-            part.__class__ = subclass_of(type(part), "part", _part_members)
-            if {"query_length", "key_length"} <= set(_bias_arguments(part)):
-                part.__class__ = subclass_of(type(part), "bias", _bias_members)
+    for submodule in layer.modules():
+        if (
+            submodule is not layer
+            and next(submodule.children(), None) is not None
+            and not isinstance(submodule, nn.ModuleList)
+        ):
+            submodule.__dict__[_STACK] = stack
+            submodule.__class__ = subclass_of(type(submodule), "part", _submodule_members)
+            if {"query_length", "key_length"} <= set(_bias_arguments(submodule)):
+                submodule.__class__ = subclass_of(type(submodule), "bias", _bias_members)
 
 
-def _bias_arguments(part: nn.Module) -> Sequence[str]:
-    compute_bias = getattr(part, "compute_bias", None)
+def _bias_arguments(submodule: nn.Module) -> Sequence[str]:
+    compute_bias = getattr(submodule, "compute_bias", None)
     return () if compute_bias is None else tuple(inspect.signature(compute_bias).parameters)
 
 
-def _part_members(base: type[nn.Module]) -> dict[str, Any]:
+def _submodule_members(base: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        running = running_layer()
+        running = current_layer()
         if running is not None:
-            with running.part(args, kwargs):
+            with running.submodule(args, kwargs):
                 return base.forward(self, *args, **kwargs)
         if not is_in_backward():
             return base.forward(self, *args, **kwargs)
-        with made_current(RunningLayer(self.__dict__[_STACK], None, ())), AttentionMode():
+        with enter_layer(LayerContext(self.__dict__[_STACK], None, ())), AttentionDispatchMode():
             return base.forward(self, *args, **kwargs)
 
     return {"forward": forward}
@@ -173,10 +177,10 @@ def _bias_members(base: Any) -> dict[str, Any]:
     """Compute the relative position bias of T5-like models for the full sequence; attention takes its rows of it."""
 
     def compute_bias(self: Any, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        running = running_layer()
+        running = current_layer()
         if running is not None:
             is_own = key_length == query_length
-            query_length = running.length_of(query_length)
+            query_length = running.full_length(query_length)
             key_length = query_length if is_own else key_length
         bias: torch.Tensor = base.compute_bias(self, query_length, key_length, *args, **kwargs)
         return bias
@@ -186,9 +190,9 @@ def _bias_members(base: Any) -> dict[str, Any]:
 
 def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Run `F.multi_head_attention_forward`, which calls attention from torch's module while no mode is active."""
-    layer = running_layer()
+    layer = current_layer()
     before = layer.num_attentions if layer is not None else 0
-    with _replaced():
+    with _patched_attention():
         output = func(*args, **kwargs)
     if layer is not None and layer.num_attentions == before:
         raise ConfigError(
@@ -199,8 +203,8 @@ def _multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def _replaced() -> Iterator[None]:
-    torch.nn.functional.scaled_dot_product_attention = _attend_or_compute  # type: ignore[assignment]
+def _patched_attention() -> Iterator[None]:
+    torch.nn.functional.scaled_dot_product_attention = _dispatch_attention  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TokenOrder"]
+__all__ = ["SequenceSharding"]
 
-# Note [Token order]
+# Note [Zigzag order]
 # Plain: P ranks hold P chunks in order. Zigzag: the sequence has 2P chunks, and rank r holds chunk r followed by chunk
 # 2P - 1 - r. This balances causal attention, because early chunks attend to few keys and late chunks to many. If the
 # length is not divisible, the first chunks have one more token; with fewer tokens than chunks the last chunks are
@@ -16,8 +16,8 @@ __all__ = ["TokenOrder"]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenOrder:
-    """Sharding of one sequence's tokens; see Note [Token order].
+class SequenceSharding:
+    """Sharding of one sequence's tokens; see Note [Zigzag order].
 
     Attributes:
         length: Tokens of the full sequence.
@@ -44,22 +44,22 @@ class TokenOrder:
         """Return each rank's number of tokens."""
         return [self.local_length(rank) for rank in range(self.num_ranks)]
 
-    def take(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    def shard(self, full: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """Return the rank's tokens of a tensor whose dimension `dim` is the full sequence."""
-        parts: list[torch.Tensor] = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks(rank)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        chunks: list[torch.Tensor] = [full.narrow(dim, start, stop - start) for start, stop in self.chunks(rank)]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
-    def join(self, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    def unshard(self, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
         """Return the full sequence in its original order from all ranks' tokens, ordered by rank."""
         chunks = [
-            (start, part.narrow(dim, offset, stop - start))
-            for rank, part in enumerate(parts)
-            for offset, start, stop in self._placed_chunks(rank)
+            (start, shard.narrow(dim, offset, stop - start))
+            for rank, shard in enumerate(shards)
+            for offset, start, stop in self._chunks_with_offsets(rank)
         ]
         chunks.sort(key=lambda placed: placed[0])
         return torch.cat([chunk for _, chunk in chunks], dim)
 
-    def _placed_chunks(self, rank: int) -> list[tuple[int, int, int]]:
+    def _chunks_with_offsets(self, rank: int) -> list[tuple[int, int, int]]:
         placed, offset = [], 0
         for start, stop in self.chunks(rank):
             placed.append((offset, start, stop))

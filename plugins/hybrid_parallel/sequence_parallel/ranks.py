@@ -7,13 +7,13 @@ from typing import Literal
 import torch.distributed as dist
 
 from booster.comm import group_rank, group_size
-from booster.plugins.hybrid_parallel.sequence_parallel.order import TokenOrder
-from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import SplitStream
+from booster.plugins.hybrid_parallel.sequence_parallel.order import SequenceSharding
+from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import TensorParallelRNG
 
-__all__ = ["SequenceParallelRanks"]
+__all__ = ["SequenceParallelGroup"]
 
 
-class SequenceParallelRanks:
+class SequenceParallelGroup:
     """A process group of ranks that hold different tokens of the same batch.
 
     Attributes:
@@ -30,15 +30,15 @@ class SequenceParallelRanks:
         self.mode = mode
         self.size = group_size(group)
         self.rank = group_rank(group)
-        self.streams = SplitStream(self.rank)
+        self.rng = TensorParallelRNG(self.rank)
 
-    def order_of(self, length: int) -> TokenOrder:
+    def sharding_of(self, length: int) -> SequenceSharding:
         """Return the sharding of a sequence of this length."""
-        return TokenOrder(length, self.size, is_zigzag=self.mode == "ring_attn")
+        return SequenceSharding(length, self.size, is_zigzag=self.mode == "ring_attn")
 
     def reset(self) -> None:
         """Reset the state of an aborted forward."""
-        self.streams.reset()
+        self.rng.reset()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SequenceParallelRanks:
+    def __deepcopy__(self, memo: dict[int, object]) -> SequenceParallelGroup:
         return self

@@ -21,13 +21,13 @@ from booster.plugins.hybrid_parallel.sequence_parallel.arguments import map_tens
 from booster.plugins.sharding.compiling import not_compiled
 from booster.tensor_tree import map_tensors
 
-__all__ = ["Notes", "join_kept_outputs", "keep_joinable"]
+__all__ = ["CapturedOutputs", "gather_returned_outputs", "mark_sharded"]
 
-Join = Callable[[torch.Tensor], torch.Tensor]
-_JOIN = "_join_tokens"
+GatherFunction = Callable[[torch.Tensor], torch.Tensor]
+_GATHER = "_join_tokens"
 
 
-class Notes:
+class CapturedOutputs:
     """Outputs that transformers' hooks capture between creation and the end of a stack.
 
     Args:
@@ -40,16 +40,16 @@ class Notes:
     def __init__(self, *, sees_all_tokens: bool) -> None:
         capturing = sys.modules.get("transformers.utils.output_capturing")
         collector = getattr(capturing, "_active_collector", None)
-        noted = (collector.get() if collector is not None else None) or {}
-        self._lists: dict[str, list[Any]] = {key: value for key, value in noted.items() if isinstance(value, list)}
-        self._before = {key: len(value) for key, value in self._lists.items()}
+        captured = (collector.get() if collector is not None else None) or {}
+        self._lists: dict[str, list[Any]] = {key: value for key, value in captured.items() if isinstance(value, list)}
+        self._lengths_before = {key: len(value) for key, value in self._lists.items()}
         if not sees_all_tokens and any("attentions" in key for key in self._lists):
             raise ConfigError(
                 "output_attentions=True requests attention weights, which sequence parallelism never computes in full:"
                 " leave it out, also in the config"
             )
 
-    def join(self, local_shape: torch.Size, join: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    def gather(self, local_shape: torch.Size, gather_tokens: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         """Gather the captured tensors that are sharded over tokens.
 
         Args:
@@ -60,29 +60,31 @@ class Notes:
         """
         num_sequences, num_tokens = local_shape[:2]
 
-        def joined(tensor: torch.Tensor) -> torch.Tensor:
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() >= 3 and tensor.shape[:2] == local_shape[:2]:
-                return join(tensor, 1)
+                return gather_tokens(tensor, 1)
             if tensor.dim() <= 2 and tensor.shape[:1] == (num_sequences * num_tokens,):
-                return join(tensor.unflatten(0, (num_sequences, num_tokens)), 1).flatten(0, 1)
+                return gather_tokens(tensor.unflatten(0, (num_sequences, num_tokens)), 1).flatten(0, 1)
             return tensor
 
         for key, values in self._lists.items():
-            values[self._before[key] :] = [map_noted(value, joined) for value in values[self._before[key] :]]
+            values[self._lengths_before[key] :] = [
+                map_noted(value, gathered) for value in values[self._lengths_before[key] :]
+            ]
 
 
-def keep_joinable(output: Any, join: Join) -> None:
-    """Attach the gathering function to a layer's hidden states, for `join_kept_outputs`. Collective: no."""
+def mark_sharded(output: Any, gather: GatherFunction) -> None:
+    """Attach the gathering function to a layer's hidden states, for `gather_returned_outputs`. Collective: no."""
     hidden = output[0] if isinstance(output, (tuple, list)) and output else output
     if isinstance(hidden, torch.Tensor):
-        setattr(hidden, _JOIN, join)
+        setattr(hidden, _GATHER, gather)
 
 
-def join_kept_outputs(model: nn.Module) -> None:
+def gather_returned_outputs(model: nn.Module) -> None:
     """Gather sharded hidden states of layers in a model's output. Collective: no; the model's forward is."""
-    model.register_forward_hook(_join_kept)
+    model.register_forward_hook(_gather_returned)
 
 
 @not_compiled
-def _join_kept(module: nn.Module, args: Any, output: Any) -> Any:
-    return map_tensors(lambda one: getattr(one, _JOIN)(one) if hasattr(one, _JOIN) else one, output)
+def _gather_returned(module: nn.Module, args: Any, output: Any) -> Any:
+    return map_tensors(lambda one: getattr(one, _GATHER)(one) if hasattr(one, _GATHER) else one, output)

@@ -16,75 +16,77 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from booster.comm import all_gather_equal, all_reduce_sum
-from booster.plugins.hybrid_parallel.sequence_parallel.order import TokenOrder
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.order import SequenceSharding
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
 
-__all__ = ["join_tokens", "share_whole", "split_tokens"]
+__all__ = ["copy_replicated", "gather_tokens", "scatter_tokens"]
 
 
-def split_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int) -> torch.Tensor:
+def scatter_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int) -> torch.Tensor:
     """Return this rank's tokens of a replicated tensor.
 
     Args:
         x: Tensor with the full sequence, equal on all ranks.
-        ranks: The sequence-parallel group.
+        sp_group: The sequence-parallel group.
         dim: Dimension of the tokens.
 
     Collective: in backward, which gathers the gradient.
     """
-    order = ranks.order_of(x.shape[dim])
-    if ranks.size == 1:
+    sharding = sp_group.sharding_of(x.shape[dim])
+    if sp_group.size == 1:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return order.take(x, dim, ranks.rank)
-    local: torch.Tensor = _SplitTokens.apply(x, ranks, order, dim)
+        return sharding.shard(x, dim, sp_group.rank)
+    local: torch.Tensor = _ScatterTokens.apply(x, sp_group, sharding, dim)
     return local
 
 
-def join_tokens(x: torch.Tensor, ranks: SequenceParallelRanks, dim: int, length: int) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int, length: int) -> torch.Tensor:
     """Gather all ranks' tokens in their original order.
 
     Args:
         x: Tensor of this rank's tokens.
-        ranks: The sequence-parallel group.
+        sp_group: The sequence-parallel group.
         dim: Dimension of the tokens.
         length: Tokens of the full sequence.
 
     Collective: yes, but not in backward, which takes this rank's tokens of the gradient.
     """
-    if ranks.size == 1:
+    if sp_group.size == 1:
         return x
-    whole: torch.Tensor = _JoinTokens.apply(x, ranks, ranks.order_of(length), dim)
-    return whole
+    full: torch.Tensor = _GatherTokens.apply(x, sp_group, sp_group.sharding_of(length), dim)
+    return full
 
 
-def share_whole(x: torch.Tensor, ranks: SequenceParallelRanks) -> torch.Tensor:
+def copy_replicated(x: torch.Tensor, sp_group: SequenceParallelGroup) -> torch.Tensor:
     """Return a tensor that stays replicated inside of the stack, such as encoder states in a decoder.
 
     Collective: in backward, which all-reduces the partial gradients.
     """
-    if ranks.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+    if sp_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    shared: torch.Tensor = _ShareWhole.apply(x, ranks)
-    return shared
+    copy: torch.Tensor = _CopyReplicated.apply(x, sp_group)
+    return copy
 
 
-def _gather(x: torch.Tensor, ranks: SequenceParallelRanks, order: TokenOrder, dim: int) -> torch.Tensor:
-    lengths = order.local_lengths()
+def _gather(x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int) -> torch.Tensor:
+    lengths = sharding.local_lengths()
     rows = x.detach().movedim(dim, 0)
-    room = max(lengths) - rows.shape[0]
-    if room > 0:
-        rows = torch.cat([rows, rows.new_zeros(room, *rows.shape[1:])])
-    gathered = all_gather_equal(rows.contiguous(), ranks.group).unflatten(0, (ranks.size, -1))
-    parts = [part[:length].movedim(0, dim) for part, length in zip(gathered, lengths, strict=True)]
-    return order.join(parts, dim)
+    padding = max(lengths) - rows.shape[0]
+    if padding > 0:
+        rows = torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
+    gathered = all_gather_equal(rows.contiguous(), sp_group.group).unflatten(0, (sp_group.size, -1))
+    shards = [shard[:length].movedim(0, dim) for shard, length in zip(gathered, lengths, strict=True)]
+    return sharding.unshard(shards, dim)
 
 
-class _SplitTokens(Function):
+class _ScatterTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: SequenceParallelRanks, order: TokenOrder, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.order, ctx.dim = ranks, order, dim
-        return order.take(x, dim, ranks.rank).clone()
+    def forward(
+        ctx: Any, x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.order, ctx.dim = sp_group, sharding, dim
+        return sharding.shard(x, dim, sp_group.rank).clone()
 
     @staticmethod
     @once_differentiable
@@ -92,11 +94,13 @@ class _SplitTokens(Function):
         return _gather(grad, ctx.ranks, ctx.order, ctx.dim).div_(ctx.ranks.size), None, None, None
 
 
-class _JoinTokens(Function):
+class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: SequenceParallelRanks, order: TokenOrder, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.order, ctx.dim = ranks, order, dim
-        return _gather(x, ranks, order, dim)
+    def forward(
+        ctx: Any, x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.order, ctx.dim = sp_group, sharding, dim
+        return _gather(x, sp_group, sharding, dim)
 
     @staticmethod
     @once_differentiable
@@ -104,10 +108,10 @@ class _JoinTokens(Function):
         return ctx.order.take(grad, ctx.dim, ctx.ranks.rank) * ctx.ranks.size, None, None, None
 
 
-class _ShareWhole(Function):
+class _CopyReplicated(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: SequenceParallelRanks) -> torch.Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, x: torch.Tensor, sp_group: SequenceParallelGroup) -> torch.Tensor:
+        ctx.ranks = sp_group
         return x.view_as(x)
 
     @staticmethod

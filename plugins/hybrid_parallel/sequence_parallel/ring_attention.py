@@ -2,7 +2,7 @@
 
 Each rank keeps its queries. In P - 1 steps keys and values are passed around the ring, so a rank holds the keys of at
 most two ranks at a time. Each rank sends P - 1 times its keys and values in forward, and again with their gradients in
-backward. Zigzag order balances causal attention; see Note [Token order].
+backward. Zigzag order balances causal attention; see Note [Zigzag order].
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from booster.comm import all_to_all_single
-from booster.plugins.hybrid_parallel.sequence_parallel.order import TokenOrder
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
+from booster.plugins.hybrid_parallel.sequence_parallel.order import SequenceSharding
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
 from booster.plugins.hybrid_parallel.sequence_parallel.ring_blocks import (
-    Block,
+    AttentionBlock,
     block_attention,
     block_gradients,
-    is_for_flash,
+    supports_flash,
 )
 
 __all__ = ["ring_attention"]
@@ -34,8 +34,8 @@ def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ranks: SequenceParallelRanks,
-    order: TokenOrder,
+    sp_group: SequenceParallelGroup,
+    sharding: SequenceSharding,
     *,
     mask: torch.Tensor | None,
     dropout: float,
@@ -47,60 +47,60 @@ def ring_attention(
     Collective: in forward and backward.
     """
     if mask is not None and mask.dtype != torch.bool:
-        mask = _lifted(mask)
+        mask = _shift_padding_rows(mask)
     seed = int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
-    ring = _Ring(ranks, order, is_causal, Block(scale=scale, dropout=dropout, seed=seed))
+    ring = _Ring(sp_group, sharding, is_causal, AttentionBlock(scale=scale, dropout=dropout, seed=seed))
     output: torch.Tensor = _RingAttention.apply(query, key, value, mask, ring)
     return output
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Tile:
     """A tile of the scores: ranges of local queries and keys, with their mask."""
 
     queries: slice
     keys: slice
-    block: Block
+    block: AttentionBlock
     mask_rows: slice | None = None
     mask_columns: slice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    ranks: SequenceParallelRanks
-    order: TokenOrder
+    sp_group: SequenceParallelGroup
+    sharding: SequenceSharding
     is_causal: bool
-    block: Block
+    block: AttentionBlock
 
     def sources(self) -> Iterator[int]:
         """Yield the rank whose keys are present in each step, starting with this rank."""
-        for step in range(self.ranks.size):
-            yield (self.ranks.rank - step) % self.ranks.size
+        for step in range(self.sp_group.size):
+            yield (self.sp_group.rank - step) % self.sp_group.size
 
-    def parts(self, source: int, mask: torch.Tensor | None) -> list[_Part]:
+    def tiles(self, source: int, mask: torch.Tensor | None) -> list[_Tile]:
         block = replace(self.block, seed=(self.block.seed + source) % 2**63)
         if mask is not None:
-            return list(self._masked_parts(source, mask, block))
-        everything = slice(0, self.order.local_length(self.ranks.rank))
-        their = slice(0, self.order.local_length(source))
+            return list(self._masked_tiles(source, mask, block))
+        all_queries = slice(0, self.sharding.local_length(self.sp_group.rank))
+        all_keys = slice(0, self.sharding.local_length(source))
         if not self.is_causal:
-            return [_Part(everything, their, block)]
-        if source == self.ranks.rank:
-            return [_Part(everything, their, replace(block, is_causal=True))]
-        if source < self.ranks.rank:  # the source's first chunk precedes both local chunks, its last follows them
-            return [_Part(everything, slice(0, _first_chunk(self.order, source)), block)]
-        return [_Part(slice(_first_chunk(self.order, self.ranks.rank), everything.stop), their, block)]
+            return [_Tile(all_queries, all_keys, block)]
+        if source == self.sp_group.rank:
+            return [_Tile(all_queries, all_keys, replace(block, is_causal=True))]
+        if source < self.sp_group.rank:  # the source's first chunk precedes both local chunks, its last follows them
+            return [_Tile(all_queries, slice(0, _first_chunk(self.sharding, source)), block)]
+        return [_Tile(slice(_first_chunk(self.sharding, self.sp_group.rank), all_queries.stop), all_keys, block)]
 
-    def _masked_parts(self, source: int, mask: torch.Tensor, block: Block) -> Iterator[_Part]:
-        for queries, (start, stop) in _local_chunks(self.order, self.ranks.rank):
+    def _masked_tiles(self, source: int, mask: torch.Tensor, block: AttentionBlock) -> Iterator[_Tile]:
+        for queries, (start, stop) in _local_chunks(self.sharding, self.sp_group.rank):
             rows = slice(start, stop) if mask.shape[-2] > 1 else slice(None)
-            for keys, columns in _local_chunks(self.order, source):
+            for keys, columns in _local_chunks(self.sharding, source):
                 seen = mask[:, :, rows, slice(*columns)]
                 if seen.numel() and (seen.dtype != torch.bool or bool(seen.any())):
-                    seed = (block.seed + self.ranks.size * (1 + 2 * queries.start + keys.start)) % 2**63
-                    yield _Part(queries, keys, replace(block, mask=seen, seed=seed), rows, slice(*columns))
+                    seed = (block.seed + self.sp_group.size * (1 + 2 * queries.start + keys.start)) % 2**63
+                    yield _Tile(queries, keys, replace(block, mask=seen, seed=seed), rows, slice(*columns))
 
-    def pass_on(self, tensors: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
+    def rotate(self, tensors: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
         """Send tensors of a source's tokens to the next rank, and receive those of the previous source.
 
         Args:
@@ -109,24 +109,24 @@ class _Ring:
 
         Collective: yes.
         """
-        size, rank = self.ranks.size, self.ranks.rank
-        coming = (source - 1) % size
-        lengths = self.order.local_lengths()
+        size, rank = self.sp_group.size, self.sp_group.rank
+        incoming = (source - 1) % size
+        lengths = self.sharding.local_lengths()
         per_token = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[3] for tensor in tensors)
-        payload = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        output = payload.new_empty(per_token * lengths[coming])
-        payload_sizes, output_sizes = [0] * size, [0] * size
-        payload_sizes[(rank + 1) % size] = payload.numel()
+        send_buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        output = send_buffer.new_empty(per_token * lengths[incoming])
+        send_sizes, output_sizes = [0] * size, [0] * size
+        send_sizes[(rank + 1) % size] = send_buffer.numel()
         output_sizes[(rank - 1) % size] = output.numel()
         all_to_all_single(
             output,
-            payload,
-            self.ranks.group,
+            send_buffer,
+            self.sp_group.group,
             output_sizes=output_sizes,
-            payload_sizes=payload_sizes,
+            payload_sizes=send_sizes,
             largest_size=per_token * max(lengths),
         )
-        shapes = [(*tensor.shape[:2], lengths[coming], tensor.shape[3]) for tensor in tensors]
+        shapes = [(*tensor.shape[:2], lengths[incoming], tensor.shape[3]) for tensor in tensors]
         sizes = [shape[0] * shape[1] * shape[2] * shape[3] for shape in shapes]
         return [flat.view(shape) for flat, shape in zip(output.split(sizes), shapes, strict=True)]
 
@@ -146,12 +146,12 @@ class _RingAttention(Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
         lse = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
-        last = (ring.ranks.rank + 1) % ring.ranks.size
+        last = (ring.sp_group.rank + 1) % ring.sp_group.size
         for source in ring.sources():
-            for part in _in_rows(ring.parts(source, mask), query, value, needs_scores=False):
-                _merge(output, lse, query, key, value, part)
+            for tile in _limit_rows(ring.tiles(source, mask), query, value, needs_scores=False):
+                _merge(output, lse, query, key, value, tile)
             if source != last:
-                key, value = ring.pass_on((key, value), source)
+                key, value = ring.rotate((key, value), source)
         lse.masked_fill_(lse == -torch.inf, 0.0)  # scores of fully masked queries are -inf, so their weights are 0
         ctx.ring = ring
         ctx.save_for_backward(query, own_key, own_value, mask, output.to(query.dtype), lse)
@@ -168,71 +168,71 @@ class _RingAttention(Function):
         grad_key = torch.zeros_like(key, dtype=lse.dtype)
         grad_value = torch.zeros_like(value, dtype=lse.dtype)
         grad_mask = torch.zeros(mask.shape, dtype=lse.dtype, device=lse.device) if needs_mask else None
-        last = (ring.ranks.rank + 1) % ring.ranks.size
+        last = (ring.sp_group.rank + 1) % ring.sp_group.size
         for source in ring.sources():
-            for part in _in_rows(ring.parts(source, mask), query, value, needs_scores=needs_mask):
-                of = part.queries
+            for tile in _limit_rows(ring.tiles(source, mask), query, value, needs_scores=needs_mask):
+                queries = tile.queries
                 found = block_gradients(
-                    query[:, :, of],
-                    key[:, :, part.keys],
-                    value[:, :, part.keys],
-                    output[:, :, of],
-                    lse[:, :, of],
-                    grad[:, :, of],
-                    part.block,
+                    query[:, :, queries],
+                    key[:, :, tile.keys],
+                    value[:, :, tile.keys],
+                    output[:, :, queries],
+                    lse[:, :, queries],
+                    grad[:, :, queries],
+                    tile.block,
                     needs_mask=needs_mask,
                 )
-                grad_query[:, :, of] += found.query
-                grad_key[:, :, part.keys] += found.key
-                grad_value[:, :, part.keys] += found.value
+                grad_query[:, :, queries] += found.query
+                grad_key[:, :, tile.keys] += found.key
+                grad_value[:, :, tile.keys] += found.value
                 if grad_mask is not None and found.mask is not None:
-                    rows = grad_mask[:, :, part.mask_rows or slice(None), part.mask_columns or slice(None)]
+                    rows = grad_mask[:, :, tile.mask_rows or slice(None), tile.mask_columns or slice(None)]
                     rows += found.mask.sum_to_size(rows.shape)
             if source != last:
-                key, value = ring.pass_on((key, value), source)
-            if ring.ranks.size > 1:  # gradients rotate with their keys, and one step further to the keys' rank
-                grad_key, grad_value = ring.pass_on((grad_key, grad_value), source)
+                key, value = ring.rotate((key, value), source)
+            if ring.sp_group.size > 1:  # gradients rotate with their keys, and one step further to the keys' rank
+                grad_key, grad_value = ring.rotate((grad_key, grad_value), source)
         grads = (one.to(query.dtype) for one in (grad_query, grad_key, grad_value))
         return *grads, None if grad_mask is None else grad_mask.to(mask.dtype), None
 
 
-def _in_rows(
-    parts: Sequence[_Part], query: torch.Tensor, value: torch.Tensor, *, needs_scores: bool
-) -> Iterator[_Part]:
+def _limit_rows(
+    tiles: Sequence[_Tile], query: torch.Tensor, value: torch.Tensor, *, needs_scores: bool
+) -> Iterator[_Tile]:
     """Yield tiles of fewer queries where no fused kernel is used, to limit the memory of scores."""
-    for part in parts:
-        if is_for_flash(query, value, part.block) and not needs_scores:
-            yield part
+    for tile in tiles:
+        if supports_flash(query, value, tile.block) and not needs_scores:
+            yield tile
             continue
-        num_keys = max(part.keys.stop - part.keys.start, 1)
+        num_keys = max(tile.keys.stop - tile.keys.start, 1)
         step = max(_MAX_SCORES // (query.shape[0] * query.shape[1] * num_keys), 1)
-        for start in range(part.queries.start, part.queries.stop, step):
-            yield from _rows(part, start, min(start + step, part.queries.stop))
+        for start in range(tile.queries.start, tile.queries.stop, step):
+            yield from _tile_rows(tile, start, min(start + step, tile.queries.stop))
 
 
-def _rows(part: _Part, start: int, stop: int) -> Iterator[_Part]:
-    first, last = start - part.queries.start, stop - part.queries.start
-    block = replace(part.block, seed=_moved(part.block.seed, start))
+def _tile_rows(tile: _Tile, start: int, stop: int) -> Iterator[_Tile]:
+    first, last = start - tile.queries.start, stop - tile.queries.start
+    block = replace(tile.block, seed=_derive_seed(tile.block.seed, start))
     if block.mask is not None and block.mask.shape[-2] > 1:
         block = replace(block, mask=block.mask[:, :, first:last])
-    rows = part.mask_rows
+    rows = tile.mask_rows
     if rows is not None and rows.start is not None:
         rows = slice(rows.start + first, rows.start + last)
     if not block.is_causal:
-        yield replace(part, queries=slice(start, stop), mask_rows=rows, block=block)
+        yield replace(tile, queries=slice(start, stop), mask_rows=rows, block=block)
         return
     if first > 0:
-        before = replace(block, is_causal=False, seed=_moved(block.seed, -1))
+        before = replace(block, is_causal=False, seed=_derive_seed(block.seed, -1))
         yield replace(
-            part, queries=slice(start, stop), keys=slice(part.keys.start, part.keys.start + first), block=before
+            tile, queries=slice(start, stop), keys=slice(tile.keys.start, tile.keys.start + first), block=before
         )
-    own = slice(part.keys.start + first, part.keys.start + last)
-    yield replace(part, queries=slice(start, stop), keys=own, block=block)
+    own = slice(tile.keys.start + first, tile.keys.start + last)
+    yield replace(tile, queries=slice(start, stop), keys=own, block=block)
 
 
-def _moved(seed: int, place: int) -> int:
+def _derive_seed(seed: int, index: int) -> int:
     """Derive the seed of a tile; odd multiples of a constant decorrelate neighboring tiles."""
-    return (seed + (2 * place + 1) * 0x9E3779B97F4A7C15) % 2**63
+    return (seed + (2 * index + 1) * 0x9E3779B97F4A7C15) % 2**63
 
 
 def _merge(
@@ -241,22 +241,22 @@ def _merge(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    part: _Part,
+    tile: _Tile,
 ) -> None:
     """Merge a block into the accumulated output and lse, in place; see Note [Merging blocks]."""
-    queries = query[:, :, part.queries]
-    if queries.numel() == 0 or part.keys.stop == part.keys.start:
+    queries = query[:, :, tile.queries]
+    if queries.numel() == 0 or tile.keys.stop == tile.keys.start:
         return
-    added, added_lse = block_attention(queries, key[:, :, part.keys], value[:, :, part.keys], part.block)
-    so_far, so_far_lse = output[:, :, part.queries], lse[:, :, part.queries]
-    merged = torch.logaddexp(so_far_lse, added_lse)
+    added, added_lse = block_attention(queries, key[:, :, tile.keys], value[:, :, tile.keys], tile.block)
+    total, total_lse = output[:, :, tile.queries], lse[:, :, tile.queries]
+    merged = torch.logaddexp(total_lse, added_lse)
     finite = merged.masked_fill(merged == -torch.inf, 0.0)
-    so_far.mul_(torch.exp(so_far_lse - finite).unsqueeze(-1))
-    so_far.add_(added.mul_(torch.exp(added_lse - finite).unsqueeze(-1)))
-    so_far_lse.copy_(merged)
+    total.mul_(torch.exp(total_lse - finite).unsqueeze(-1))
+    total.add_(added.mul_(torch.exp(added_lse - finite).unsqueeze(-1)))
+    total_lse.copy_(merged)
 
 
-def _lifted(mask: torch.Tensor) -> torch.Tensor:
+def _shift_padding_rows(mask: torch.Tensor) -> torch.Tensor:
     """Shift rows of an additive mask that only contain minima of the dtype to a maximum of 0.
 
     These rows are padding, whose output is not used, but blocks with such a low lse could not be merged.
@@ -266,14 +266,14 @@ def _lifted(mask: torch.Tensor) -> torch.Tensor:
     return mask - peaks.masked_fill(~is_low, 0.0)
 
 
-def _first_chunk(order: TokenOrder, rank: int) -> int:
-    start, stop = order.chunks(rank)[0]
+def _first_chunk(sharding: SequenceSharding, rank: int) -> int:
+    start, stop = sharding.chunks(rank)[0]
     return stop - start
 
 
-def _local_chunks(order: TokenOrder, rank: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+def _local_chunks(sharding: SequenceSharding, rank: int) -> Iterator[tuple[slice, tuple[int, int]]]:
     """Yield the range of each of a rank's chunks in its local tokens and in the full sequence."""
     offset = 0
-    for start, stop in order.chunks(rank):
+    for start, stop in sharding.chunks(rank):
         yield slice(offset, offset + stop - start), (start, stop)
         offset += stop - start

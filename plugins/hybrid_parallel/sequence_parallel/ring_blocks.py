@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Block", "BlockGradients", "block_attention", "block_gradients", "is_for_flash"]
+__all__ = ["AttentionBlock", "BlockGradients", "block_attention", "block_gradients", "supports_flash"]
 
 # Note [Merging blocks]
 # Softmax over all keys is computed from softmaxes over blocks of them (Milakov & Gimelshein 2018; FlashAttention-2, Dao
@@ -17,7 +17,7 @@ __all__ = ["Block", "BlockGradients", "block_attention", "block_gradients", "is_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class AttentionBlock:
     """Settings of a block's attention.
 
     Attributes:
@@ -46,7 +46,7 @@ class BlockGradients:
 
 
 def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: AttentionBlock
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (batch, heads, queries, features) and its lse (batch, heads, queries), both in fp32 or higher.
 
@@ -58,23 +58,23 @@ def block_attention(
         value: Value like `key`, possibly with another number of features.
         block: Settings of the block.
     """
-    key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
-    if is_for_flash(query, value, block):
-        added = _added(block.mask, query.dtype)
+    key, value = _repeat_key_value(key, query.shape[1]), _repeat_key_value(value, query.shape[1])
+    if supports_flash(query, value, block):
+        additive_mask = _additive_mask(block.mask, query.dtype)
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, block.is_causal, attn_mask=added, scale=block.scale
+            query, key, value, 0.0, block.is_causal, attn_mask=additive_mask, scale=block.scale
         )
-        if added is not None:  # the kernel's result of a fully masked query depends on torch's version
-            is_blind = (added == -torch.inf).all(-1)
-            lse = lse.masked_fill(is_blind, -torch.inf)
-            output = output.masked_fill(is_blind.unsqueeze(-1), 0.0)
-        return _widened(output), lse
+        if additive_mask is not None:  # the kernel's result of a fully masked query depends on torch's version
+            is_fully_masked = (additive_mask == -torch.inf).all(-1)
+            lse = lse.masked_fill(is_fully_masked, -torch.inf)
+            output = output.masked_fill(is_fully_masked.unsqueeze(-1), 0.0)
+        return _upcast(output), lse
     scores = _scores(query, key, block)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
-    kept = _kept(weights, block)
-    weights = weights if kept is None else weights * kept
-    return weights @ _widened(value), lse
+    dropout_factors = _dropout_factors(weights, block)
+    weights = weights if dropout_factors is None else weights * dropout_factors
+    return weights @ _upcast(value), lse
 
 
 def block_gradients(
@@ -84,7 +84,7 @@ def block_gradients(
     output: torch.Tensor,
     lse: torch.Tensor,
     grad: torch.Tensor,
-    block: Block,
+    block: AttentionBlock,
     *,
     needs_mask: bool = False,
 ) -> BlockGradients:
@@ -101,8 +101,8 @@ def block_gradients(
         needs_mask: If True, return the gradient of the mask in the shape of the scores.
     """
     num_groups = key.shape[1]
-    key, value = _for_each_head(key, query.shape[1]), _for_each_head(value, query.shape[1])
-    if not needs_mask and is_for_flash(query, value, block):
+    key, value = _repeat_key_value(key, query.shape[1]), _repeat_key_value(value, query.shape[1])
+    if not needs_mask and supports_flash(query, value, block):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(query.dtype),
             query,
@@ -112,54 +112,54 @@ def block_gradients(
             lse,
             0.0,
             block.is_causal,
-            attn_mask=_added(block.mask, query.dtype),
+            attn_mask=_additive_mask(block.mask, query.dtype),
             scale=block.scale,
         )
         return BlockGradients(
-            _widened(grads[0]),
-            _over_groups(_widened(grads[1]), num_groups),
-            _over_groups(_widened(grads[2]), num_groups),
+            _upcast(grads[0]),
+            _sum_groups(_upcast(grads[1]), num_groups),
+            _sum_groups(_upcast(grads[2]), num_groups),
         )
-    grad, value = _widened(grad), _widened(value)
+    grad, value = _upcast(grad), _upcast(value)
     weights = torch.exp(_scores(query, key, block) - lse.unsqueeze(-1))
-    kept = _kept(weights, block)
+    dropout_factors = _dropout_factors(weights, block)
     grad_weights = grad @ value.transpose(-1, -2)
-    grad_weights = grad_weights if kept is None else grad_weights * kept
+    grad_weights = grad_weights if dropout_factors is None else grad_weights * dropout_factors
     row_sums = (grad * output).sum(-1, keepdim=True)
     grad_scores = weights * (grad_weights - row_sums)
-    grad_value = (weights if kept is None else weights * kept).transpose(-1, -2) @ grad
-    grad_query = grad_scores @ _widened(key) * block.scale
-    grad_key = grad_scores.transpose(-1, -2) @ _widened(query) * block.scale
+    grad_value = (weights if dropout_factors is None else weights * dropout_factors).transpose(-1, -2) @ grad
+    grad_query = grad_scores @ _upcast(key) * block.scale
+    grad_key = grad_scores.transpose(-1, -2) @ _upcast(query) * block.scale
     return BlockGradients(
         grad_query,
-        _over_groups(grad_key, num_groups),
-        _over_groups(grad_value, num_groups),
+        _sum_groups(grad_key, num_groups),
+        _sum_groups(grad_value, num_groups),
         grad_scores if needs_mask else None,
     )
 
 
-def is_for_flash(query: torch.Tensor, value: torch.Tensor, block: Block) -> bool:
+def supports_flash(query: torch.Tensor, value: torch.Tensor, block: AttentionBlock) -> bool:
     """Whether the CPU's fused kernel supports this block."""
     has_rows = query.numel() > 0 and value.numel() > 0
     return query.device.type == "cpu" and block.dropout == 0.0 and query.shape[-1] == value.shape[-1] and has_rows
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
-    scores = _widened(query) @ _widened(key).transpose(-1, -2) * block.scale
+def _scores(query: torch.Tensor, key: torch.Tensor, block: AttentionBlock) -> torch.Tensor:
+    scores = _upcast(query) @ _upcast(key).transpose(-1, -2) * block.scale
     if block.is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    added = _added(block.mask, scores.dtype)
-    return scores if added is None else scores + added
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    additive_mask = _additive_mask(block.mask, scores.dtype)
+    return scores if additive_mask is None else scores + additive_mask
 
 
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.detach().to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
-def _kept(weights: torch.Tensor, block: Block) -> torch.Tensor | None:
+def _dropout_factors(weights: torch.Tensor, block: AttentionBlock) -> torch.Tensor | None:
     if block.dropout == 0.0:
         return None
     generator = torch.Generator(device=weights.device).manual_seed(block.seed)
@@ -171,13 +171,13 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def _for_each_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _repeat_key_value(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
 
 
-def _over_groups(grad: torch.Tensor, num_groups: int) -> torch.Tensor:
+def _sum_groups(grad: torch.Tensor, num_groups: int) -> torch.Tensor:
     return grad if grad.shape[1] == num_groups else grad.unflatten(1, (num_groups, -1)).sum(2)
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
+def _upcast(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.itemsize < 4 else x

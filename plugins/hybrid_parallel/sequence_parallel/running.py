@@ -16,28 +16,28 @@ from booster.errors import ConfigError
 from booster.plugins.sharding.compiling import not_compiled
 
 if TYPE_CHECKING:
-    from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
-    from booster.plugins.hybrid_parallel.sequence_parallel.stacks import Stack
+    from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
+    from booster.plugins.hybrid_parallel.sequence_parallel.stacks import LayerStack
 
 __all__ = [
-    "SPAN",
-    "RunningLayer",
-    "Span",
+    "SEQUENCE_INFO",
+    "LayerContext",
+    "SequenceInfo",
+    "current_layer",
+    "enter_layer",
+    "install_layer_context",
     "is_in_backward",
-    "join_running_layers",
-    "made_current",
-    "no_attention",
-    "running_layer",
+    "no_attention_error",
     "subclass_of",
 ]
 
-SPAN = "sequence_span"
-"""Name of the argument with which a stack's hooks pass a `Span` to a layer's forward."""
+SEQUENCE_INFO = "sequence_span"
+"""Name of the argument with which a stack's hooks pass a `SequenceInfo` to a layer's forward."""
 _STACK, _INTERCEPTION = "_sequence_stack", "_sequence_interception"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class SequenceInfo:
     """Information about the sequence that a layer of a stack gets in addition to its arguments.
 
     Attributes:
@@ -48,10 +48,10 @@ class Span:
 
     length: int
     hidden: int | str
-    wholes: tuple[int | str, ...]
+    unsharded: tuple[int | str, ...]
 
 
-class RunningLayer:
+class LayerContext:
     """Context of a running layer whose attention sees this rank's tokens only.
 
     Attributes:
@@ -63,87 +63,87 @@ class RunningLayer:
 
     def __init__(
         self,
-        stack: Stack,
+        stack: LayerStack,
         length: int | None,
-        wholes: tuple[torch.Tensor, ...],
+        unsharded: tuple[torch.Tensor, ...],
         local_sizes: tuple[int, ...] | None = None,
     ) -> None:
         self.stack = stack
         self.num_attentions = 0
-        self.is_attending = False
+        self.is_in_attention = False
         self.local_sizes = local_sizes
         self._length = length
-        self._wholes = wholes
-        self._at_hand = wholes
-        self._is_in_part = False
+        self._unsharded = unsharded
+        self._visible_unsharded = unsharded
+        self._is_in_submodule = False
 
     @property
-    def ranks(self) -> SequenceParallelRanks:
+    def sp_group(self) -> SequenceParallelGroup:
         """The group of sequence-parallel attention."""
-        ranks = self.stack.splitter.attention_ranks
-        if ranks is None:
+        sp_group = self.stack.splitter.attention_group
+        if sp_group is None:
             raise AssertionError("attention that sees all tokens was intercepted")
-        return ranks
+        return sp_group
 
-    def length_of(self, local_length: int) -> int:
-        """Return the full length of a sequence from this rank's number of tokens; see `Stack.length_of`."""
+    def full_length(self, local_length: int) -> int:
+        """Return the full length of a sequence from this rank's number of tokens; see `LayerStack.full_length`."""
         if self._length is None:
-            self._length = self.stack.length_of(local_length)
+            self._length = self.stack.full_length(local_length)
         return self._length
 
     @contextmanager
-    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def submodule(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Context of a submodule's forward with these arguments."""
-        before = self._at_hand, self._is_in_part
+        previous = self._visible_unsharded, self._is_in_submodule
         given = [*args, *kwargs.values()]
-        self._at_hand = tuple(whole for whole in self._wholes if any(whole is one for one in given))
-        self._is_in_part = True
+        self._visible_unsharded = tuple(tensor for tensor in self._unsharded if any(tensor is one for one in given))
+        self._is_in_submodule = True
         try:
             yield
         finally:
-            self._at_hand, self._is_in_part = before
+            self._visible_unsharded, self._is_in_submodule = previous
 
     @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Context of an attention call; see `is_attending`."""
-        before, self.is_attending = self.is_attending, True
+    def attention(self) -> Iterator[None]:
+        """Context of an attention call; see `is_in_attention`."""
+        previous, self.is_in_attention = self.is_in_attention, True
         self.num_attentions += 1
         try:
             yield
         finally:
-            self.is_attending = before
+            self.is_in_attention = previous
 
-    def is_whole(self, key_length: int, local_length: int) -> bool:
+    def is_unsharded(self, key_length: int, local_length: int) -> bool:
         """Whether keys of this length belong to another, unsharded sequence.
 
         Raises:
             ConfigError: The keys are neither that nor this rank's tokens, or both are possible.
         """
-        fits_whole = any(whole.shape[1] == key_length for whole in self._at_hand)
-        if fits_whole and key_length == local_length and not self._is_in_part:
+        fits_unsharded = any(tensor.shape[1] == key_length for tensor in self._visible_unsharded)
+        if fits_unsharded and key_length == local_length and not self._is_in_submodule:
             raise ConfigError(
                 f"attention to {key_length} keys may be to this rank's tokens or to another sequence of the same"
                 " length, which is ambiguous in a layer that calls both itself: move one of them into a separate"
                 " module, or pad the other sequence by a token"
             )
-        if not fits_whole and key_length != local_length:
+        if not fits_unsharded and key_length != local_length:
             raise ConfigError(
                 f"attention of {local_length} queries, this rank's tokens, to {key_length} keys: sequence parallelism"
                 " has no key-value cache (set use_cache=False, and generate without sequence parallelism), and another"
                 " sequence must be an argument of the layer"
             )
-        return fits_whole
+        return fits_unsharded
 
 
 class _Current(threading.local):
-    layer: RunningLayer | None = None
+    layer: LayerContext | None = None
 
 
 _current = _Current()
 _subclasses: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
-def running_layer() -> RunningLayer | None:
+def current_layer() -> LayerContext | None:
     """Return the context of this thread's running layer, or None."""
     return _current.layer
 
@@ -154,19 +154,19 @@ def is_in_backward() -> bool:
 
 
 @contextmanager
-def made_current(layer: RunningLayer) -> Iterator[None]:
+def enter_layer(layer: LayerContext) -> Iterator[None]:
     """Set the running layer of this thread."""
-    before, _current.layer = _current.layer, layer
+    previous, _current.layer = _current.layer, layer
     try:
         yield
     finally:
-        _current.layer = before
+        _current.layer = previous
 
 
-def join_running_layers(
-    layer: nn.Module, stack: Stack, interception: Callable[[], AbstractContextManager[Any]] | None = None
+def install_layer_context(
+    layer: nn.Module, stack: LayerStack, interception: Callable[[], AbstractContextManager[Any]] | None = None
 ) -> None:
-    """Replace a layer's class by a subclass of the same name whose forward takes a `Span` and sets the context.
+    """Replace a layer's class by a subclass of the same name whose forward takes a `SequenceInfo` and sets the context.
 
     This is not a hook, because activation checkpointing recomputes a forward without its hooks.
 
@@ -179,9 +179,9 @@ def join_running_layers(
     layer.__dict__[_STACK] = stack
     layer.__dict__[_INTERCEPTION] = interception
     if interception is None:
-        layer.__class__ = subclass_of(type(layer), "running", _running_members)
+        layer.__class__ = subclass_of(type(layer), "running", _layer_members)
     else:
-        layer.__class__ = subclass_of(type(layer), "attending", _attending_members)
+        layer.__class__ = subclass_of(type(layer), "attending", _uncompiled_layer_members)
 
 
 def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[str, Any]]) -> type[nn.Module]:
@@ -192,36 +192,36 @@ def subclass_of(base: type[nn.Module], purpose: str, make: Callable[[Any], dict[
     return _subclasses[base, purpose]
 
 
-def _running_members(base: type[nn.Module]) -> dict[str, Any]:
+def _layer_members(base: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        span: Span | None = kwargs.pop(SPAN, None)
+        span: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
         stack, interception = self.__dict__[_STACK], self.__dict__[_INTERCEPTION]
         if span is not None:
             stack.splitter.begin_layer(span.length)
         if interception is None or (span is None and not is_in_backward()):
             return base.forward(self, *args, **kwargs)
-        running = _running(stack, span, args, kwargs)
-        with made_current(running), interception():
+        running = _layer_context(stack, span, args, kwargs)
+        with enter_layer(running), interception():
             try:
                 output = base.forward(self, *args, **kwargs)
             except (RuntimeError, ValueError) as error:  # shape errors of attention implemented by plain matmuls
                 if running.num_attentions == 0 and not isinstance(error, ConfigError):
-                    raise no_attention(base.__name__) from error
+                    raise no_attention_error(base.__name__) from error
                 raise
         if running.num_attentions == 0:
-            raise no_attention(base.__name__)
+            raise no_attention_error(base.__name__)
         return output
 
     return {"forward": forward}
 
 
-def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
+def _uncompiled_layer_members(base: type[nn.Module]) -> dict[str, Any]:
     """Not compiled: a compiled graph would bypass the function mode and the thread's context."""
-    return {"forward": not_compiled(_running_members(base)["forward"])}
+    return {"forward": not_compiled(_layer_members(base)["forward"])}
 
 
-def no_attention(layer: str) -> ConfigError:
+def no_attention_error(layer: str) -> ConfigError:
     """Return the error for a layer without a dispatched attention call, which would see this rank's tokens only."""
     return ConfigError(
         f"{layer} uses neither F.scaled_dot_product_attention nor transformers' attention interface, which sequence"
@@ -230,9 +230,11 @@ def no_attention(layer: str) -> ConfigError:
     )
 
 
-def _running(stack: Stack, span: Span | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunningLayer:
-    if span is None:
-        return RunningLayer(stack, None, ())
+def _layer_context(
+    stack: LayerStack, info: SequenceInfo | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LayerContext:
+    if info is None:
+        return LayerContext(stack, None, ())
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    wholes = tuple(given[key] for key in span.wholes)
-    return RunningLayer(stack, span.length, wholes, tuple(given[span.hidden].shape[:2]))
+    unsharded = tuple(given[key] for key in info.unsharded)
+    return LayerContext(stack, info.length, unsharded, tuple(given[info.hidden].shape[:2]))

@@ -8,11 +8,14 @@ import torch
 
 from booster.comm import all_reduce_numbers
 from booster.plugins.hybrid_parallel.sequence_parallel.arguments import token_dim
-from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelRanks
-from booster.plugins.hybrid_parallel.sequence_parallel.regions import join_tokens, share_whole, split_tokens
-from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import SplitStream
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
-from booster.plugins.hybrid_parallel.tensor_parallel.regions import join_sequence, split_sequence
+from booster.plugins.hybrid_parallel.sequence_parallel.ranks import SequenceParallelGroup
+from booster.plugins.hybrid_parallel.sequence_parallel.regions import copy_replicated, gather_tokens, scatter_tokens
+from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import TensorParallelRNG
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
+    gather_from_sequence_region,
+    scatter_to_sequence_region,
+)
 
 __all__ = ["SequenceAxisSplitter", "SequenceSplitter", "TensorAxisSplitter"]
 
@@ -21,23 +24,23 @@ class SequenceSplitter(Protocol):
     """Interface between a stack of layers and the sharding of its sequence."""
 
     @property
-    def attention_ranks(self) -> SequenceParallelRanks | None:
+    def attention_group(self) -> SequenceParallelGroup | None:
         """The group of sequence-parallel attention, or None if attention sees all tokens."""
 
     @property
-    def streams(self) -> SplitStream:
+    def rng(self) -> TensorParallelRNG:
         """RNG state of this rank's tokens."""
 
-    def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's tokens. Collective: in backward."""
 
-    def join(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """Gather the full sequence. Collective: yes."""
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
         """Return the dimension along which a layer's argument is sharded, or None. Collective: no."""
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def replicate(self, x: torch.Tensor) -> torch.Tensor:
         """Return an unsharded tensor for computation on shards. Collective: in backward."""
 
     def begin_layer(self, length: int | None) -> None:
@@ -57,34 +60,34 @@ class SequenceAxisSplitter:
         ranks: The sequence-parallel group.
     """
 
-    def __init__(self, ranks: SequenceParallelRanks) -> None:
-        self.ranks = ranks
+    def __init__(self, sp_group: SequenceParallelGroup) -> None:
+        self.sp_group = sp_group
 
     @property
-    def attention_ranks(self) -> SequenceParallelRanks | None:
+    def attention_group(self) -> SequenceParallelGroup | None:
         """The group of sequence-parallel attention."""
-        return self.ranks
+        return self.sp_group
 
     @property
-    def streams(self) -> SplitStream:
+    def rng(self) -> TensorParallelRNG:
         """RNG state of this rank's tokens."""
-        return self.ranks.streams
+        return self.sp_group.rng
 
-    def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's tokens; see `regions.split_tokens`."""
-        return split_tokens(x, self.ranks, dim)
+    def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's tokens; see `regions.scatter_tokens`."""
+        return scatter_tokens(x, self.sp_group, dim)
 
-    def join(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Gather the full sequence; see `regions.join_tokens`."""
-        return join_tokens(x, self.ranks, dim, length)
+    def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        """Gather the full sequence; see `regions.gather_tokens`."""
+        return gather_tokens(x, self.sp_group, dim, length)
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
         """Return the dimension along which a layer's argument is sharded, or None."""
         return token_dim(name, tensor, length)
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an unsharded tensor; see `regions.share_whole`."""
-        return share_whole(x, self.ranks)
+    def replicate(self, x: torch.Tensor) -> torch.Tensor:
+        """Return an unsharded tensor; see `regions.copy_replicated`."""
+        return copy_replicated(x, self.sp_group)
 
     def begin_layer(self, length: int | None) -> None:
         """No-op: attention gets the length from its context."""
@@ -94,7 +97,7 @@ class SequenceAxisSplitter:
 
     def find_length(self, local_length: int) -> int:
         """Return the full sequence length. Collective: yes."""
-        return int(all_reduce_numbers([local_length], self.ranks.group)[0])
+        return int(all_reduce_numbers([local_length], self.sp_group.group)[0])
 
 
 class TensorAxisSplitter:
@@ -104,43 +107,43 @@ class TensorAxisSplitter:
         ranks: The tensor-parallel group.
     """
 
-    def __init__(self, ranks: TensorParallelRanks) -> None:
-        self.ranks = ranks
+    def __init__(self, tp_group: TensorParallelGroup) -> None:
+        self.tp_group = tp_group
 
     @property
-    def attention_ranks(self) -> SequenceParallelRanks | None:
+    def attention_group(self) -> SequenceParallelGroup | None:
         """None, as regions gather the tokens and attention sees all."""
         return None
 
     @property
-    def streams(self) -> SplitStream:
+    def rng(self) -> TensorParallelRNG:
         """RNG state of this rank's tokens."""
-        return self.ranks.streams
+        return self.tp_group.rng
 
-    def split(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's tokens; the gradient is replicated."""
-        return split_sequence(x, self.ranks, dim)
+        return scatter_to_sequence_region(x, self.tp_group, dim)
 
-    def join(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """Gather the full sequence."""
-        return join_sequence(x, self.ranks, dim, length)
+        return gather_from_sequence_region(x, self.tp_group, dim, length)
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
         """Return None, as other arguments are used inside of regions, where the sequence is unsharded."""
         return None
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def replicate(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensor, as regions copy their inputs."""
         return x
 
     def begin_layer(self, length: int | None) -> None:
         """Set the sequence length that the regions gather."""
-        self.ranks.sequence_length = length
+        self.tp_group.sequence_length = length
 
     def end(self) -> None:
         """Reset the sequence length."""
-        self.ranks.sequence_length = None
+        self.tp_group.sequence_length = None
 
     def find_length(self, local_length: int) -> int:
         """Return the full sequence length. Collective: yes."""
-        return int(all_reduce_numbers([local_length], self.ranks.group)[0])
+        return int(all_reduce_numbers([local_length], self.tp_group.group)[0])

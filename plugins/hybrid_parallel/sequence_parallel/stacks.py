@@ -11,21 +11,26 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.arguments import argument_name, map_tensors, parameter_names
-from booster.plugins.hybrid_parallel.sequence_parallel.interception import AttentionMode, intercept_parts
-from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import Notes, keep_joinable
-from booster.plugins.hybrid_parallel.sequence_parallel.running import SPAN, Span, is_in_backward, join_running_layers
+from booster.plugins.hybrid_parallel.sequence_parallel.interception import AttentionDispatchMode, intercept_submodules
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import CapturedOutputs, mark_sharded
+from booster.plugins.hybrid_parallel.sequence_parallel.running import (
+    SEQUENCE_INFO,
+    SequenceInfo,
+    install_layer_context,
+    is_in_backward,
+)
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import SequenceSplitter
 from booster.plugins.hybrid_parallel.sequence_parallel.transformers_attention import use_sequence_attention
 from booster.plugins.sharding.compiling import not_compiled
 
-__all__ = ["Stack", "attach_stack"]
+__all__ = ["LayerStack", "attach_stack"]
 
 _HIDDEN = "hidden_states"
 _TOKENS = 1  # the dimension of hidden states that is the sequence
 
 
 @dataclass(slots=True)
-class _Run:
+class _StackForward:
     """State of a forward inside of the stack.
 
     Attributes:
@@ -35,11 +40,11 @@ class _Run:
     """
 
     length: int
-    notes: Notes
-    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    captured: CapturedOutputs
+    replicated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
-class Stack:
+class LayerStack:
     """Consecutive layers of a model that run on sharded hidden states; created by `attach_stack`.
 
     Hidden states (batch, tokens, features) are sharded before the first layer and gathered after the last. In between,
@@ -55,20 +60,20 @@ class Stack:
 
     def __init__(self, splitter: SequenceSplitter) -> None:
         self.splitter = splitter
-        self.splits_attention = splitter.attention_ranks is not None
-        self._run: _Run | None = None
+        self.shards_attention = splitter.attention_group is not None
+        self._forward: _StackForward | None = None
         self._lengths_seen: set[int] = set()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerStack:
         return self
 
-    def length_of(self, local_length: int) -> int:
+    def full_length(self, local_length: int) -> int:
         """Return the full length of a sequence from this rank's number of tokens.
 
         Collective: in backward, after sequences of several lengths.
         """
-        if self._run is not None and not is_in_backward():
-            return self._run.length
+        if self._forward is not None and not is_in_backward():
+            return self._forward.length
         if len(self._lengths_seen) == 1:
             return next(iter(self._lengths_seen))
         return self.splitter.find_length(local_length)
@@ -81,76 +86,82 @@ class Stack:
                 " shards the second dimension of (batch, tokens, features): pass this shape, or disable it"
             )
         length = x.shape[_TOKENS]
-        if len(self._lengths_seen) < 2:  # `length_of` only distinguishes one length from several
+        if len(self._lengths_seen) < 2:  # `full_length` only distinguishes one length from several
             self._lengths_seen.add(length)
-        self._run = None if is_in_backward() else _Run(length, Notes(sees_all_tokens=not self.splits_attention))
+        self._forward = (
+            None
+            if is_in_backward()
+            else _StackForward(length, CapturedOutputs(sees_all_tokens=not self.shards_attention))
+        )
         if is_training:
-            self.splitter.streams.enter(anew=True)
-        return self.splitter.split(x, _TOKENS), length
+            self.splitter.rng.enter(force=True)
+        return self.splitter.scatter(x, _TOKENS), length
 
     def end(self, output: Any, length: int, *, is_training: bool) -> Any:
         """Return a layer's output with gathered hidden states."""
 
-        def join(x: torch.Tensor) -> torch.Tensor:
-            if self._run is not None:
-                self._run.notes.join(x.shape, lambda noted, dim: self.splitter.join(noted, dim, length))
-            return self.splitter.join(x, _TOKENS, length)
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            if self._forward is not None:
+                self._forward.captured.gather(x.shape, lambda noted, dim: self.splitter.gather(noted, dim, length))
+            return self.splitter.gather(x, _TOKENS, length)
 
-        joined = _with_hidden(output, join)
+        gathered = _map_hidden(output, gather)
         if is_training:
-            self.splitter.streams.leave()
+            self.splitter.rng.leave()
         self.splitter.end()
-        self._run = None
-        return joined
+        self._forward = None
+        return gathered
 
-    def keep(self, output: Any, length: int) -> None:
+    def mark_output(self, output: Any, length: int) -> None:
         """Attach the gathering function to the hidden states of a layer before the last. Collective: no."""
         if not is_in_backward():
-            keep_joinable(output, lambda x: self.splitter.join(x, _TOKENS, length))
+            mark_sharded(output, lambda x: self.splitter.gather(x, _TOKENS, length))
 
-    def continued(self, x: torch.Tensor, index: int) -> int:
+    def continue_length(self, x: torch.Tensor, index: int) -> int:
         """Return the full sequence length for a layer after the first."""
-        if self._run is None and not is_in_backward():
+        if self._forward is None and not is_in_backward():
             raise ConfigError(
                 f"layer {index} of a stack ran without the layers before it, but sequence parallelism shards hidden"
                 " states at the first one: do not drop or call single layers (layerdrop=0), or disable it"
             )
-        return self.length_of(x.shape[_TOKENS])
+        return self.full_length(x.shape[_TOKENS])
 
-    def shared(self, x: torch.Tensor, *, is_new: bool) -> torch.Tensor:
+    def replicated(self, x: torch.Tensor, *, is_new: bool) -> torch.Tensor:
         """Return the copy of an unsharded argument for computation on shards, one for all layers that get it.
 
         Args:
             x: The argument.
             is_new: Whether a tensor without a copy comes from outside of the stack.
         """
-        known = self._run.shared.get(id(x)) if self._run is not None else None
+        known = self._forward.replicated.get(id(x)) if self._forward is not None else None
         if known is not None:
             return known[1]
         if not is_new:
             return x
-        shared = self.splitter.share(x)
-        if self._run is not None:
-            self._run.shared[id(x)] = (x, shared)
-        return shared
+        copy = self.splitter.replicate(x)
+        if self._forward is not None:
+            self._forward.replicated[id(x)] = (x, copy)
+        return copy
 
 
 class _LayerHooks:
     """Hooks of one layer, without references to it."""
 
-    def __init__(self, stack: Stack, index: int, names: Sequence[str]) -> None:
+    def __init__(self, stack: LayerStack, index: int, names: Sequence[str]) -> None:
         self._stack = stack
         self._index = index
         self._names = names
         self._end: int | None = None
 
     def attach(self, layer: nn.Module, *, is_last: bool) -> None:
-        layer.register_forward_pre_hook(self.before, with_kwargs=True)
-        handle = layer.register_forward_hook(self.after if is_last else self.between, with_kwargs=True)
+        layer.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
+        handle = layer.register_forward_hook(self.post_last_forward if is_last else self.post_forward, with_kwargs=True)
         self._end = handle.id if is_last else None
 
     @not_compiled
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         key = _hidden_key(args, kwargs)
         if self._index == 0:
@@ -158,42 +169,42 @@ class _LayerHooks:
             if self._end is not None:  # run after transformers' hooks, which are registered at the first call
                 module._forward_hooks[self._end] = module._forward_hooks.pop(self._end)
         else:
-            hidden, length = named[key], self._stack.continued(named[key], self._index)
-        wholes: list[int | str] = []
+            hidden, length = named[key], self._stack.continue_length(named[key], self._index)
+        unsharded: list[int | str] = []
         for other in named:
             if other != key:
-                named[other] = self._argument(other, named[other], length, wholes)
+                named[other] = self._argument(other, named[other], length, unsharded)
         named[key] = hidden
-        named[SPAN] = Span(length=length, hidden=key, wholes=tuple(wholes))
+        named[SEQUENCE_INFO] = SequenceInfo(length=length, hidden=key, unsharded=tuple(unsharded))
         return tuple(named.pop(position) for position in range(len(args))), named
 
     @not_compiled
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self._stack.end(output, kwargs[SPAN].length, is_training=module.training)
+    def post_last_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self._stack.end(output, kwargs[SEQUENCE_INFO].length, is_training=module.training)
 
     @not_compiled
-    def between(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._stack.keep(output, kwargs[SPAN].length)
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._stack.mark_output(output, kwargs[SEQUENCE_INFO].length)
 
-    def _argument(self, key: int | str, value: Any, length: int, wholes: list[int | str]) -> Any:
+    def _argument(self, key: int | str, value: Any, length: int, unsharded: list[int | str]) -> Any:
         name = argument_name(self._names, key) if isinstance(key, int) else key
         splitter = self._stack.splitter
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
             dim = splitter.token_dim(name, tensor, length)
             if dim is not None:
-                return splitter.split(tensor, dim)
+                return splitter.scatter(tensor, dim)
             is_states = tensor.dim() == 3 and tensor.is_floating_point()
             if is_states and tensor is value:
-                wholes.append(key)
+                unsharded.append(key)
             needs_sharing = tensor.requires_grad and torch.is_grad_enabled()
             is_new = self._index == 0 or is_states
-            return self._stack.shared(tensor, is_new=is_new) if needs_sharing else tensor
+            return self._stack.replicated(tensor, is_new=is_new) if needs_sharing else tensor
 
         return map_tensors(value, change)
 
 
-def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Stack:
+def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> LayerStack:
     """Make consecutive layers run on sharded hidden states; their parameters are unchanged.
 
     Hooks shard and gather the hidden states, and the layers' classes are replaced by subclasses of the same name. Call
@@ -209,14 +220,14 @@ def attach_stack(layers: Sequence[nn.Module], splitter: SequenceSplitter) -> Sta
 
     Collective: no; the layers' calls are.
     """
-    stack = Stack(splitter)
+    stack = LayerStack(splitter)
     for index, layer in enumerate(layers):
         hooks = _LayerHooks(stack, index, parameter_names(layer))
         hooks.attach(layer, is_last=index == len(layers) - 1)
-        if stack.splits_attention:
+        if stack.shards_attention:
             use_sequence_attention(layer)
-            intercept_parts(layer, stack)
-        join_running_layers(layer, stack, AttentionMode if stack.splits_attention else None)
+            intercept_submodules(layer, stack)
+        install_layer_context(layer, stack, AttentionDispatchMode if stack.shards_attention else None)
     return stack
 
 
@@ -234,13 +245,13 @@ def _hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
     )
 
 
-def _with_hidden(output: Any, change: Any) -> Any:
+def _map_hidden(output: Any, function: Any) -> Any:
     if isinstance(output, torch.Tensor):
-        return change(output)
+        return function(output)
     if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
-        return type(output)((change(output[0]), *output[1:]))
+        return type(output)((function(output[0]), *output[1:]))
     if isinstance(output, dict) and isinstance(output.get(_HIDDEN), torch.Tensor):
-        output[_HIDDEN] = change(output[_HIDDEN])
+        output[_HIDDEN] = function(output[_HIDDEN])
         return output
     raise ConfigError(
         f"the last layer of a stack returned {type(output).__name__}, which contains no hidden states to gather for"

@@ -13,16 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.sequence_parallel.running import no_attention
+from booster.plugins.hybrid_parallel.sequence_parallel.running import no_attention_error
 
-__all__ = ["check_attention_alone_mixes_tokens"]
+__all__ = ["check_only_attention_mixes_tokens"]
 
 # Names by which transformers models call replaceable attention; other models implement it with plain matmuls.
 _ATTENTION = re.compile(r"ALL_ATTENTION_FUNCTIONS|scaled_dot_product_attention|multi_head_attention_forward")
 _MIXES_TOKENS: tuple[type[nn.Module], ...] = (_ConvNd, _BatchNorm, nn.RNNBase, nn.InstanceNorm1d, nn.AvgPool1d)
 
 
-def check_attention_alone_mixes_tokens(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+def check_only_attention_mixes_tokens(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
     """Check that no module in a stack's layers mixes tokens, except for replaceable attention.
 
     Functions that mix tokens are only detected in the first batch. Irreplaceable attention of transformers layers is
@@ -36,8 +36,8 @@ def check_attention_alone_mixes_tokens(model: nn.Module, stacks: Sequence[Sequen
         ConfigError: There is such a module.
     """
     for name in (name for stack in stacks for name in stack):
-        if _attends_by_hand(model.get_submodule(name)):
-            raise no_attention(name)
+        if _has_plain_attention(model.get_submodule(name)):
+            raise no_attention_error(name)
         for inner, module in model.get_submodule(name).named_modules():
             if isinstance(module, _MIXES_TOKENS):
                 raise ConfigError(
@@ -47,7 +47,7 @@ def check_attention_alone_mixes_tokens(model: nn.Module, stacks: Sequence[Sequen
                 )
 
 
-def _attends_by_hand(layer: nn.Module) -> bool:
+def _has_plain_attention(layer: nn.Module) -> bool:
     """Whether a layer's code is in transformers files only, none of which calls replaceable attention."""
     files = {type(module).__module__ for module in layer.modules()}
     if any(isinstance(module, nn.MultiheadAttention) for module in layer.modules()):

@@ -11,7 +11,7 @@ from torch import nn
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.interception import attend
-from booster.plugins.hybrid_parallel.sequence_parallel.running import RunningLayer, running_layer
+from booster.plugins.hybrid_parallel.sequence_parallel.running import LayerContext, current_layer
 
 __all__ = ["IMPLEMENTATION", "use_sequence_attention"]
 
@@ -19,7 +19,7 @@ IMPLEMENTATION = "booster_sequence_parallel"
 # Replaces "eager", whose masks are complete; sdpa is causal without a mask, unless the module sets is_causal=False.
 _EAGER = "booster_sequence_parallel_eager"
 # Unsupported features of other implementations.
-_UNKNOWN = {"softcap": "caps scores", "s_aux": "has sinks"}
+_UNSUPPORTED = {"softcap": "caps scores", "s_aux": "has sinks"}
 
 
 def use_sequence_attention(model: nn.Module) -> None:
@@ -90,9 +90,9 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers: (batch, heads, tokens, features) to (batch, tokens, heads, features)."""
-    layer = running_layer()
+    layer = current_layer()
     is_causal = False if is_eager else is_causal
-    _refuse_unknown(module, kwargs)
+    _check_supported(module, kwargs)
     if layer is None:
         return _dense_forward(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, kwargs
@@ -100,7 +100,7 @@ def _attention_forward(
     is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     mask = attention_mask
     if position_bias is not None:
-        mask = _biased(position_bias, _rows_of(layer, attention_mask, position_bias), is_causal=is_causal)
+        mask = _add_bias(position_bias, _mask_rows(layer, attention_mask, position_bias), is_causal=is_causal)
     output = attend(
         layer,
         query,
@@ -137,15 +137,15 @@ def _dense_forward(
     return output
 
 
-def _rows_of(layer: RunningLayer, mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor | None:
+def _mask_rows(layer: LayerContext, mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor | None:
     """Return the mask's rows of the bias: all, or this rank's in attention to another sequence."""
     if mask is None or mask.shape[-2] in (1, bias.shape[-2]):
         return mask
-    order = layer.ranks.order_of(mask.shape[-2])
-    return order.take(mask, mask.dim() - 2, layer.ranks.rank)
+    sharding = layer.sp_group.sharding_of(mask.shape[-2])
+    return sharding.shard(mask, mask.dim() - 2, layer.sp_group.rank)
 
 
-def _biased(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:
+def _add_bias(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:
     if mask is None and is_causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     if mask is None:
@@ -155,8 +155,8 @@ def _biased(bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -
     return bias + mask
 
 
-def _refuse_unknown(module: nn.Module, given: dict[str, Any]) -> None:
-    for name, meaning in _UNKNOWN.items():
+def _check_supported(module: nn.Module, given: dict[str, Any]) -> None:
+    for name, meaning in _UNSUPPORTED.items():
         if given.get(name) is not None:
             raise ConfigError(
                 f"{type(module).__name__} {meaning} ({name}), which attention over a sharded sequence does not support:"

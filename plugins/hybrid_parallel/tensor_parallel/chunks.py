@@ -1,6 +1,6 @@
 """Collectives over tokens in chunks, overlapped with the matmuls of other chunks (async tensor parallelism).
 
-Note [Chunks]
+Note [Collective matmul]
 The tokens of all ranks are chunked at the same offsets. A chunk is a tensor of equal shards (rank, sequences, tokens,
 features); ranks with fewer tokens pad their last shard with zeros. The chunks together have as many bytes as the
 unchunked collective of `regions`. Every chunk of a reduce-scatter is started as soon as it is computed, and all are
@@ -18,33 +18,33 @@ from typing import NamedTuple
 import torch
 
 from booster.comm import AllGather, start_all_gather, start_reduce_scatter
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 
-__all__ = ["Chunks", "Span", "runs_in_chunks"]
+__all__ = ["ChunkRange", "TokenChunks", "is_chunked"]
 
 _NUM_CHUNKS = 4
 
 
-def runs_in_chunks(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> bool:
+def is_chunked(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> bool:
     """Whether matmuls of tokens are chunked; equal on all ranks.
 
     Args:
         x: Tokens of this rank or of all ranks, features last.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         dim: Dimension of the tokens.
         sizes: Number of tokens of each rank.
     """
-    return ranks.sequence_mode == "ring" and ranks.size > 1 and dim == x.dim() - 2 and max(sizes) > 0
+    return tp_group.sequence_mode == "ring" and tp_group.size > 1 and dim == x.dim() - 2 and max(sizes) > 0
 
 
-class Span(NamedTuple):
+class ChunkRange(NamedTuple):
     """Range of a chunk in the tokens of each rank."""
 
     start: int
     length: int
 
 
-class Chunks:
+class TokenChunks:
     """Chunks of the tokens in the second to last dimension; the dimensions before it are sequences.
 
     Args:
@@ -52,50 +52,50 @@ class Chunks:
         sizes: Number of tokens of each rank, not all 0.
     """
 
-    def __init__(self, ranks: TensorParallelRanks, sizes: Sequence[int]) -> None:
-        self._ranks = ranks
+    def __init__(self, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> None:
+        self._tp_group = tp_group
         self._sizes = sizes
         longest = max(sizes)
         length = -(-longest // _NUM_CHUNKS)
-        self._spans = [Span(start, min(length, longest - start)) for start in range(0, longest, length)]
+        self._ranges = [ChunkRange(start, min(length, longest - start)) for start in range(0, longest, length)]
 
     @property
-    def num_own(self) -> int:
+    def num_local(self) -> int:
         """Number of tokens of this rank."""
-        return self._sizes[self._ranks.rank]
+        return self._sizes[self._tp_group.rank]
 
     @property
-    def num_whole(self) -> int:
+    def num_total(self) -> int:
         """Number of tokens of all ranks."""
         return sum(self._sizes)
 
-    def gathered(self, own: torch.Tensor) -> Iterator[tuple[Span, torch.Tensor]]:
+    def all_gather(self, local: torch.Tensor) -> Iterator[tuple[ChunkRange, torch.Tensor]]:
         """All-gather chunk by chunk; while the caller computes, the next chunk is in flight.
 
         Args:
-            own: Tokens of this rank.
+            local: Tokens of this rank.
 
         Yields:
             The range of a chunk, and its shards.
 
         Collective: yes.
         """
-        own = _three_dimensional(own)
-        ahead: tuple[Span, torch.Tensor, AllGather] | None = None
-        for following in itertools.chain((self._started(own, span) for span in self._spans), (None,)):
-            if ahead is not None:
-                span, pieces, gathering = ahead
-                gathering.wait()
-                yield span, pieces
-            ahead = following
+        local = _as_3d(local)
+        prefetched: tuple[ChunkRange, torch.Tensor, AllGather] | None = None
+        for following in itertools.chain((self._start_all_gather(local, chunk) for chunk in self._ranges), (None,)):
+            if prefetched is not None:
+                chunk, shards, work = prefetched
+                work.wait()
+                yield chunk, shards
+            prefetched = following
 
-    def start_sum(
-        self, make: Callable[[Span], torch.Tensor], like: torch.Tensor, num_features: int
+    def reduce_scatter(
+        self, compute: Callable[[ChunkRange], torch.Tensor], like: torch.Tensor, num_features: int
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Start a reduce-scatter of tokens that are computed chunk by chunk.
 
         Args:
-            make: Function of a chunk's range that returns its shards in a new tensor. It overlaps with the
+            compute: Function of a chunk's range that returns its shards in a new tensor. It overlaps with the
                 reduce-scatters of the previous chunks.
             like: Tensor with the output's dtype, device and leading dimensions.
             num_features: Number of features of the output.
@@ -105,63 +105,65 @@ class Chunks:
 
         Collective: yes.
         """
-        total = like.new_empty((*like.shape[:-2], self.num_own, num_features))
-        under_way = []
-        for span in self._spans:
-            pieces = make(span)
-            under_way.append((span, pieces[self._ranks.rank], start_reduce_scatter(pieces.view(-1), self._ranks.group)))
+        output = like.new_empty((*like.shape[:-2], self.num_local, num_features))
+        in_flight = []
+        for chunk in self._ranges:
+            shards = compute(chunk)
+            in_flight.append(
+                (chunk, shards[self._tp_group.rank], start_reduce_scatter(shards.view(-1), self._tp_group.group))
+            )
 
-        def finish() -> None:
-            tokens = _three_dimensional(total)
-            for span, piece, reduction in under_way:
-                reduction.finish(piece.view(-1), accumulate=False)
-                start, length = self._place(span, self._ranks.rank)
-                tokens.narrow(1, start, length).copy_(piece.narrow(1, 0, length))
-            under_way.clear()
+        def wait() -> None:
+            tokens = _as_3d(output)
+            for chunk, shard, reduction in in_flight:
+                reduction.wait(shard.view(-1), accumulate=False)
+                start, length = self._local_range(chunk, self._tp_group.rank)
+                tokens.narrow(1, start, length).copy_(shard.narrow(1, 0, length))
+            in_flight.clear()
 
-        return total, finish
+        return output, wait
 
-    def put(self, pieces: torch.Tensor, span: Span, whole: torch.Tensor) -> None:
+    def write(self, shards: torch.Tensor, chunk: ChunkRange, full: torch.Tensor) -> None:
         """Write the shards of a chunk to their positions in the tokens of all ranks.
 
         Args:
-            pieces: Shards of the chunk (rank, sequences, tokens, features).
-            span: Range of the chunk.
-            whole: Contiguous tensor of the tokens of all ranks.
+            shards: Shards of the chunk (rank, sequences, tokens, features).
+            chunk: Range of the chunk.
+            full: Contiguous tensor of the tokens of all ranks.
         """
-        whole = _three_dimensional(whole)
+        full = _as_3d(full)
         for rank, offset in enumerate(self._offsets()):
-            start, length = self._place(span, rank)
-            whole.narrow(1, offset + start, length).copy_(pieces[rank].narrow(1, 0, length))
+            start, length = self._local_range(chunk, rank)
+            full.narrow(1, offset + start, length).copy_(shards[rank].narrow(1, 0, length))
 
-    def take(self, whole: torch.Tensor, span: Span) -> torch.Tensor:
+    def read(self, full: torch.Tensor, chunk: ChunkRange) -> torch.Tensor:
         """Return the shards of a chunk, padded with zeros."""
-        whole = _three_dimensional(whole)
-        pieces = whole.new_empty((len(self._sizes), whole.shape[0], span.length, whole.shape[2]))
+        full = _as_3d(full)
+        shards = full.new_empty((len(self._sizes), full.shape[0], chunk.length, full.shape[2]))
         for rank, offset in enumerate(self._offsets()):
-            start, length = self._place(span, rank)
-            _fill(pieces[rank], whole.narrow(1, offset + start, length))
-        return pieces
+            start, length = self._local_range(chunk, rank)
+            _copy_padded(shards[rank], full.narrow(1, offset + start, length))
+        return shards
 
-    def _started(self, own: torch.Tensor, span: Span) -> tuple[Span, torch.Tensor, AllGather]:
-        pieces = own.new_empty((len(self._sizes), own.shape[0], span.length, own.shape[2]))
-        _fill(pieces[self._ranks.rank], own.narrow(1, *self._place(span, self._ranks.rank)))
-        return span, pieces, start_all_gather(pieces.view(-1), self._ranks.group)
+    def _start_all_gather(self, local: torch.Tensor, chunk: ChunkRange) -> tuple[ChunkRange, torch.Tensor, AllGather]:
+        shards = local.new_empty((len(self._sizes), local.shape[0], chunk.length, local.shape[2]))
+        _copy_padded(shards[self._tp_group.rank], local.narrow(1, *self._local_range(chunk, self._tp_group.rank)))
+        return chunk, shards, start_all_gather(shards.view(-1), self._tp_group.group)
 
     def _offsets(self) -> Iterator[int]:
         return itertools.accumulate(self._sizes[:-1], initial=0)
 
-    def _place(self, span: Span, rank: int) -> tuple[int, int]:
-        start = min(span.start, self._sizes[rank])
-        return start, min(span.length, self._sizes[rank] - start)
+    def _local_range(self, chunk: ChunkRange, rank: int) -> tuple[int, int]:
+        start = min(chunk.start, self._sizes[rank])
+        return start, min(chunk.length, self._sizes[rank] - start)
 
 
-def _fill(piece: torch.Tensor, tokens: torch.Tensor) -> None:
+def _copy_padded(shard: torch.Tensor, tokens: torch.Tensor) -> None:
     length = tokens.shape[1]
-    piece.narrow(1, 0, length).copy_(tokens)
-    piece.narrow(1, length, piece.shape[1] - length).zero_()
+    shard.narrow(1, 0, length).copy_(tokens)
+    shard.narrow(1, length, shard.shape[1] - length).zero_()
 
 
-def _three_dimensional(x: torch.Tensor) -> torch.Tensor:
+def _as_3d(x: torch.Tensor) -> torch.Tensor:
     """Return (sequences, tokens, features), a view if `x` is contiguous."""
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

@@ -8,27 +8,27 @@ from torch import nn
 
 from booster.plugins.sharding.compiling import not_compiled
 
-__all__ = ["become", "class_before"]
+__all__ = ["mixin_forward", "original_class"]
 
 
-def become(module: nn.Module, kind: type[nn.Module], split: object) -> None:
-    """Make a module an instance of a new class with the bases `kind` and the module's class.
+def mixin_forward(module: nn.Module, mixin: type[nn.Module], config: object) -> None:
+    """Make a module an instance of a new class with the bases `mixin` and the module's class.
 
     Args:
         module: Module to change in place; it keeps its parameters, buffers and hooks.
-        kind: Mixin whose forward may call the module's forward as `super().forward`.
-        split: Value of the attribute `_split`, which `kind` reads.
+        mixin: Mixin whose forward may call the module's forward as `super().forward`.
+        config: Value of the attribute `_split`, which `mixin` reads.
     """
-    module.__class__ = _derived(kind, type(module))  # type: ignore[arg-type]
-    module._split = split  # type: ignore[assignment]
+    module.__class__ = _derived(mixin, type(module))  # type: ignore[arg-type]
+    module._split = config  # type: ignore[assignment]
 
 
-def class_before(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class before `become`."""
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class before `mixin_forward`."""
     return type(module).__mro__[2]
 
 
 @functools.cache
-def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    members = {"__module__": kind.__module__, "forward": not_compiled(kind.forward)}
-    return type(kind.__name__ + base.__name__, (kind, base), members)
+def _derived(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    members = {"__module__": mixin.__module__, "forward": not_compiled(mixin.forward)}
+    return type(mixin.__name__ + base.__name__, (mixin, base), members)

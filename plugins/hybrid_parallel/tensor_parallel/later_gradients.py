@@ -16,31 +16,31 @@ import torch
 from torch import nn
 
 __all__ = [
-    "GradientKeeper",
-    "LaterGradient",
-    "add_products",
-    "deferrable_product",
-    "keep_gradients_in",
-    "later_gradient",
-    "sum_of_products",
+    "DeferredWGrad",
+    "WGradQueue",
+    "add_matmuls",
+    "deferrable_matmul",
+    "deferred_wgrad",
+    "set_wgrad_queue",
+    "sum_of_matmuls",
 ]
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class GradientKeeper(Protocol):
+class WGradQueue(Protocol):
     """Queue of the operands of deferred weight gradients. Backward may call it from any thread."""
 
     @property
     def is_deferring(self) -> bool:
         """Whether the running backward defers weight gradients."""
 
-    def keep(self, weight: torch.Tensor, pairs: Sequence[_Pair]) -> None:
+    def put(self, weight: torch.Tensor, pairs: Sequence[_Pair]) -> None:
         """Enqueue pairs of matrices; the sum of `left.t() @ right` is later added to the gradient of `weight`."""
 
 
 @dataclass(frozen=True, slots=True)
-class LaterGradient:
+class DeferredWGrad:
     """A weight with a deferrable gradient.
 
     Attributes:
@@ -49,33 +49,33 @@ class LaterGradient:
     """
 
     weight: torch.Tensor
-    keeper: GradientKeeper
+    queue: WGradQueue
 
     @property
-    def is_asked_for(self) -> bool:
+    def should_defer(self) -> bool:
         """Whether the running backward has to defer this weight's gradient."""
-        return self.keeper.is_deferring and not torch.is_grad_enabled() and _is_accumulated(self.weight)
+        return self.queue.is_deferring and not torch.is_grad_enabled() and _is_accumulated(self.weight)
 
-    def keep(self, *pairs: _Pair) -> None:
-        """Enqueue pairs of matrices; see `GradientKeeper.keep`."""
-        self.keeper.keep(self.weight, pairs)
-
-
-def keep_gradients_in(layer: nn.Module, keeper: GradientKeeper) -> None:
-    """Attach the queue that `later_gradient` returns for a layer."""
-    layer._gradient_keeper = keeper  # type: ignore[assignment]
+    def put(self, *pairs: _Pair) -> None:
+        """Enqueue pairs of matrices; see `WGradQueue.put`."""
+        self.queue.put(self.weight, pairs)
 
 
-def later_gradient(layer: nn.Module) -> LaterGradient | None:
+def set_wgrad_queue(layer: nn.Module, queue: WGradQueue) -> None:
+    """Attach the queue that `deferred_wgrad` returns for a layer."""
+    layer._gradient_keeper = queue  # type: ignore[assignment]
+
+
+def deferred_wgrad(layer: nn.Module) -> DeferredWGrad | None:
     """Return the deferrable gradient of a layer's weight, or None if the layer has no queue or needs no gradient."""
-    keeper: Any = getattr(layer, "_gradient_keeper", None)
-    weight: Any = layer.weight if keeper is not None else None
-    if not _is_ordinary(weight) or not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
+    queue: Any = getattr(layer, "_gradient_keeper", None)
+    weight: Any = layer.weight if queue is not None else None
+    if not _is_plain_tensor(weight) or not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
         return None
-    return LaterGradient(weight, keeper)
+    return DeferredWGrad(weight, queue)
 
 
-def deferrable_product(
+def deferrable_matmul(
     layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, *, is_transposed: bool, num_outputs: int | None = None
 ) -> torch.Tensor | None:
     """Multiply with a layer's weight; backward defers the weight's gradient if its queue is deferring.
@@ -91,31 +91,33 @@ def deferrable_product(
         The output, or None if the gradient is not deferrable: the weight is not a leaf that trains, or autocast,
         tracing or functorch has to see the matmul.
     """
-    later = later_gradient(layer)
-    if later is None or x.is_meta or not _is_plain_product(x, later.weight):
+    deferred = deferred_wgrad(layer)
+    if deferred is None or x.is_meta or not _is_plain_matmul(x, deferred.weight):
         return None
-    y: torch.Tensor = _Product.apply(x.flatten(0, -2), later.weight, bias, later, is_transposed, num_outputs)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _DeferrableMatmul.apply(
+        x.flatten(0, -2), deferred.weight, bias, deferred, is_transposed, num_outputs
+    )  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], y.shape[-1]) if x.dim() > 2 else y
 
 
-def sum_of_products(pairs: Sequence[_Pair], shape: torch.Size) -> torch.Tensor:
+def sum_of_matmuls(pairs: Sequence[_Pair], shape: torch.Size) -> torch.Tensor:
     """Return the sum of `left.t() @ right`, padded with zeros to a shape."""
     (left, right), *others = pairs
     total = left.t() @ right
     if total.shape != shape:
         total = nn.functional.pad(total, (0, shape[1] - total.shape[1], 0, shape[0] - total.shape[0]))
-    add_products(total, others)
+    add_matmuls(total, others)
     return total
 
 
-def add_products(total: torch.Tensor, pairs: Sequence[_Pair]) -> None:
+def add_matmuls(total: torch.Tensor, pairs: Sequence[_Pair]) -> None:
     """Add `left.t() @ right` of each pair to the first rows and columns of a matrix, in place."""
     for left, right in pairs:
         total[: left.shape[1], : right.shape[1]].addmm_(left.t(), right)
 
 
-def _is_plain_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if not _is_ordinary(x) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+def _is_plain_matmul(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if not _is_plain_tensor(x) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     is_cast = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
     return not is_cast and x.is_floating_point() and x.layout is torch.strided and x.dim() > 1
@@ -129,12 +131,12 @@ def _is_accumulated(weight: torch.Tensor) -> bool:
         return False
 
 
-def _is_ordinary(x: object) -> bool:
+def _is_plain_tensor(x: object) -> bool:
     """Whether a tensor is not of a subclass, which may override the matmul."""
     return type(x) in (torch.Tensor, nn.Parameter)
 
 
-class _Product(torch.autograd.Function):
+class _DeferrableMatmul(torch.autograd.Function):
     """Matmul of 2-d rows. It does not return views, so that callers may modify the output in place."""
 
     @staticmethod
@@ -143,12 +145,12 @@ class _Product(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        later: LaterGradient,
+        deferred: DeferredWGrad,
         is_transposed: bool,
         num_outputs: int | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.later, ctx.is_transposed, ctx.num_outputs, ctx.shape = later, is_transposed, num_outputs, weight.shape
+        ctx.later, ctx.is_transposed, ctx.num_outputs, ctx.shape = deferred, is_transposed, num_outputs, weight.shape
         return nn.functional.linear(x, _matrix(weight, is_transposed, num_outputs), bias)
 
     @staticmethod
@@ -159,10 +161,10 @@ class _Product(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             pair = (x, grad) if ctx.is_transposed else (grad, x)
-            if ctx.later.is_asked_for:
+            if ctx.later.should_defer:
                 ctx.later.keep(pair)
             else:
-                grad_weight = sum_of_products([pair], ctx.shape)
+                grad_weight = sum_of_matmuls([pair], ctx.shape)
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None, None, None, None
 
 

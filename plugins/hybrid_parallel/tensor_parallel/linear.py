@@ -19,45 +19,45 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.tensor_parallel.chunks import runs_in_chunks
-from booster.plugins.hybrid_parallel.tensor_parallel.derived_classes import become, class_before
-from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import deferrable_product, later_gradient
-from booster.plugins.hybrid_parallel.tensor_parallel.overlap import OverlappedInput, can_overlap, cast_between
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.chunks import is_chunked
+from booster.plugins.hybrid_parallel.tensor_parallel.derived_classes import mixin_forward, original_class
+from booster.plugins.hybrid_parallel.tensor_parallel.later_gradients import deferrable_matmul, deferred_wgrad
+from booster.plugins.hybrid_parallel.tensor_parallel.overlap import AsyncGradInput, can_overlap, needs_cast
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.regions import (
-    gather_features,
-    scatter_sum,
-    shared_copy_to_ranks,
-    sizes_of_all,
-    split_features,
-    sum_over_ranks,
+    gather_from_tp_region,
+    reduce_from_tp_region,
+    reduce_scatter_shards,
+    scatter_to_tp_region,
+    shared_copy_to_tp_region,
+    sizes_from_full,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.ring_row import scattered_product
+from booster.plugins.hybrid_parallel.tensor_parallel.ring_row import matmul_reduce_scatter
 
 __all__ = [
+    "check_linear",
     "is_linear",
     "is_plain_linear",
     "is_transposed",
     "make_column_parallel",
     "make_row_parallel",
-    "product",
-    "require_linear",
+    "matmul",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnSplit:
+class ColumnParallelConfig:
     """Settings of a column-parallel layer.
 
     Attributes:
         ranks: The tensor-parallel group.
         sizes: Number of output features of each rank.
         gathers_output: If True, the layer returns the features of all ranks.
-        is_input_gathered: If True, the input comes from `gather_sequence` or `copy_to_ranks` already.
+        is_input_gathered: If True, the input comes from `all_gather_sequence` or `copy_to_tp_region` already.
         siblings: All layers that read the same input.
     """
 
-    ranks: TensorParallelRanks
+    tp_group: TensorParallelGroup
     sizes: tuple[int, ...]
     gathers_output: bool
     is_input_gathered: bool
@@ -65,34 +65,34 @@ class ColumnSplit:
 
     def enter_region(self, training: bool) -> None:
         """Enter the region's RNG stream, unless the output is replicated or the stack's stream is used."""
-        ranks = self.ranks
-        if training and not self.gathers_output and not ranks.splits_sequence and ranks.size > 1:
-            ranks.streams.enter()
+        tp_group = self.tp_group
+        if training and not self.gathers_output and not tp_group.shards_sequence and tp_group.size > 1:
+            tp_group.rng.enter()
 
-    def before(self, x: torch.Tensor) -> torch.Tensor:
+    def prepare_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input of this rank's shard."""
-        return x if self.is_input_gathered else shared_copy_to_ranks(x, self.ranks)
+        return x if self.is_input_gathered else shared_copy_to_tp_region(x, self.tp_group)
 
-    def product(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of a plain linear layer's shard; see Note [Overlapped backward]."""
-        ready = self.ranks.products.take(module, x)
-        if ready is not None:
-            return ready
-        if self.is_input_gathered or not can_overlap(x, module.weight, self.ranks):  # type: ignore[arg-type]
-            return product(module, self.before(x), _bias(module))
-        overlapped = self.ranks.shared(x, OverlappedInput, self._overlapped)
-        return overlapped.product(module, is_transposed=is_transposed(module))
+    def matmul(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of a plain linear layer's shard; see Note [Async gradient all-reduce]."""
+        precomputed = self.tp_group.precomputed.pop(module, x)
+        if precomputed is not None:
+            return precomputed
+        if self.is_input_gathered or not can_overlap(x, module.weight, self.tp_group):  # type: ignore[arg-type]
+            return matmul(module, self.prepare_input(x), _bias(module))
+        overlapped = self.tp_group.shared_input(x, AsyncGradInput, self._overlapped)
+        return overlapped.matmul(module, is_transposed=is_transposed(module))
 
-    def _overlapped(self, x: torch.Tensor) -> OverlappedInput:
-        return OverlappedInput(x, self.siblings, self.ranks)
+    def _overlapped(self, x: torch.Tensor) -> AsyncGradInput:
+        return AsyncGradInput(x, self.siblings, self.tp_group)
 
-    def after(self, y: torch.Tensor) -> torch.Tensor:
+    def finish_output(self, y: torch.Tensor) -> torch.Tensor:
         """Return the layer's output from the shard's output."""
-        return gather_features(y, self.ranks, self.sizes) if self.gathers_output else y
+        return gather_from_tp_region(y, self.tp_group, self.sizes) if self.gathers_output else y
 
 
 @dataclass(frozen=True, slots=True)
-class RowSplit:
+class RowParallelConfig:
     """Settings of a row-parallel layer.
 
     Attributes:
@@ -104,18 +104,18 @@ class RowSplit:
         sequence_dim: Dimension of the tokens.
     """
 
-    ranks: TensorParallelRanks
+    tp_group: TensorParallelGroup
     sizes: tuple[int, ...]
     splits_input: bool
     reduces: bool
     scatters: bool
     sequence_dim: int
 
-    def before(self, x: torch.Tensor) -> torch.Tensor:
+    def prepare_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input of this rank's shard."""
-        return split_features(x, self.ranks, self.sizes) if self.splits_input else x
+        return scatter_to_tp_region(x, self.tp_group, self.sizes) if self.splits_input else x
 
-    def after(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def finish_output(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output from the shard's output.
 
         Args:
@@ -123,39 +123,46 @@ class RowSplit:
             bias: Bias of the output. Without reduction only the first rank adds it.
         """
         if not self.reduces:
-            return y if bias is None or self.ranks.rank > 0 else y + bias.to(y.dtype)
+            return y if bias is None or self.tp_group.rank > 0 else y + bias.to(y.dtype)
         if not self.scatters:
-            y = sum_over_ranks(y, self.ranks, overwrites=True)
-        elif self.ranks.size > 1:
-            y = scatter_sum(y, self.ranks, *self._scattering(y))
+            y = reduce_from_tp_region(y, self.tp_group, overwrites=True)
+        elif self.tp_group.size > 1:
+            y = reduce_scatter_shards(y, self.tp_group, *self._scatter_sizes(y))
         return y if bias is None else y.add_(bias.to(y.dtype))
 
-    def chunked(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    def matmul_reduce_scatter(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """Return the layer's output by a chunked matmul and reduce-scatter, or None if chunks are not used."""
         weight, bias = module.weight, _bias(module)
-        if not (self.reduces and self.scatters) or cast_between(x, weight):  # type: ignore[arg-type]
+        if not (self.reduces and self.scatters) or needs_cast(x, weight):  # type: ignore[arg-type]
             return None
-        dim, sizes = self._scattering(x)
-        if not runs_in_chunks(x, self.ranks, dim, sizes):
+        dim, sizes = self._scatter_sizes(x)
+        if not is_chunked(x, self.tp_group, dim, sizes):
             return None
-        later = later_gradient(module)
-        y = scattered_product(x, weight, self.ranks, sizes, is_transposed=is_transposed(module), later=later)  # type: ignore[arg-type]
+        deferred = deferred_wgrad(module)
+        y = matmul_reduce_scatter(
+            x,
+            weight,  # type: ignore[arg-type]
+            self.tp_group,
+            sizes,
+            is_transposed=is_transposed(module),
+            deferred=deferred,
+        )
         return y if bias is None else y.add_(bias.to(y.dtype))
 
-    def _scattering(self, x: torch.Tensor) -> tuple[int, list[int]]:
+    def _scatter_sizes(self, x: torch.Tensor) -> tuple[int, list[int]]:
         """Return the dimension of the tokens, and the number of tokens of each rank."""
-        dim, length = (self.sequence_dim, None) if x.dim() > 2 else (0, self.ranks.sequence_length)
-        return dim, sizes_of_all(x.shape[dim], self.ranks, length)
+        dim, length = (self.sequence_dim, None) if x.dim() > 2 else (0, self.tp_group.sequence_length)
+        return dim, sizes_from_full(x.shape[dim], self.tp_group, length)
 
     def leave_region(self) -> None:
         """Leave the RNG stream that the preceding column-parallel layers entered."""
-        if not self.ranks.splits_sequence:
-            self.ranks.streams.leave()
+        if not self.tp_group.shards_sequence:
+            self.tp_group.rng.leave()
 
 
 def make_column_parallel(
     module: nn.Module,
-    ranks: TensorParallelRanks,
+    tp_group: TensorParallelGroup,
     *,
     sizes: Sequence[int],
     gathers_output: bool = False,
@@ -166,10 +173,10 @@ def make_column_parallel(
 
     Args:
         module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shards as parameters.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         sizes: Number of output features of each rank.
         gathers_output: If True, the layer returns the features of all ranks.
-        is_input_gathered: If True, the input comes from `gather_sequence` or `copy_to_ranks` already.
+        is_input_gathered: If True, the input comes from `all_gather_sequence` or `copy_to_tp_region` already.
         siblings: All layers that read the same input, including this one.
 
     Raises:
@@ -177,15 +184,15 @@ def make_column_parallel(
 
     Collective: no; the layer's forward and backward are.
     """
-    require_linear(module, "colwise")
-    split = ColumnSplit(ranks, tuple(sizes), gathers_output, is_input_gathered, tuple(siblings))
-    _set_features(module, outputs=sizes[ranks.rank])
-    become(module, ColumnParallel, split)
+    check_linear(module, "colwise")
+    config = ColumnParallelConfig(tp_group, tuple(sizes), gathers_output, is_input_gathered, tuple(siblings))
+    _set_features(module, outputs=sizes[tp_group.rank])
+    mixin_forward(module, ColumnParallel, config)
 
 
 def make_row_parallel(
     module: nn.Module,
-    ranks: TensorParallelRanks,
+    tp_group: TensorParallelGroup,
     *,
     sizes: Sequence[int],
     splits_input: bool = False,
@@ -198,11 +205,11 @@ def make_row_parallel(
     Args:
         module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shard as weight and a
             replicated bias.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         sizes: Number of input features of each rank.
         splits_input: If True, the input is replicated with the features of all ranks.
         reduces: If True, the output is reduced over the ranks, otherwise partial.
-        scatters_sequence: If True, reduce-scatter the output over the tokens; optional, defaults to whether `ranks`
+        scatters_sequence: If True, reduce-scatter the output over the tokens; optional, defaults to whether `tp_group`
             shards the sequence.
         sequence_dim: Dimension of the tokens; 2-d inputs have tokens along the first.
 
@@ -211,41 +218,45 @@ def make_row_parallel(
 
     Collective: no; the layer's forward and backward are.
     """
-    require_linear(module, "rowwise")
-    scatters = ranks.splits_sequence if scatters_sequence is None else scatters_sequence
-    split = RowSplit(ranks, tuple(sizes), splits_input, reduces, scatters, sequence_dim)
-    _set_features(module, inputs=sizes[ranks.rank])
-    become(module, RowParallel, split)
+    check_linear(module, "rowwise")
+    scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
+    config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim)
+    _set_features(module, inputs=sizes[tp_group.rank])
+    mixin_forward(module, RowParallel, config)
 
 
 class ColumnParallel(nn.Module):
     """Mixin of a column-parallel linear layer."""
 
-    _split: ColumnSplit
+    _split: ColumnParallelConfig
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, or those of all ranks."""
-        split = self._split
-        split.enter_region(self.training)
-        y = split.product(self, x) if is_plain_linear(self) else super().forward(split.before(x), *args, **kwargs)
-        return split.after(y)
+        config = self._split
+        config.enter_region(self.training)
+        y = (
+            config.matmul(self, x)
+            if is_plain_linear(self)
+            else super().forward(config.prepare_input(x), *args, **kwargs)
+        )
+        return config.finish_output(y)
 
 
 class RowParallel(nn.Module):
     """Mixin of a row-parallel linear layer."""
 
-    _split: RowSplit
+    _split: RowParallelConfig
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the reduced output, or this rank's partial output."""
-        split = self._split
-        x = split.before(x)
+        config = self._split
+        x = config.prepare_input(x)
         is_plain = is_plain_linear(self)
-        if is_plain and (chunked := split.chunked(self, x)) is not None:
-            return chunked  # the stack's RNG stream is used, so there is none to leave
-        y = product(self, x, None) if is_plain else self._without_bias(x, *args, **kwargs)
-        split.leave_region()
-        return split.after(y, _bias(self))
+        if is_plain and (output := config.matmul_reduce_scatter(self, x)) is not None:
+            return output  # the stack's RNG stream is used, so there is none to leave
+        y = matmul(self, x, None) if is_plain else self._without_bias(x, *args, **kwargs)
+        config.leave_region()
+        return config.finish_output(y, _bias(self))
 
     def _without_bias(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         bias, self._parameters["bias"] = self._parameters.get("bias"), None
@@ -256,7 +267,7 @@ class RowParallel(nn.Module):
         return y
 
 
-def product(
+def matmul(
     module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, *, num_outputs: int | None = None
 ) -> torch.Tensor:
     """Multiply an input with the weight of an `nn.Linear` or a `Conv1D`.
@@ -268,7 +279,7 @@ def product(
         num_outputs: Number of leading output features to compute; optional, defaults to all.
     """
     transposed = is_transposed(module)
-    deferrable = deferrable_product(module, x, bias, is_transposed=transposed, num_outputs=num_outputs)
+    deferrable = deferrable_matmul(module, x, bias, is_transposed=transposed, num_outputs=num_outputs)
     if deferrable is not None:
         return deferrable
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
@@ -290,7 +301,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a layer's forward only multiplies by its weight and adds its bias."""
-    base = class_before(module)
+    base = original_class(module)
     return base is nn.Linear or (is_transposed(module) and base.__name__ == "Conv1D")
 
 
@@ -298,7 +309,7 @@ def _bias(module: nn.Module) -> torch.Tensor | None:
     return module.bias  # type: ignore[return-value]
 
 
-def require_linear(module: nn.Module, style: str) -> None:
+def check_linear(module: nn.Module, style: str) -> None:
     """Check that a module is a linear layer.
 
     Raises:

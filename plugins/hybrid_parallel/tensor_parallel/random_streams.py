@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
-from booster.comm import are_others_imagined
+from booster.comm import is_fake_world
 from booster.device import current_device
 
-__all__ = ["SplitStream"]
+__all__ = ["TensorParallelRNG"]
 
 _NUM_HASH_BITS = 48
-_NUM_MARK_BITS = 15  # 63 bits in total, as seeds may be signed
+_NUM_TAG_BITS = 15  # 63 bits in total, as seeds may be signed
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
     seed: int
-    before: tuple[torch.Tensor, ...]
-    seeded: tuple[torch.Tensor, ...]
+    outer_states: tuple[torch.Tensor, ...]
+    seeded_states: tuple[torch.Tensor, ...]
 
 
-class SplitStream:
+class TensorParallelRNG:
     """RNG states of one rank in regions with sharded activations.
 
     The default generators of tensor-parallel ranks are in the same state, which keeps replicated activations equal. In
@@ -45,35 +45,37 @@ class SplitStream:
     def __init__(self, rank: int, axis: str = "sequence") -> None:
         self._rank = rank
         self._axis = axis
-        self._mark = _hash(_NUM_MARK_BITS, axis.encode())
+        self._tag = _hash(_NUM_TAG_BITS, axis.encode())
         self._region: _Region | None = None
 
     @property
     def is_entered(self) -> bool:
         """Whether the innermost open region is one of this axis."""
-        return torch.default_generator.initial_seed() >> _NUM_HASH_BITS == self._mark
+        return torch.default_generator.initial_seed() >> _NUM_HASH_BITS == self._tag
 
-    def enter(self, *, anew: bool = False) -> None:
+    def enter(self, *, force: bool = False) -> None:
         """Enter a region, unless one is open. Collective: no.
 
         Args:
-            anew: If True, always enter a new region and drop an open one, for callers that start a new forward.
+            force: If True, always enter a new region and drop an open one, for callers that start a new forward.
         """
-        if are_others_imagined() or (self.is_entered and not anew):
+        if is_fake_world() or (self.is_entered and not force):
             return  # in a fake process group tensors have no values
-        before = _states()
-        seed = self._mark << _NUM_HASH_BITS | self._hash_of(before)
+        outer_states = _states()
+        seed = self._tag << _NUM_HASH_BITS | self._hash_of(outer_states)
         _seed_generators(seed)
-        self._region = _Region(seed, before, _states())
+        self._region = _Region(seed, outer_states, _states())
 
     def leave(self) -> None:
         """Leave the open region, if any. Collective: no."""
         region, self._region = self._region, None
         if region is None or region.seed != torch.default_generator.initial_seed():
             return
-        has_drawn = [not torch.equal(seeded, now) for seeded, now in zip(region.seeded, _states(), strict=True)]
-        for device, before, needs_step in zip(_devices(), region.before, has_drawn, strict=True):
-            _set_state(device, before)
+        has_drawn = [
+            not torch.equal(seeded, current) for seeded, current in zip(region.seeded_states, _states(), strict=True)
+        ]
+        for device, outer_state, needs_step in zip(_devices(), region.outer_states, has_drawn, strict=True):
+            _set_state(device, outer_state)
             if needs_step:
                 torch.rand(1, device=device)
 
@@ -88,9 +90,9 @@ class SplitStream:
 
 def _devices() -> tuple[torch.device, ...]:
     """Return the devices whose generators are seeded: the CPU, and the accelerator if it is initialized."""
-    own = current_device()
-    is_used = own.type != "cpu" and getattr(torch.get_device_module(own.type), "is_initialized", bool)()
-    return (torch.device("cpu"), own) if is_used else (torch.device("cpu"),)
+    accelerator = current_device()
+    is_used = accelerator.type != "cpu" and getattr(torch.get_device_module(accelerator.type), "is_initialized", bool)()
+    return (torch.device("cpu"), accelerator) if is_used else (torch.device("cpu"),)
 
 
 def _states() -> tuple[torch.Tensor, ...]:

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from booster.comm import group_rank, group_size
-from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import SplitStream
-from booster.plugins.hybrid_parallel.tensor_parallel.region_products import RegionProducts
+from booster.plugins.hybrid_parallel.tensor_parallel.random_streams import TensorParallelRNG
+from booster.plugins.hybrid_parallel.tensor_parallel.region_products import PrecomputedOutputs
 
-__all__ = ["TensorParallelRanks"]
+__all__ = ["TensorParallelGroup"]
 
 _Copy = TypeVar("_Copy")
 
 
-class TensorParallelRanks:
+class TensorParallelGroup:
     """A tensor-parallel process group. Deep copies of a layer share it.
 
     Args:
@@ -32,23 +32,23 @@ class TensorParallelRanks:
         self.size = group_size(group)
         self.rank = group_rank(group)
         self.sequence_mode = sequence_mode
-        self.streams = SplitStream(self.rank, "tensor")
+        self.rng = TensorParallelRNG(self.rank, "tensor")
         self.sequence_length: int | None = None
         """Number of tokens of the full sequence in the running stack, set by its splitter."""
-        self.products = RegionProducts()
+        self.precomputed = PrecomputedOutputs()
         self._input: weakref.ref[torch.Tensor] | None = None
         self._version = -1
         self._copy: object = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelRanks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
 
     @property
-    def splits_sequence(self) -> bool:
+    def shards_sequence(self) -> bool:
         """Whether hidden states are sharded along the sequence between the layers."""
         return self.sequence_mode is not None
 
-    def shared(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
+    def shared_input(self, x: torch.Tensor, kind: type[_Copy], make: Callable[[torch.Tensor], _Copy]) -> _Copy:
         """Return `make(x)`, cached while consecutive calls pass the same tensor object.
 
         Query, key and value projections read one tensor, whose gradient is the sum of all three, all-reduced. Layers
@@ -71,5 +71,5 @@ class TensorParallelRanks:
     def reset(self) -> None:
         """Drop shared inputs and open regions, at the start and end of a forward and after backward."""
         self._input, self._copy = None, None
-        self.products.clear()
-        self.streams.reset()
+        self.precomputed.clear()
+        self.rng.reset()

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["RegionProducts"]
+__all__ = ["PrecomputedOutputs"]
 
-_Product = Callable[[], torch.Tensor]
+_Output = Callable[[], torch.Tensor]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Entry:
     """Outputs for one input tensor, which is referenced to keep its id unique."""
 
     x: torch.Tensor
     version: int
-    saving: tuple[bool, Any]
-    products: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None, _Product]]
+    saved_tensor_hooks: tuple[bool, Any]
+    outputs: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None, _Output]]
 
 
-class RegionProducts:
+class PrecomputedOutputs:
     """Precomputed outputs of linear layers by input tensor.
 
     A region that gathers its input multiplies with the weights of the layers that read it as chunks arrive. A layer
@@ -35,41 +35,41 @@ class RegionProducts:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, _Waiting] = {}
+        self._entries: dict[int, _Entry] = {}
 
-    def keep(self, x: torch.Tensor, products: Mapping[nn.Module, _Product]) -> None:
+    def put(self, x: torch.Tensor, outputs: Mapping[nn.Module, _Output]) -> None:
         """Store the outputs of linear layers for an input, until they are taken or forgotten.
 
         Args:
             x: Input that the layers will be called with.
-            products: Functions by layer that return the output; each is called at most once.
+            outputs: Functions by layer that return the output; each is called at most once.
         """
-        by_layer = {layer: (layer.weight, layer.bias, product) for layer, product in products.items()}
-        self._waiting[id(x)] = _Waiting(x, _version(x), _saving(), by_layer)  # type: ignore[arg-type]
+        by_layer = {layer: (layer.weight, layer.bias, output) for layer, output in outputs.items()}
+        self._entries[id(x)] = _Entry(x, _version(x), _saved_tensor_hooks(), by_layer)  # type: ignore[arg-type]
 
-    def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    def pop(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """Remove and return a layer's output for an input, or None if it has to be computed."""
-        waiting = self._waiting.get(id(x))
-        if waiting is None or waiting.version != _version(x) or waiting.saving != _saving():
+        entry = self._entries.get(id(x))
+        if entry is None or entry.version != _version(x) or entry.saved_tensor_hooks != _saved_tensor_hooks():
             return None
-        weight, bias, product = waiting.products.pop(layer, (None, None, None))
-        if product is None or layer.weight is not weight or layer.bias is not bias:
+        weight, bias, output = entry.outputs.pop(layer, (None, None, None))
+        if output is None or layer.weight is not weight or layer.bias is not bias:
             return None
-        return product()
+        return output()
 
-    def forget(self, x: object) -> None:
+    def discard(self, x: object) -> None:
         """Drop the outputs of an input."""
-        self._waiting.pop(id(x), None)
+        self._entries.pop(id(x), None)
 
     def clear(self) -> None:
         """Drop all outputs."""
-        self._waiting.clear()
+        self._entries.clear()
 
 
 def _version(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def _saving() -> tuple[bool, Any]:
+def _saved_tensor_hooks() -> tuple[bool, Any]:
     """Return whether grad mode is enabled, and the innermost saved-tensor hooks."""
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)

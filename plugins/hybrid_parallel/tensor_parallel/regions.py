@@ -14,277 +14,289 @@ from typing import Any
 import torch
 
 from booster.comm import start_all_gather, start_all_reduce, start_reduce_scatter
-from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelRanks
+from booster.plugins.hybrid_parallel.tensor_parallel.ranks import TensorParallelGroup
 
 __all__ = [
-    "copy_to_ranks",
-    "gather_features",
-    "gather_parts",
-    "gather_sequence",
-    "gathered",
-    "join_sequence",
-    "scatter_sequence_sum",
-    "scatter_sum",
-    "sequence_length",
-    "shared_copy_to_ranks",
-    "sizes_of_all",
-    "sizes_of_own",
-    "split_features",
-    "split_sequence",
-    "start_summed_part",
-    "sum_over_ranks",
+    "all_gather_sequence",
+    "all_gather_shards",
+    "all_gather_uneven",
+    "copy_to_tp_region",
+    "gather_from_sequence_region",
+    "gather_from_tp_region",
+    "local_sequence_length",
+    "reduce_from_tp_region",
+    "reduce_scatter_sequence",
+    "reduce_scatter_shards",
+    "scatter_to_sequence_region",
+    "scatter_to_tp_region",
+    "shared_copy_to_tp_region",
+    "sizes_from_full",
+    "sizes_from_local",
+    "start_reduce_scatter_uneven",
 ]
 
 
-def copy_to_ranks(x: torch.Tensor, ranks: TensorParallelRanks) -> torch.Tensor:
-    """Return a replicated tensor for computation on shards. Backward: `sum_over_ranks`.
+def copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
+    """Return a replicated tensor for computation on shards. Backward: `reduce_from_tp_region`.
 
     Collective: in backward.
     """
-    if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+    if tp_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _Copy.apply(x, ranks)  # type: ignore[no-untyped-call, no-any-return]
+    return _Copy.apply(x, tp_group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def shared_copy_to_ranks(x: torch.Tensor, ranks: TensorParallelRanks) -> torch.Tensor:
-    """Return `copy_to_ranks(x)`, one copy for all layers that read `x`; see `TensorParallelRanks.shared`."""
-    if ranks.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+def shared_copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
+    """Return `copy_to_tp_region(x)`, one copy for all layers that read `x`; see `TensorParallelGroup.shared`."""
+    if tp_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return ranks.shared(x, torch.Tensor, lambda one: copy_to_ranks(one, ranks))
+    return tp_group.shared_input(x, torch.Tensor, lambda one: copy_to_tp_region(one, tp_group))
 
 
-def sum_over_ranks(x: torch.Tensor, ranks: TensorParallelRanks, *, overwrites: bool = False) -> torch.Tensor:
-    """All-reduce a tensor; half-precision dtypes are summed in fp32. Backward: `copy_to_ranks`.
+def reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, *, overwrites: bool = False) -> torch.Tensor:
+    """All-reduce a tensor; half-precision dtypes are summed in fp32. Backward: `copy_to_tp_region`.
 
     Args:
         x: Partial tensor of the same shape on all ranks.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         overwrites: If True, the result may overwrite `x`, which has no other views.
 
     Collective: yes.
     """
-    return x if ranks.size == 1 else _Sum.apply(x, ranks, overwrites)  # type: ignore[no-untyped-call, no-any-return]
+    return x if tp_group.size == 1 else _AllReduce.apply(x, tp_group, overwrites)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def gather_features(x: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> torch.Tensor:
-    """All-gather a tensor along the last dimension. Backward: `split_features`.
+def gather_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> torch.Tensor:
+    """All-gather a tensor along the last dimension. Backward: `scatter_to_tp_region`.
 
     Args:
         x: Tensor with `sizes[rank]` features; the other dimensions are equal on all ranks.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         sizes: Number of features of each rank.
 
     Collective: yes.
     """
-    return _joined(x, ranks, -1, sizes)
+    return _gather(x, tp_group, -1, sizes)
 
 
-def split_features(x: torch.Tensor, ranks: TensorParallelRanks, sizes: Sequence[int]) -> torch.Tensor:
-    """Return this rank's shard of a replicated tensor's last dimension. Backward: `gather_features`.
+def scatter_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int]) -> torch.Tensor:
+    """Return this rank's shard of a replicated tensor's last dimension. Backward: `gather_from_tp_region`.
 
     Collective: in backward.
     """
-    return _own_part(x, ranks, -1, sizes)
+    return _scatter(x, tp_group, -1, sizes)
 
 
-def sequence_length(length: int, size: int, rank: int) -> int:
+def local_sequence_length(length: int, size: int, rank: int) -> int:
     """Return a rank's number of tokens of a sequence; the first ranks get one more if the length is not divisible."""
     base, rest = divmod(length, size)
     return base + (rank < rest)
 
 
-def gather_sequence(
-    x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, length: int | None = None
+def all_gather_sequence(
+    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1, length: int | None = None
 ) -> torch.Tensor:
-    """All-gather the tokens of a sequence for computation on shards. Backward: `scatter_sequence_sum`.
+    """All-gather the tokens of a sequence for computation on shards. Backward: `reduce_scatter_sequence`.
 
     Args:
         x: Tokens of this rank.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         dim: Dimension of the tokens. It may contain this rank's tokens of several sequences; the result is then
-            concatenated rank by rank, as `scatter_sequence_sum` expects.
-        length: Tokens of the full sequence; optional, defaults to `ranks.sequence_length`.
+            concatenated rank by rank, as `reduce_scatter_sequence` expects.
+        length: Tokens of the full sequence; optional, defaults to `tp_group.local_sequence_length`.
 
     Collective: in forward and backward.
     """
-    sizes = sizes_of_own(x.shape[dim], ranks, length)
-    return x if ranks.size == 1 else gather_parts(x, ranks, dim, sizes)
+    sizes = sizes_from_local(x.shape[dim], tp_group, length)
+    return x if tp_group.size == 1 else all_gather_shards(x, tp_group, dim, sizes)
 
 
-def scatter_sequence_sum(
-    x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, length: int | None = None
+def reduce_scatter_sequence(
+    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1, length: int | None = None
 ) -> torch.Tensor:
-    """Reduce-scatter a tensor over its tokens. Backward: `gather_sequence`.
+    """Reduce-scatter a tensor over its tokens. Backward: `all_gather_sequence`.
 
     Args:
         x: Partial tensor of the same shape on all ranks.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         dim: Dimension of the tokens.
         length: Tokens of the full sequence if the dimension contains several sequences in the order of
-            `gather_sequence`; optional, defaults to the dimension's size.
+            `all_gather_sequence`; optional, defaults to the dimension's size.
 
     Collective: in forward and backward.
     """
-    sizes = sizes_of_all(x.shape[dim], ranks, length)
-    return x if ranks.size == 1 else scatter_sum(x, ranks, dim, sizes)
+    sizes = sizes_from_full(x.shape[dim], tp_group, length)
+    return x if tp_group.size == 1 else reduce_scatter_shards(x, tp_group, dim, sizes)
 
 
-def split_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1) -> torch.Tensor:
-    """Return this rank's tokens of a replicated tensor. Backward: `join_sequence`. Collective: in backward."""
-    return _own_part(x, ranks, dim, sizes_of_all(x.shape[dim], ranks, None))
+def scatter_to_sequence_region(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1) -> torch.Tensor:
+    """Return this rank's tokens of a replicated tensor. Backward: `gather_from_sequence_region`. Collective: in backward."""
+    return _scatter(x, tp_group, dim, sizes_from_full(x.shape[dim], tp_group, None))
 
 
-def join_sequence(x: torch.Tensor, ranks: TensorParallelRanks, dim: int = 1, length: int | None = None) -> torch.Tensor:
-    """All-gather the tokens of a sequence into a replicated tensor. Backward: `split_sequence`.
+def gather_from_sequence_region(
+    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1, length: int | None = None
+) -> torch.Tensor:
+    """All-gather the tokens of a sequence into a replicated tensor. Backward: `scatter_to_sequence_region`.
 
     Args:
         x: Tokens of this rank.
-        ranks: The tensor-parallel group.
+        tp_group: The tensor-parallel group.
         dim: Dimension of the tokens.
-        length: Tokens of the full sequence; optional, defaults to `ranks.sequence_length`.
+        length: Tokens of the full sequence; optional, defaults to `tp_group.local_sequence_length`.
 
     Collective: yes.
     """
-    return _joined(x, ranks, dim, sizes_of_own(x.shape[dim], ranks, length))
+    return _gather(x, tp_group, dim, sizes_from_local(x.shape[dim], tp_group, length))
 
 
-def gather_parts(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Return `gather_sequence` for given shard sizes. Collective: in forward and backward."""
-    return _GatherToCompute.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+def all_gather_shards(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Return `all_gather_sequence` for given shard sizes. Collective: in forward and backward."""
+    return _AllGather.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def scatter_sum(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Return `scatter_sequence_sum` for given shard sizes. Collective: in forward and backward."""
-    return _ScatterSum.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+def reduce_scatter_shards(
+    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return `reduce_scatter_sequence` for given shard sizes. Collective: in forward and backward."""
+    return _ReduceScatter.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _joined(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    if ranks.size == 1:
+def _gather(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    if tp_group.size == 1:
         return x
-    return _Join.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return _Gather.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _own_part(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    if ranks.size == 1:
+def _scatter(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    if tp_group.size == 1:
         return x
-    return _Cut.apply(x, ranks, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return _Scatter.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def sizes_of_own(own: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
-    """Return all ranks' sizes of a sharded dimension, from this rank's size `own`."""
-    length = ranks.sequence_length if length is None else length
+def sizes_from_local(local_size: int, tp_group: TensorParallelGroup, length: int | None) -> list[int]:
+    """Return all ranks' sizes of a sharded dimension, from this rank's size `local_size`."""
+    length = tp_group.sequence_length if length is None else length
     if length is None:
         raise AssertionError("the length of the full sequence is not set")
-    lengths = [sequence_length(length, ranks.size, rank) for rank in range(ranks.size)]
-    mine = lengths[ranks.rank]
-    if own == mine:
+    lengths = [local_sequence_length(length, tp_group.size, rank) for rank in range(tp_group.size)]
+    local_length = lengths[tp_group.rank]
+    if local_size == local_length:
         return lengths
-    if mine == 0 or own % mine:
-        raise AssertionError(f"{own} tokens are not this rank's {mine} tokens of sequences of {length}")
-    return [own // mine * one for one in lengths]
+    if local_length == 0 or local_size % local_length:
+        raise AssertionError(f"{local_size} tokens are not this rank's {local_length} tokens of sequences of {length}")
+    return [local_size // local_length * one for one in lengths]
 
 
-def sizes_of_all(whole: int, ranks: TensorParallelRanks, length: int | None) -> list[int]:
-    """Return all ranks' sizes of a dimension after sharding, from its full size `whole`."""
-    length = whole if length is None else length
-    if length and whole % length:
-        raise AssertionError(f"{whole} tokens are not a multiple of the sequence length {length}")
-    count = whole // length if length else 0
-    return [count * sequence_length(length, ranks.size, rank) for rank in range(ranks.size)]
+def sizes_from_full(full_size: int, tp_group: TensorParallelGroup, length: int | None) -> list[int]:
+    """Return all ranks' sizes of a dimension after sharding, from its full size `full_size`."""
+    length = full_size if length is None else length
+    if length and full_size % length:
+        raise AssertionError(f"{full_size} tokens are not a multiple of the sequence length {length}")
+    count = full_size // length if length else 0
+    return [count * local_sequence_length(length, tp_group.size, rank) for rank in range(tp_group.size)]
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks) -> torch.Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
+        ctx.ranks = tp_group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_over_ranks(grad, ctx.ranks), None
+        return reduce_from_tp_region(grad, ctx.ranks), None
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, overwrites: bool) -> torch.Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, overwrites: bool) -> torch.Tensor:
+        ctx.ranks = tp_group
         if overwrites and x.is_contiguous():
             ctx.mark_dirty(x)
         else:
             x = x.clone(memory_format=torch.contiguous_format)
-        start_all_reduce(x, ranks.group).wait()
+        start_all_reduce(x, tp_group.group).wait()
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return copy_to_ranks(grad, ctx.ranks), None, None
+        return copy_to_tp_region(grad, ctx.ranks), None, None
 
 
-class _Join(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        return gathered(x, ranks, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _own_part(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        part = x.narrow(dim, sum(sizes[: ranks.rank]), sizes[ranks.rank])
-        return part.clone(memory_format=torch.contiguous_format)  # callers may modify it in place
+    def forward(
+        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        return all_gather_uneven(x, tp_group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _joined(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+        return _scatter(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
 
 
-class _GatherToCompute(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        return gathered(x, ranks, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return scatter_sum(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.sizes = ranks, dim, sizes
-        part, finish = start_summed_part(x, ranks, dim, sizes)
-        finish()
-        return part
+    def forward(
+        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        shard = x.narrow(dim, sum(sizes[: tp_group.rank]), sizes[tp_group.rank])
+        return shard.clone(memory_format=torch.contiguous_format)  # callers may modify it in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gather_parts(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+        return _gather(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
 
 
-def gathered(x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        return all_gather_uneven(x, tp_group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return reduce_scatter_shards(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.dim, ctx.sizes = tp_group, dim, sizes
+        shard, wait = start_reduce_scatter_uneven(x, tp_group, dim, sizes)
+        wait()
+        return shard
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_gather_shards(grad, ctx.ranks, ctx.dim, ctx.sizes), None, None, None
+
+
+def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     """All-gather shards of uneven sizes, padded to the largest; not differentiable. Collective: yes."""
-    if x.shape[dim] != sizes[ranks.rank]:
-        raise AssertionError(f"rank {ranks.rank} has {x.shape[dim]} along dimension {dim}, not one of {list(sizes)}")
-    own = sizes[ranks.rank]
-    if _lies_outermost(x, dim, sizes):
-        joined = x.new_empty(_resized(x, dim, sum(sizes)))
-        joined.narrow(dim, ranks.rank * own, own).copy_(x)
-        start_all_gather(joined.view(-1), ranks.group).wait()
-        return joined
-    pieces = x.new_empty((len(sizes), *_resized(x, dim, max(sizes))))
-    pieces[ranks.rank].narrow(dim, 0, own).copy_(x)
-    start_all_gather(pieces.view(-1), ranks.group).wait()
-    return torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)], dim)
+    if x.shape[dim] != sizes[tp_group.rank]:
+        raise AssertionError(f"rank {tp_group.rank} has {x.shape[dim]} along dimension {dim}, not one of {list(sizes)}")
+    local_size = sizes[tp_group.rank]
+    if _is_outermost(x, dim, sizes):
+        full = x.new_empty(_resized(x, dim, sum(sizes)))
+        full.narrow(dim, tp_group.rank * local_size, local_size).copy_(x)
+        start_all_gather(full.view(-1), tp_group.group).wait()
+        return full
+    shards = x.new_empty((len(sizes), *_resized(x, dim, max(sizes))))
+    shards[tp_group.rank].narrow(dim, 0, local_size).copy_(x)
+    start_all_gather(shards.view(-1), tp_group.group).wait()
+    return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
 
 
-def start_summed_part(
-    x: torch.Tensor, ranks: TensorParallelRanks, dim: int, sizes: Sequence[int]
+def start_reduce_scatter_uneven(
+    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Start a reduce-scatter into shards of uneven sizes; `x` must not be modified until it is complete.
 
@@ -295,24 +307,24 @@ def start_summed_part(
     """
     if x.shape[dim] != sum(sizes):
         raise AssertionError(f"{x.shape[dim]} along dimension {dim} are not the {list(sizes)} of the ranks")
-    own = sizes[ranks.rank]
-    part = x.new_empty(_resized(x, dim, own))
-    piece = part if own == max(sizes) else x.new_empty(_resized(x, dim, max(sizes)))
-    if _lies_outermost(x, dim, sizes) and x.is_contiguous():
-        pieces = x.detach()
+    local_size = sizes[tp_group.rank]
+    shard = x.new_empty(_resized(x, dim, local_size))
+    padded = shard if local_size == max(sizes) else x.new_empty(_resized(x, dim, max(sizes)))
+    if _is_outermost(x, dim, sizes) and x.is_contiguous():
+        shards = x.detach()
     else:
-        pieces = x.new_empty((len(sizes), *piece.shape))
-        for target, size, stop in zip(pieces, sizes, accumulate(sizes), strict=True):
+        shards = x.new_empty((len(sizes), *padded.shape))
+        for target, size, stop in zip(shards, sizes, accumulate(sizes), strict=True):
             target.narrow(dim, 0, size).copy_(x.narrow(dim, stop - size, size))
             target.narrow(dim, size, target.shape[dim] - size).zero_()
-    reduction = start_reduce_scatter(pieces.view(-1), ranks.group)
+    reduction = start_reduce_scatter(shards.view(-1), tp_group.group)
 
-    def finish() -> None:
-        reduction.finish(piece.view(-1), accumulate=False)
-        if piece is not part:
-            part.copy_(piece.narrow(dim, 0, own))
+    def wait() -> None:
+        reduction.wait(padded.view(-1), accumulate=False)
+        if padded is not shard:
+            shard.copy_(padded.narrow(dim, 0, local_size))
 
-    return part, finish
+    return shard, wait
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
@@ -321,7 +333,7 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
-def _lies_outermost(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> bool:
+def _is_outermost(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> bool:
     """Whether the gathered tensor is the concatenation of equal shards in memory."""
     dim %= x.dim()
     return len(set(sizes)) == 1 and all(size == 1 for size in x.shape[:dim])

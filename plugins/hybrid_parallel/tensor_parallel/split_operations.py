@@ -15,22 +15,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from booster.plugins.hybrid_parallel.tensor_parallel.cross_entropy import split_cross_entropy
+from booster.plugins.hybrid_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 if TYPE_CHECKING:
-    from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import SplitLogits
+    from booster.plugins.hybrid_parallel.tensor_parallel.split_logits import VocabParallelLogits
 
-__all__ = ["HANDLERS", "is_refused", "is_shown"]
+__all__ = ["HANDLERS", "is_unsupported", "reads_metadata"]
 
 _PLAIN = (torch.Tensor, FakeTensor)  # other subclasses may override the operations
 
 
-def is_shown(function: Callable[..., Any]) -> bool:
+def reads_metadata(function: Callable[..., Any]) -> bool:
     """Whether a function reads only metadata of the logits: shape, dtype, device or graph."""
-    return function in _SHOWN
+    return function in _METADATA
 
 
-def is_refused(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+def is_unsupported(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function modifies the tensor in place or hooks it, which would affect a rank's shard only."""
     name = getattr(function, "__name__", "")
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
@@ -38,14 +38,14 @@ def is_refused(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def apply(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    def apply(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
         return logits.with_local(function(logits.local, *args, **kwargs))
 
     return apply
 
 
-def _scaled(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def apply(logits: SplitLogits, other: Any) -> Any:
+def _scale(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def apply(logits: VocabParallelLogits, other: Any) -> Any:
         # The gradient of a trained factor would be partial.
         is_number = isinstance(other, (int, float)) or (
             isinstance(other, torch.Tensor) and other.dim() == 0 and not other.requires_grad
@@ -55,13 +55,13 @@ def _scaled(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return apply
 
 
-def _to(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values())):
         return NotImplemented
     return logits.with_local(logits.local.to(*args, **kwargs))
 
 
-def _reshape(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+def _reshape(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     sizes = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
@@ -72,44 +72,44 @@ def _reshape(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
     return logits.with_local(logits.local.reshape(*shape[:-1], logits.local.shape[-1]))
 
 
-def _flatten(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     if end_dim % logits.dim() == logits.dim() - 1:
         return NotImplemented
     return logits.with_local(logits.local.flatten(start_dim, end_dim))
 
 
-def _getitem(logits: SplitLogits, index: Any) -> Any:
-    parts = index if isinstance(index, tuple) else (index,)
-    return logits.with_local(logits.local[index]) if _leaves_last(parts, logits.dim()) else NotImplemented
+def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    return logits.with_local(logits.local[index]) if _keeps_last_dim(items, logits.dim()) else NotImplemented
 
 
-def _leaves_last(parts: Sequence[Any], num_dims: int) -> bool:
+def _keeps_last_dim(items: Sequence[Any], num_dims: int) -> bool:
     """Whether an index keeps the last dimension in full and in the last position."""
-    if not parts or not all(_is_simple(part) for part in parts):
+    if not items or not all(_is_simple(item) for item in items):
         return False
-    if isinstance(parts[-1], slice) and parts[-1] == slice(None):
+    if isinstance(items[-1], slice) and items[-1] == slice(None):
         return True
-    has_ellipsis = any(part is Ellipsis for part in parts)
-    if has_ellipsis and parts[-1] is not Ellipsis:
+    has_ellipsis = any(item is Ellipsis for item in items)
+    if has_ellipsis and items[-1] is not Ellipsis:
         return False
-    return sum(_num_dims_of(part) for part in parts) < num_dims
+    return sum(_num_dims_of(item) for item in items) < num_dims
 
 
-def _is_simple(part: Any) -> bool:
-    is_index = type(part) in _PLAIN and part.dtype in (torch.int64, torch.bool)
-    return part is None or isinstance(part, (int, slice, EllipsisType)) or is_index
+def _is_simple(item: Any) -> bool:
+    is_index = type(item) in _PLAIN and item.dtype in (torch.int64, torch.bool)
+    return item is None or isinstance(item, (int, slice, EllipsisType)) or is_index
 
 
-def _num_dims_of(part: Any) -> int:
-    if isinstance(part, torch.Tensor) and part.dtype == torch.bool:
-        return part.dim()
-    if isinstance(part, bool):
+def _num_dims_of(item: Any) -> int:
+    if isinstance(item, torch.Tensor) and item.dtype == torch.bool:
+        return item.dim()
+    if isinstance(item, bool):
         return 0
-    return int(isinstance(part, (int, slice, torch.Tensor)))
+    return int(isinstance(item, (int, slice, torch.Tensor)))
 
 
 def _cross_entropy(
-    logits: SplitLogits,
+    logits: VocabParallelLogits,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
@@ -126,12 +126,12 @@ def _cross_entropy(
     local = logits.local
     if torch.is_autocast_enabled(local.device.type):
         local = local.float()  # autocast runs cross_entropy in fp32
-    return split_cross_entropy(
+    return vocab_parallel_cross_entropy(
         local,
         target,
-        logits.ranks,
-        logits.first_entry,
-        num_entries=logits.shape[-1],
+        logits.tp_group,
+        logits.vocab_start,
+        vocab_size=logits.shape[-1],
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
@@ -164,7 +164,7 @@ HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
         )
     },
     **{
-        function: _scaled(function)
+        function: _scale(function)
         for function in (
             torch.Tensor.mul,
             torch.mul,
@@ -192,7 +192,7 @@ _IN_PLACE = {
     "retain_grad",
 }
 
-_SHOWN = {
+_METADATA = {
     getattr(torch.Tensor, name).__get__
     for name in (
         "shape",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from booster.errors import ConfigError
-from booster.interface.parameter_layout import Box, LayoutPiece, ParameterLayout
+from booster.interface.parameter_layout import Box, ShardRegion, ShardSpec
 
-__all__ = ["Block", "UnitRange", "local_sizes", "split_layout", "units_of_rank", "vocabulary_layout", "vocabulary_rows"]
+__all__ = ["Block", "UnitRange", "local_sizes", "sharded_spec", "units_of_rank", "vocabulary_rows", "vocabulary_spec"]
 
 # Note [Units and groups]
 # A sharded dimension consists of one block or of several consecutive ones (query, key and value of a fused projection;
@@ -55,7 +55,7 @@ class UnitRange:
 
     start: int
     stop: int
-    num_foreign: int = 0
+    num_non_primary: int = 0
 
 
 def units_of_rank(block: Block, num_ranks: int, rank: int) -> UnitRange:
@@ -86,16 +86,16 @@ def units_of_rank(block: Block, num_ranks: int, rank: int) -> UnitRange:
             f"tp_size={num_ranks} gives rank {rank} the query heads {first} to {last - 1} of {num_queries}, which share"
             f" {num_groups} key-value heads unevenly: use a tp_size of at most {num_groups}, or a multiple of it"
         )
-    return UnitRange(start, stop, num_foreign=int(first % per_group > 0))
+    return UnitRange(start, stop, num_non_primary=int(first % per_group > 0))
 
 
 def local_sizes(blocks: Sequence[Block], num_ranks: int) -> list[int]:
     """Return each rank's number of features of consecutive blocks."""
     ranges = [[(block, units_of_rank(block, num_ranks, rank)) for block in blocks] for rank in range(num_ranks)]
-    return [sum((held.stop - held.start) * block.unit_size for block, held in of_rank) for of_rank in ranges]
+    return [sum((held.stop - held.start) * block.unit_size for block, held in rank_ranges) for rank_ranges in ranges]
 
 
-def split_layout(shape: Sequence[int], dim: int, blocks: Sequence[Block], num_ranks: int, rank: int) -> ParameterLayout:
+def sharded_spec(shape: Sequence[int], dim: int, blocks: Sequence[Block], num_ranks: int, rank: int) -> ShardSpec:
     """Return the shard spec of a parameter that is sharded along one dimension.
 
     Args:
@@ -111,21 +111,21 @@ def split_layout(shape: Sequence[int], dim: int, blocks: Sequence[Block], num_ra
             f"the plan divides a dimension of {shape[dim]} features into blocks of {[block.size for block in blocks]},"
             " which do not add up: give the sizes into which the model's forward splits the dimension"
         )
-    pieces = []
+    regions = []
     offset = position = 0
     for block in blocks:
-        held = units_of_rank(block, num_ranks, rank)
-        foreign = (held.start, held.start + held.num_foreign, False)
-        own = (held.start + held.num_foreign, held.stop, True)
-        for start, stop, is_primary in (foreign, own):
+        unit_range = units_of_rank(block, num_ranks, rank)
+        non_primary = (unit_range.start, unit_range.start + unit_range.num_non_primary, False)
+        primary = (unit_range.start + unit_range.num_non_primary, unit_range.stop, True)
+        for start, stop, is_primary in (non_primary, primary):
             length = (stop - start) * block.unit_size
             if length > 0:
                 logical = (offset + start * block.unit_size, length)
-                pieces.append(_piece(shape, dim, (position, length), logical, is_primary))
+                regions.append(_region(shape, dim, (position, length), logical, is_primary))
             position += length
         offset += block.size
     local_shape = (*shape[:dim], position, *shape[dim + 1 :])
-    return ParameterLayout(logical_shape=tuple(shape), local_shape=local_shape, pieces=tuple(pieces))
+    return ShardSpec(logical_shape=tuple(shape), local_shape=local_shape, regions=tuple(regions))
 
 
 def vocabulary_rows(size: int, multiple: int, num_ranks: int, rank: int) -> tuple[int, int, int]:
@@ -138,17 +138,17 @@ def vocabulary_rows(size: int, multiple: int, num_ranks: int, rank: int) -> tupl
         rank: This rank among them.
     """
     step = math.lcm(multiple, num_ranks)
-    room = -(-size // step) * step // num_ranks
-    start = min(rank * room, size)
-    return start, min(start + room, size), room
+    padded_rows = -(-size // step) * step // num_ranks
+    start = min(rank * padded_rows, size)
+    return start, min(start + padded_rows, size), padded_rows
 
 
-def vocabulary_layout(shape: Sequence[int], multiple: int, num_ranks: int, rank: int) -> ParameterLayout:
+def vocabulary_spec(shape: Sequence[int], multiple: int, num_ranks: int, rank: int) -> ShardSpec:
     """Return the shard spec of a parameter whose rows are the vocabulary, padded with zeros."""
-    start, stop, room = vocabulary_rows(shape[0], multiple, num_ranks, rank)
+    start, stop, padded_rows = vocabulary_rows(shape[0], multiple, num_ranks, rank)
     rows = stop - start
-    pieces = (_piece(shape, 0, (0, rows), (start, rows), True),) if rows > 0 else ()
-    return ParameterLayout(logical_shape=tuple(shape), local_shape=(room, *shape[1:]), pieces=pieces)
+    regions = (_region(shape, 0, (0, rows), (start, rows), True),) if rows > 0 else ()
+    return ShardSpec(logical_shape=tuple(shape), local_shape=(padded_rows, *shape[1:]), regions=regions)
 
 
 def _share(count: int, num_ranks: int, rank: int) -> tuple[int, int]:
@@ -158,12 +158,12 @@ def _share(count: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return start, start + base + (rank < rest)
 
 
-def _piece(
+def _region(
     shape: Sequence[int], dim: int, local: tuple[int, int], logical: tuple[int, int], is_primary: bool
-) -> LayoutPiece:
-    whole: Box = tuple((0, size) for size in shape)
-    return LayoutPiece(
-        local=(*whole[:dim], local, *whole[dim + 1 :]),
-        logical=(*whole[:dim], logical, *whole[dim + 1 :]),
+) -> ShardRegion:
+    full: Box = tuple((0, size) for size in shape)
+    return ShardRegion(
+        local=(*full[:dim], local, *full[dim + 1 :]),
+        logical=(*full[:dim], logical, *full[dim + 1 :]),
         is_primary=is_primary,
     )

@@ -48,7 +48,7 @@ def find_tie(optimizer: Optimizer) -> str | None:
         ConfigError: It doesn't step the parameters that are in its param groups, if they are others than it began with.
     """
     with nothing_changed(optimizer):
-        trial = _Trial(optimizer)
+        trial = _IsolatedTrial(optimizer)
         try:
             whole = trial.run_as_they_are()
         except CopyError as error:
@@ -70,7 +70,7 @@ def find_tie(optimizer: Optimizer) -> str | None:
     return None
 
 
-class _Trial:
+class _IsolatedTrial:
     """Copies of an optimizer, see Note [Trying parameters apart]."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from booster.random_state import capture_random_state, restore_random_state
+from booster.random_state import get_rng_state, set_rng_state
 
 __all__ = ["nothing_changed"]
 
@@ -25,9 +25,9 @@ def nothing_changed(optimizer: Optimizer) -> Iterator[None]:
     """
     devices = [group["params"][0].device for group in optimizer.param_groups if group["params"]]
     device = devices[0] if devices else torch.device("cpu")
-    random_state = capture_random_state(device)
+    random_state = get_rng_state(device)
     with ExitStack() as stack:
-        stack.callback(restore_random_state, random_state, device)
+        stack.callback(set_rng_state, random_state, device)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(_without_global_hooks())

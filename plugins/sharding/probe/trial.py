@@ -144,7 +144,7 @@ def _shard(whole: nn.Parameter, span: tuple[int, int], group_index: int) -> Shar
         global_shape=tuple(whole.shape),
         span=span,
         parameter=nn.Parameter(whole.detach().reshape(-1)[slice(*span)].clone()),
-        working=whole,
+        model_param=whole,
         group_index=group_index,
         has_master=False,
         is_primary=True,

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
 __all__ = ["check_orders"]
 
 _MAX_NAMED = 8  # works in a message: more wouldn't be read
-_NEEDED = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}
+_DEPENDS_ON = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT: ActionKind.BACKWARD}
 
 
-def check_orders(schedule: PipelineSchedule, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+def check_orders(schedule: PipelineSchedule, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
     """Check that a schedule, possibly a user's own, is complete and does not deadlock.
 
     No communication; the result is the same on every rank.
@@ -25,18 +25,18 @@ def check_orders(schedule: PipelineSchedule, num_stages: int, num_micro_batches:
         ConfigError: The schedule does not support the numbers, its positions are not 0, 1, 2, ..., an order omits or
             repeats an action or has it before its dependencies, or the stages deadlock.
     """
-    schedule.check(num_stages, num_micro_batches, num_chunks)
+    schedule.check(num_stages, num_microbatches, num_chunks)
     _check_positions(schedule, num_stages, num_chunks)
-    kinds = [Kind.FORWARD, Kind.BACKWARD] + [Kind.WEIGHT] * schedule.defers_weights
+    kinds = [ActionKind.FORWARD, ActionKind.BACKWARD] + [ActionKind.BACKWARD_WEIGHT] * schedule.defers_weights
     for stage in range(num_stages):
-        order = schedule.order(stage, num_stages, num_micro_batches, num_chunks)
+        order = schedule.order(stage, num_stages, num_microbatches, num_chunks)
         where = f"order() of schedule {schedule.name!r} for stage {stage} of {num_stages}"
-        _check_complete(where, order, kinds, num_micro_batches, num_chunks)
+        _check_complete(where, order, kinds, num_microbatches, num_chunks)
         _check_sequence(where, order)
-        forwards = schedule.forward_order(stage, num_stages, num_micro_batches, num_chunks)
-        _check_complete(f"forward_{where}", forwards, kinds[:1], num_micro_batches, num_chunks)
-    simulate(schedule, num_stages, num_micro_batches, num_chunks)
-    simulate(schedule, num_stages, num_micro_batches, num_chunks, forward_only=True)
+        forwards = schedule.forward_order(stage, num_stages, num_microbatches, num_chunks)
+        _check_complete(f"forward_{where}", forwards, kinds[:1], num_microbatches, num_chunks)
+    simulate(schedule, num_stages, num_microbatches, num_chunks)
+    simulate(schedule, num_stages, num_microbatches, num_chunks, forward_only=True)
 
 
 def _check_positions(schedule: PipelineSchedule, num_stages: int, num_chunks: int) -> None:
@@ -57,34 +57,36 @@ def _check_positions(schedule: PipelineSchedule, num_stages: int, num_chunks: in
 
 
 def _check_complete(
-    where: str, order: Sequence[Work], kinds: Sequence[Kind], num_micro_batches: int, num_chunks: int
+    where: str, order: Sequence[Action], kinds: Sequence[ActionKind], num_microbatches: int, num_chunks: int
 ) -> None:
     counts = Counter(order)
-    wanted = [Work(k, index, chunk) for k in kinds for chunk in range(num_chunks) for index in range(num_micro_batches)]
+    wanted = [
+        Action(k, index, chunk) for k in kinds for chunk in range(num_chunks) for index in range(num_microbatches)
+    ]
     known = set(wanted)
     mistakes = {
-        "leaves out": [work for work in wanted if work not in counts],
-        "repeats": [work for work, count in counts.items() if count > 1],
-        "has, beyond what there is to do,": [work for work in counts if work not in known],
+        "leaves out": [action for action in wanted if action not in counts],
+        "repeats": [action for action, count in counts.items() if count > 1],
+        "has, beyond what there is to do,": [action for action in counts if action not in known],
     }
-    for mistake, works in mistakes.items():
-        if works:
+    for mistake, actions in mistakes.items():
+        if actions:
             each = ", ".join(kind.value for kind in kinds)
             raise ConfigError(
-                f"{where} {mistake} {_listed(works)}, but a stage does {each} once for each of {num_micro_batches}"
+                f"{where} {mistake} {_listed(actions)}, but a stage does {each} once for each of {num_microbatches}"
                 f" microbatches and {num_chunks} chunks: return exactly those"
             )
 
 
-def _check_sequence(where: str, order: Sequence[Work]) -> None:
-    done: set[Work] = set()
-    for work in order:
-        needed = work.kind in _NEEDED and Work(_NEEDED[work.kind], work.micro_batch, work.chunk)
+def _check_sequence(where: str, order: Sequence[Action]) -> None:
+    done: set[Action] = set()
+    for action in order:
+        needed = action.kind in _DEPENDS_ON and Action(_DEPENDS_ON[action.kind], action.microbatch, action.chunk)
         if needed and needed not in done:
-            raise ConfigError(f"{where} has {work} before {needed}, of which it needs the result: put it behind")
-        done.add(work)
+            raise ConfigError(f"{where} has {action} before {needed}, of which it needs the result: put it behind")
+        done.add(action)
 
 
-def _listed(works: Sequence[Work]) -> str:
-    more = f" and {len(works) - _MAX_NAMED} more" if len(works) > _MAX_NAMED else ""
-    return ", ".join(map(str, works[:_MAX_NAMED])) + more
+def _listed(actions: Sequence[Action]) -> str:
+    more = f" and {len(actions) - _MAX_NAMED} more" if len(actions) > _MAX_NAMED else ""
+    return ", ".join(map(str, actions[:_MAX_NAMED])) + more

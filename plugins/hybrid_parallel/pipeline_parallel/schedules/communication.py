@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
-__all__ = ["Message", "Step", "incoming", "program", "stages_by_position"]
+__all__ = ["Message", "StageAction", "action_list", "incoming_messages", "stages_by_position"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Message:
         receiver: Receiving stage; equal to the sender if it holds both chunks, without communication.
     """
 
-    micro_batch: int
+    microbatch: int
     position: int
     is_gradient: bool
     sender: int
@@ -31,7 +31,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StageAction:
     """One action of a stage with the message that it needs and the one that it sends.
 
     Attributes:
@@ -41,49 +41,49 @@ class Step:
         sends: Message sent after; None for the last forward, the first backward, and weight gradients.
     """
 
-    work: Work
+    action: Action
     position: int
     receives: Message | None
     sends: Message | None
 
 
-def program(
+def action_list(
     schedule: PipelineSchedule,
     stage: int,
     num_stages: int,
-    num_micro_batches: int,
+    num_microbatches: int,
     num_chunks: int,
     *,
     forward_only: bool = False,
-) -> list[Step]:
+) -> list[StageAction]:
     """Return the actions of a stage in a step, with their messages. No communication.
 
     Args:
         schedule: Schedule.
         stage: Index of any stage.
         num_stages: Number of stages.
-        num_micro_batches: Number of microbatches.
+        num_microbatches: Number of microbatches.
         num_chunks: Model chunks per stage.
         forward_only: If True, there are no backwards, as in evaluation.
 
     Raises:
         ConfigError: The schedule does not support these numbers.
     """
-    return list(_program(schedule, stage, num_stages, num_micro_batches, num_chunks, forward_only))
+    return list(_action_list(schedule, stage, num_stages, num_microbatches, num_chunks, forward_only))
 
 
-def incoming(
+def incoming_messages(
     schedule: PipelineSchedule,
     stage: int,
     num_stages: int,
-    num_micro_batches: int,
+    num_microbatches: int,
     num_chunks: int,
     *,
     forward_only: bool = False,
 ) -> dict[int, list[Message]]:
     """Return the messages from other stages to a stage, by sender, in sending order.
 
-    That may differ from the order in which the stage needs them. Arguments are those of `program`. No communication.
+    That may differ from the order in which the stage needs them. Arguments are those of `action_list`. No communication.
     """
     stages = stages_by_position(schedule, num_stages, num_chunks)
     # Only stages of adjacent positions send.
@@ -93,7 +93,7 @@ def incoming(
             senders.update(stages[max(position - 1, 0) : position + 2])
     messages: dict[int, list[Message]] = {}
     for sender in sorted(senders - {stage}):
-        steps = _program(schedule, sender, num_stages, num_micro_batches, num_chunks, forward_only)
+        steps = _action_list(schedule, sender, num_stages, num_microbatches, num_chunks, forward_only)
         sent = [step.sends for step in steps if step.sends is not None and step.sends.receiver == stage]
         if sent:
             messages[sender] = sent
@@ -107,36 +107,38 @@ def stages_by_position(schedule: PipelineSchedule, num_stages: int, num_chunks: 
 
 
 @lru_cache(maxsize=256)
-def _program(
+def _action_list(
     schedule: PipelineSchedule,
     stage: int,
     num_stages: int,
-    num_micro_batches: int,
+    num_microbatches: int,
     num_chunks: int,
     forward_only: bool,
-) -> tuple[Step, ...]:
-    schedule.check(num_stages, num_micro_batches, num_chunks)
+) -> tuple[StageAction, ...]:
+    schedule.check(num_stages, num_microbatches, num_chunks)
     stages = stages_by_position(schedule, num_stages, num_chunks)
-    works = (schedule.forward_order if forward_only else schedule.order)(
-        stage, num_stages, num_micro_batches, num_chunks
+    actions = (schedule.forward_order if forward_only else schedule.order)(
+        stage, num_stages, num_microbatches, num_chunks
     )
-    return tuple(_step(work, schedule.position(stage, work.chunk, num_stages), stages) for work in works)
+    return tuple(
+        _stage_action(action, schedule.position(stage, action.chunk, num_stages), stages) for action in actions
+    )
 
 
-def _step(work: Work, position: int, stages: tuple[int, ...]) -> Step:
-    if work.kind is Kind.WEIGHT:
-        return Step(work, position, None, None)
-    is_gradient = work.kind is Kind.BACKWARD
+def _stage_action(action: Action, position: int, stages: tuple[int, ...]) -> StageAction:
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
+        return StageAction(action, position, None, None)
+    is_gradient = action.kind is ActionKind.BACKWARD
     ahead = -1 if is_gradient else 1
-    return Step(
-        work,
+    return StageAction(
+        action,
         position,
-        receives=_message(work.micro_batch, position - ahead, position, is_gradient, stages),
-        sends=_message(work.micro_batch, position, position + ahead, is_gradient, stages),
+        receives=_message(action.microbatch, position - ahead, position, is_gradient, stages),
+        sends=_message(action.microbatch, position, position + ahead, is_gradient, stages),
     )
 
 
-def _message(micro_batch: int, start: int, end: int, is_gradient: bool, stages: tuple[int, ...]) -> Message | None:
+def _message(microbatch: int, start: int, end: int, is_gradient: bool, stages: tuple[int, ...]) -> Message | None:
     if min(start, end) < 0 or max(start, end) >= len(stages):
         return None
-    return Message(micro_batch, end, is_gradient, sender=stages[start], receiver=stages[end])
+    return Message(microbatch, end, is_gradient, sender=stages[start], receiver=stages[end])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
 __all__ = ["GPipe"]
 
@@ -19,13 +19,17 @@ class GPipe(PipelineSchedule):
 
     name = "gpipe"
 
-    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-        super().check(num_stages, num_micro_batches, num_chunks)
+    def check(self, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+        super().check(num_stages, num_microbatches, num_chunks)
         if num_chunks != 1:
             raise ConfigError(
                 f"pp_style='gpipe' with num_model_chunks={num_chunks}, but it gives each stage one piece of the model:"
                 " write num_model_chunks=1, or pp_style='interleaved'"
             )
 
-    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
-        return [Work(kind, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(num_micro_batches)]
+    def order(self, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+        return [
+            Action(kind, index)
+            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+            for index in range(num_microbatches)
+        ]

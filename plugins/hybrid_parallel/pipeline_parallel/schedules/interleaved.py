@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.one_forward_one_backward import take_turns
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.one_forward_one_backward import interleave
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
 __all__ = ["Interleaved"]
 
@@ -26,30 +26,32 @@ class Interleaved(PipelineSchedule):
 
     name = "interleaved"
 
-    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-        super().check(num_stages, num_micro_batches, num_chunks)
+    def check(self, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+        super().check(num_stages, num_microbatches, num_chunks)
         if num_chunks < 2:
             raise ConfigError(
                 f"pp_style='interleaved' with num_model_chunks={num_chunks}, but it gives each stage several pieces"
                 " of the model: write num_model_chunks=2 or more, or pp_style='1f1b'"
             )
 
-    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
-        sizes = _group_sizes(num_stages, num_micro_batches)
-        forwards: list[Work] = []
-        backwards: list[Work] = []
+    def order(self, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+        sizes = _group_sizes(num_stages, num_microbatches)
+        forwards: list[Action] = []
+        backwards: list[Action] = []
         first = 0
         for size in sizes:
             group = range(first, first + size)
-            forwards += [Work(Kind.FORWARD, index, chunk) for chunk in range(num_chunks) for index in group]
-            backwards += [Work(Kind.BACKWARD, index, chunk) for chunk in reversed(range(num_chunks)) for index in group]
+            forwards += [Action(ActionKind.FORWARD, index, chunk) for chunk in range(num_chunks) for index in group]
+            backwards += [
+                Action(ActionKind.BACKWARD, index, chunk) for chunk in reversed(range(num_chunks)) for index in group
+            ]
             first += size
         # The first gradient comes when the first microbatch has gone through all chunks of all stages. Until a stage
         # gets it, the later stages do two works for each stage in between, a forward and a backward.
-        return take_turns(forwards, backwards, (num_chunks - 1) * sizes[0] + 2 * (num_stages - stage - 1))
+        return interleave(forwards, backwards, (num_chunks - 1) * sizes[0] + 2 * (num_stages - stage - 1))
 
 
-def _group_sizes(num_stages: int, num_micro_batches: int) -> list[int]:
-    num_groups = max(1, num_micro_batches // num_stages)
-    size, num_larger = divmod(num_micro_batches, num_groups)
+def _group_sizes(num_stages: int, num_microbatches: int) -> list[int]:
+    num_groups = max(1, num_microbatches // num_stages)
+    size, num_larger = divmod(num_microbatches, num_groups)
     return [size + 1] * num_larger + [size] * (num_groups - num_larger)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, TypeVar
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
 __all__ = ["PipelineSchedule", "register_schedule", "schedule_from_name", "schedule_names"]
 
@@ -24,7 +24,7 @@ class PipelineSchedule(ABC):
 
     Attributes:
         name: Name in the registry.
-        defers_weights: Whether `BACKWARD` computes gradients of inputs only, followed later by a `WEIGHT` action.
+        defers_weights: Whether `BACKWARD` computes gradients of inputs only, followed later by a `BACKWARD_WEIGHT` action.
     """
 
     name: ClassVar[str]
@@ -40,13 +40,13 @@ class PipelineSchedule(ABC):
         attributes = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__qualname__}({attributes})"
 
-    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
+    def check(self, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
         """Validate the numbers; schedules with further requirements extend this method.
 
         Raises:
             ConfigError: A number is below 1.
         """
-        given = {"pp_size": num_stages, "num_microbatches": num_micro_batches, "num_model_chunks": num_chunks}
+        given = {"pp_size": num_stages, "num_microbatches": num_microbatches, "num_model_chunks": num_chunks}
         for argument, number in given.items():
             if number < 1:
                 raise ConfigError(
@@ -73,16 +73,16 @@ class PipelineSchedule(ABC):
         )
 
     @abstractmethod
-    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
+    def order(self, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
         """Return the actions of a stage in a training step, in order.
 
-        There is a `FORWARD` and a `BACKWARD` (and a `WEIGHT`, if deferred) for each microbatch and chunk.
+        There is a `FORWARD` and a `BACKWARD` (and a `BACKWARD_WEIGHT`, if deferred) for each microbatch and chunk.
         """
 
-    def forward_order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
+    def forward_order(self, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
         """Return the actions of a stage in evaluation; by default the `FORWARD`s of `order`."""
-        works = self.order(stage, num_stages, num_micro_batches, num_chunks)
-        return [work for work in works if work.kind is Kind.FORWARD]
+        works = self.order(stage, num_stages, num_microbatches, num_chunks)
+        return [work for work in works if work.kind is ActionKind.FORWARD]
 
 
 _SCHEDULES: dict[str, type[PipelineSchedule]] = {}

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.communication import Step, program
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.communication import StageAction, action_list
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
 __all__ = ["Costs", "Timeline", "simulate"]
 
 _MAX_NAMED = 8  # blocked actions listed in a message
 
 # Result of an action: its kind, the microbatch and the position.
-_Result = tuple[Kind, int, int]
+_Result = tuple[ActionKind, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Timeline:
         busy: Compute time of each stage.
         bubble_fraction: Idle share of all stages' time.
         peak_live: Per stage, peak number of chunk activations kept from `FORWARD` to `BACKWARD`; 0 without backwards.
-        peak_pending: Per stage, peak number of chunk activations kept until the last use, `WEIGHT` if deferred.
+        peak_pending: Per stage, peak number of chunk activations kept until the last use, `BACKWARD_WEIGHT` if deferred.
         starts: Start time of each action of each stage.
     """
 
@@ -53,7 +53,7 @@ class Timeline:
     bubble_fraction: float
     peak_live: tuple[int, ...]
     peak_pending: tuple[int, ...]
-    starts: dict[tuple[int, Work], float]
+    starts: dict[tuple[int, Action], float]
 
 
 _EQUAL = Costs()
@@ -62,7 +62,7 @@ _EQUAL = Costs()
 def simulate(
     schedule: PipelineSchedule,
     num_stages: int,
-    num_micro_batches: int,
+    num_microbatches: int,
     num_chunks: int = 1,
     costs: Costs = _EQUAL,
     *,
@@ -75,7 +75,7 @@ def simulate(
     Args:
         schedule: Schedule.
         num_stages: Number of stages.
-        num_micro_batches: Number of microbatches.
+        num_microbatches: Number of microbatches.
         num_chunks: Model chunks per stage.
         costs: Costs of the actions; optional, defaults to equal ones.
         forward_only: If True, there are no backwards, as in evaluation.
@@ -87,47 +87,49 @@ def simulate(
         ConfigError: The schedule does not support these numbers, or deadlocks.
     """
     programs = [
-        program(schedule, stage, num_stages, num_micro_batches, num_chunks, forward_only=forward_only)
+        action_list(schedule, stage, num_stages, num_microbatches, num_chunks, forward_only=forward_only)
         for stage in range(num_stages)
     ]
     backward = costs.backward_input + (0.0 if schedule.defers_weights else costs.weight)
-    cost = {Kind.FORWARD: costs.forward, Kind.BACKWARD: backward, Kind.WEIGHT: costs.weight}
+    cost = {ActionKind.FORWARD: costs.forward, ActionKind.BACKWARD: backward, ActionKind.BACKWARD_WEIGHT: costs.weight}
     cost = {kind: value / num_chunks for kind, value in cost.items()}
-    starts = _Run(programs, cost, costs.message).starts()
+    starts = _Simulation(programs, cost, costs.message).starts()
     ends = [start + cost[work.kind] for (_, work), start in starts.items()]
     length = max(ends, default=0.0) - min(starts.values(), default=0.0)
-    busy = tuple(sum(cost[step.work.kind] for step in steps) for steps in programs)
-    last = Kind.WEIGHT if schedule.defers_weights else Kind.BACKWARD
+    busy = tuple(sum(cost[step.action.kind] for step in steps) for steps in programs)
+    last = ActionKind.BACKWARD_WEIGHT if schedule.defers_weights else ActionKind.BACKWARD
     return Timeline(
         length=length,
         busy=busy,
         bubble_fraction=1.0 - sum(busy) / (num_stages * length) if length else 0.0,
-        peak_live=tuple(0 if forward_only else _peak(steps, Kind.BACKWARD) for steps in programs),
+        peak_live=tuple(0 if forward_only else _peak(steps, ActionKind.BACKWARD) for steps in programs),
         peak_pending=tuple(0 if forward_only else _peak(steps, last) for steps in programs),
         starts=starts,
     )
 
 
-class _Run:
+class _Simulation:
     """State of a simulation: progress of each stage, finished actions, and blocked stages."""
 
-    def __init__(self, programs: Sequence[Sequence[Step]], cost: dict[Kind, float], message: float) -> None:
+    def __init__(
+        self, programs: Sequence[Sequence[StageAction]], cost: dict[ActionKind, float], message: float
+    ) -> None:
         self._programs = programs
         self._cost = cost
         self._message = message
         self._next = [0] * len(programs)
         self._free = [0.0] * len(programs)
         self._done: dict[_Result, float] = {}
-        self._waiting: dict[_Result, list[int]] = {}
-        self._starts: dict[tuple[int, Work], float] = {}
+        self._blocked: dict[_Result, list[int]] = {}
+        self._starts: dict[tuple[int, Action], float] = {}
 
-    def starts(self) -> dict[tuple[int, Work], float]:
+    def starts(self) -> dict[tuple[int, Action], float]:
         # A stage advances until an input is missing, and is resumed by the action that produces it. So each action is
         # visited once, and once more for each input that it had to wait for.
         ready = list(range(len(self._programs)))
         while ready:
             self._advance(ready.pop(), ready)
-        if any(self._waiting.values()):
+        if any(self._blocked.values()):
             raise ConfigError(self._describe_stuck())
         return self._starts
 
@@ -138,35 +140,35 @@ class _Run:
             start = self._free[stage]
             for result, delay in self._needs(step):
                 if result not in self._done:
-                    self._waiting.setdefault(result, []).append(stage)
+                    self._blocked.setdefault(result, []).append(stage)
                     return
                 start = max(start, self._done[result] + delay)
-            end = start + self._cost[step.work.kind]
-            self._starts[stage, step.work] = start
+            end = start + self._cost[step.action.kind]
+            self._starts[stage, step.action] = start
             self._free[stage] = end
             self._next[stage] += 1
-            result = (step.work.kind, step.work.micro_batch, step.position)
+            result = (step.action.kind, step.action.microbatch, step.position)
             self._done[result] = end
-            ready.extend(self._waiting.pop(result, ()))
+            ready.extend(self._blocked.pop(result, ()))
 
-    def _needs(self, step: Step) -> list[tuple[_Result, float]]:
-        work = step.work
+    def _needs(self, step: StageAction) -> list[tuple[_Result, float]]:
+        work = step.action
         needs = []
-        if work.kind is Kind.BACKWARD:
-            needs.append(((Kind.FORWARD, work.micro_batch, step.position), 0.0))
-        elif work.kind is Kind.WEIGHT:
-            needs.append(((Kind.BACKWARD, work.micro_batch, step.position), 0.0))
+        if work.kind is ActionKind.BACKWARD:
+            needs.append(((ActionKind.FORWARD, work.microbatch, step.position), 0.0))
+        elif work.kind is ActionKind.BACKWARD_WEIGHT:
+            needs.append(((ActionKind.BACKWARD, work.microbatch, step.position), 0.0))
         if step.receives is not None:
             before = step.position + (1 if step.receives.is_gradient else -1)
             delay = self._message if step.receives.sender != step.receives.receiver else 0.0
-            needs.append(((work.kind, work.micro_batch, before), delay))
+            needs.append(((work.kind, work.microbatch, before), delay))
         return needs
 
     def _describe_stuck(self) -> str:
         stuck = [
-            f"stage {stage} waits before {self._programs[stage][self._next[stage]].work} for {result[0].value} of"
+            f"stage {stage} waits before {self._programs[stage][self._next[stage]].action} for {result[0].value} of"
             f" microbatch {result[1]} at position {result[2]}"
-            for result, stages in self._waiting.items()
+            for result, stages in self._blocked.items()
             for stage in stages
         ]
         more = f", and {len(stuck) - _MAX_NAMED} more" if len(stuck) > _MAX_NAMED else ""
@@ -176,9 +178,9 @@ class _Run:
         )
 
 
-def _peak(steps: Sequence[Step], last: Kind) -> int:
+def _peak(steps: Sequence[StageAction], last: ActionKind) -> int:
     live = peak = 0
     for step in steps:
-        live += (step.work.kind is Kind.FORWARD) - (step.work.kind is last)
+        live += (step.action.kind is ActionKind.FORWARD) - (step.action.kind is last)
         peak = max(peak, live)
     return peak

@@ -5,23 +5,23 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Kind", "Work"]
+__all__ = ["Action", "ActionKind"]
 
 
-class Kind(enum.Enum):
+class ActionKind(enum.Enum):
     """Kind of computation.
 
     `BACKWARD` is the full backward. For schedules with `defers_weights` it computes only the gradients of a chunk's
-    inputs, which the previous stage needs, and `WEIGHT` computes those of its weights.
+    inputs, which the previous stage needs, and `BACKWARD_WEIGHT` computes those of its weights.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
-    WEIGHT = "W"
+    BACKWARD_WEIGHT = "W"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Action:
     """An action; its text is `F3` for microbatch 3 on chunk 0, `F3.1` on chunk 1.
 
     Attributes:
@@ -30,9 +30,9 @@ class Work:
         chunk: Index of the stage's chunk, from 0.
     """
 
-    kind: Kind
-    micro_batch: int
+    kind: ActionKind
+    microbatch: int
     chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+        return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")

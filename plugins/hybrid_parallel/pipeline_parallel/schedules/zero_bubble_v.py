@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.schedule import PipelineSchedule, register_schedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Kind, Work
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.work import Action, ActionKind
 
 __all__ = ["ZeroBubbleV"]
 
-# Note [The V]
+# Note [ZB-V schedule]
 # A microbatch passes down the stages through their chunks 0, and back up through their chunks 1. So the last stage
 # sends to itself, and the first one computes the loss and starts the backward. Let forward F, input gradients B and
 # weight gradients W take one beat each. Stage s runs F0 of the first microbatch at beat s, and receives it for F1 at
@@ -30,8 +30,8 @@ class ZeroBubbleV(PipelineSchedule):
     name = "zbv"
     defers_weights = True
 
-    def check(self, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-        super().check(num_stages, num_micro_batches, num_chunks)
+    def check(self, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+        super().check(num_stages, num_microbatches, num_chunks)
         if num_chunks != 2:
             raise ConfigError(
                 f"pp_style='zbv' with num_model_chunks={num_chunks}, but its V has two pieces of the model on each"
@@ -41,24 +41,24 @@ class ZeroBubbleV(PipelineSchedule):
     def position(self, stage: int, chunk: int, num_stages: int) -> int:
         return stage if chunk == 0 else 2 * num_stages - 1 - stage
 
-    def order(self, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Work]:
+    def order(self, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
         # Microbatches are processed in order, so a beat is a kind and a chunk, and its microbatch is the number of
         # equal beats before it. Beats beyond the last microbatch are dropped, as no action depends on them.
-        counts = dict.fromkeys(((kind, chunk) for kind in Kind for chunk in range(2)), 0)
+        counts = dict.fromkeys(((kind, chunk) for kind in ActionKind for chunk in range(2)), 0)
         order = []
-        for kind, chunk in _beats(stage, num_stages, num_micro_batches):
+        for kind, chunk in _beats(stage, num_stages, num_microbatches):
             index = counts[kind, chunk]
-            if index < num_micro_batches:
-                order.append(Work(kind, index, chunk))
+            if index < num_microbatches:
+                order.append(Action(kind, index, chunk))
                 counts[kind, chunk] += 1
         return order
 
 
-def _beats(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[Kind, int]]:
-    f0, b0, w0 = ((kind, 0) for kind in Kind)
-    f1, b1, w1 = ((kind, 1) for kind in Kind)
+def _beats(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[ActionKind, int]]:
+    f0, b0, w0 = ((kind, 0) for kind in ActionKind)
+    f1, b1, w1 = ((kind, 1) for kind in ActionKind)
     behind = num_stages - stage  # stages from this one to the turn of the V, itself included
     warm_up = [f0] * (2 * behind - 1) + [f1, f0] * stage + [f1, b1, w1] * behind
-    steady = [f0, b0, w0, f1, b1, w1] * max(0, num_micro_batches - num_stages)
+    steady = [f0, b0, w0, f1, b1, w1] * max(0, num_microbatches - num_stages)
     cool_down = [b0, b1] * stage + [b0, w0] * behind + [w1, w0] * stage
     return warm_up + steady + cool_down

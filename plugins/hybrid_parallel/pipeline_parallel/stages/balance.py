@@ -11,21 +11,21 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
 
-__all__ = ["divide_units", "gap_costs", "piece_costs", "position_of_gap", "unit_costs"]
+__all__ = ["chunk_costs", "gap_costs", "layer_costs", "partition_layers", "position_of_gap"]
 
-# Note [Cost of a unit]
+# Note [Cost of a layer]
 # The compute per token of a module is that of its matmuls, proportional to the number of weight elements used by a
 # token. Weights of fewer than two dimensions and embedding tables (lookups) cost nothing. Of the experts the share that
 # a token is routed to counts. A tied weight counts in each module, as a head tied to the embedding is still a matmul.
 # Costs that depend on the sequence length (attention scores) are left out, as they are equal in all layers.
 
 
-def divide_units(
+def partition_layers(
     model: nn.Module, plan: StagePlan, num_positions: int, num_layers_per_stage: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Return the bounds of each chunk of a model, as in `StagePlan.bounds`.
 
-    Minimizes the largest cost of a chunk; see Note [Cost of a unit]. Ties prefer even numbers of layers, then fewer
+    Minimizes the largest cost of a chunk; see Note [Cost of a layer]. Ties prefer even numbers of layers, then fewer
     layers in the first chunks, since the first stages keep the activations of most microbatches.
 
     Args:
@@ -37,7 +37,7 @@ def divide_units(
     Raises:
         ConfigError: There are fewer layers than chunks, or the arguments do not match the model.
     """
-    num_units = len(plan.units)
+    num_units = len(plan.layers)
     if num_layers_per_stage is not None:
         return _given_bounds(plan, num_positions, num_layers_per_stage)
     if plan.bounds is not None:
@@ -45,31 +45,31 @@ def divide_units(
         return plan.bounds
     if num_units < num_positions:
         raise ConfigError(
-            f"the model has {num_units} layers to divide ({_listed(plan.units)}), but the pipeline has {num_positions}"
+            f"the model has {num_units} layers to divide ({_listed(plan.layers)}), but the pipeline has {num_positions}"
             f" places (pp_size x num_model_chunks), each of which needs at least one: make that product at most"
             f" {num_units}, or name smaller modules with split= or execution_sequence="
         )
-    return _most_even(_Prefix(unit_costs(model, plan), gap_costs(model, plan)), num_units, num_positions)
+    return _optimal_bounds(_PrefixCosts(layer_costs(model, plan), gap_costs(model, plan)), num_units, num_positions)
 
 
-def unit_costs(model: nn.Module, plan: StagePlan) -> list[float]:
-    """Return the estimated cost of each layer, in weight elements; see Note [Cost of a unit]."""
+def layer_costs(model: nn.Module, plan: StagePlan) -> list[float]:
+    """Return the estimated cost of each layer, in weight elements; see Note [Cost of a layer]."""
     share = _share_of_experts(model)
-    return [_cost(model.get_submodule(name), share) for name in plan.units]
+    return [_cost(model.get_submodule(name), share) for name in plan.layers]
 
 
 def gap_costs(model: nn.Module, plan: StagePlan) -> list[float]:
     """Return the estimated cost of the modules in each gap, including the one after the last layer."""
     share = _share_of_experts(model)
-    costs = [0.0] * (len(plan.units) + 1)
+    costs = [0.0] * (len(plan.layers) + 1)
     for name, gap in plan.gaps.items():
         costs[gap] += _cost(model.get_submodule(name), share)
     return costs
 
 
-def piece_costs(model: nn.Module, plan: StagePlan, bounds: tuple[int, ...]) -> list[float]:
+def chunk_costs(model: nn.Module, plan: StagePlan, bounds: tuple[int, ...]) -> list[float]:
     """Return the estimated cost of each chunk, with the modules in its gaps."""
-    prefix = _Prefix(unit_costs(model, plan), gap_costs(model, plan))
+    prefix = _PrefixCosts(layer_costs(model, plan), gap_costs(model, plan))
     return [prefix.cost(start, end) for start, end in pairwise(bounds)]
 
 
@@ -79,7 +79,7 @@ def position_of_gap(gap: int, bounds: tuple[int, ...]) -> int:
     return next((position for position in range(last) if gap < bounds[position + 1]), last)
 
 
-class _Prefix:
+class _PrefixCosts:
     """Prefix sums of the costs of layers and gaps."""
 
     def __init__(self, units: list[float], gaps: list[float]) -> None:
@@ -91,34 +91,34 @@ class _Prefix:
         return self._sums[end] - self._sums[start]
 
 
-def _most_even(prefix: _Prefix, num_units: int, num_pieces: int) -> tuple[int, ...]:
+def _optimal_bounds(prefix: _PrefixCosts, num_units: int, num_chunks: int) -> tuple[int, ...]:
     """Return the optimal partition by dynamic programming, in units^2 * pieces steps."""
     # Smallest maximum cost of the layers from `start` on, by number of chunks.
     largest = {(num_units, 0): 0.0}
-    for pieces in range(1, num_pieces + 1):
-        for start in range(num_units - pieces, -1, -1):
-            largest[start, pieces] = min(
-                max(prefix.cost(start, end), largest[end, pieces - 1])
+    for chunks in range(1, num_chunks + 1):
+        for start in range(num_units - chunks, -1, -1):
+            largest[start, chunks] = min(
+                max(prefix.cost(start, end), largest[end, chunks - 1])
                 for end in range(start + 1, num_units + 1)
-                if (end, pieces - 1) in largest
+                if (end, chunks - 1) in largest
             )
-    limit = largest[0, num_pieces]
+    limit = largest[0, num_chunks]
     # Among partitions within that limit: least sum of squared layer counts, then least counts from the first on.
     best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(num_units, 0): (0, ())}
-    for pieces in range(1, num_pieces + 1):
-        for start in range(num_units - pieces, -1, -1):
+    for chunks in range(1, num_chunks + 1):
+        for start in range(num_units - chunks, -1, -1):
             options = [
-                (best[end, pieces - 1][0] + (end - start) ** 2, (end - start, *best[end, pieces - 1][1]))
+                (best[end, chunks - 1][0] + (end - start) ** 2, (end - start, *best[end, chunks - 1][1]))
                 for end in range(start + 1, num_units + 1)
-                if (end, pieces - 1) in best and prefix.cost(start, end) <= limit
+                if (end, chunks - 1) in best and prefix.cost(start, end) <= limit
             ]
             if options:
-                best[start, pieces] = min(options)
-    return (0, *accumulate(best[0, num_pieces][1]))
+                best[start, chunks] = min(options)
+    return (0, *accumulate(best[0, num_chunks][1]))
 
 
 def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -> tuple[int, ...]:
-    num_units = len(plan.units)
+    num_units = len(plan.layers)
     given = f"num_layers_per_stage={numbers!r}"
     if plan.bounds is not None:
         raise ConfigError(f"{given} and split= both say where stages begin: give one of them")
@@ -131,7 +131,7 @@ def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -
         )
     if sum(numbers) != num_units:
         raise ConfigError(
-            f"{given} adds up to {sum(numbers)} layers, but the model has {num_units} ({_listed(plan.units)}): give"
+            f"{given} adds up to {sum(numbers)} layers, but the model has {num_units} ({_listed(plan.layers)}): give"
             f" {num_positions} numbers whose sum is {num_units}"
         )
     return (0, *accumulate(numbers))

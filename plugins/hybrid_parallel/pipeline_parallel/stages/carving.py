@@ -9,23 +9,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.interface import ParameterLayout
-from booster.plugins.hybrid_parallel.cutting import cut_model
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import Piece, StageDivision
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import PieceContext, make_carried, make_unit
+from booster.interface import ShardSpec
+from booster.plugins.hybrid_parallel.cutting import shard_parameters
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import ModelChunk, StagePartition
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import (
+    ChunkContext,
+    install_layer,
+    install_skip_output,
+)
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.shared_buffers import (
     PersistentBuffer,
     SharedBuffers,
     persistent_buffers,
 )
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import StandIns
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stand_ins import PlaceholderModules
 from booster.plugins.sharding.materializing import Materializer
 
-__all__ = ["CarvedModel", "SharedParameter", "carve", "connect"]
+__all__ = ["StageModel", "TiedParameter", "build_stage", "install_chunk_forward"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedParameter:
+class TiedParameter:
     """A parameter on several stages, such as tied embeddings on the first and the last.
 
     Attributes:
@@ -40,7 +44,7 @@ class SharedParameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CarvedModel:
+class StageModel:
     """Model of one stage.
 
     Attributes:
@@ -59,38 +63,38 @@ class CarvedModel:
         tied: Further names of each tied parameter or persistent buffer, by its first name.
     """
 
-    division: StageDivision
-    pieces: Sequence[Piece]
+    partition: StagePartition
+    chunks: Sequence[ModelChunk]
     parameters: Mapping[str, nn.Parameter]
     held: frozenset[str]
     logical_names: Mapping[str, str]
     groups: Sequence[Sequence[str]]
     holders: Mapping[str, tuple[int, ...]]
-    layouts: Mapping[str, ParameterLayout]
-    context: PieceContext
-    stand_ins: StandIns
+    layouts: Mapping[str, ShardSpec]
+    context: ChunkContext
+    placeholders: PlaceholderModules
     buffers: Mapping[str, PersistentBuffer]
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
-    def shared(self) -> list[SharedParameter]:
+    def tied_across_stages(self) -> list[TiedParameter]:
         """Parameters of this stage that are tied to other stages."""
         return [
-            SharedParameter(name, self.parameters[name], stages)
+            TiedParameter(name, self.parameters[name], stages)
             for name, stages in self.holders.items()
             if name in self.held
         ]
 
 
-def carve(
+def build_stage(
     model: nn.Module,
     optimizer: Optimizer | None,
-    layouts: Mapping[str, ParameterLayout],
+    layouts: Mapping[str, ShardSpec],
     materializer: Materializer,
-    division: StageDivision,
+    partition: StagePartition,
     stage: int,
     device: torch.device,
-) -> CarvedModel:
+) -> StageModel:
     """Materialize the model's parameters, and keep this stage's, sharded by their specs. In place. Collective.
 
     Modules are materialized one at a time, so that no rank ever holds the full model.
@@ -100,30 +104,30 @@ def carve(
         optimizer: The user's optimizer; parameters of other stages are removed from its param groups.
         layouts: Shard spec of each parameter by name, tied ones once.
         materializer: Materializer of the model.
-        division: Assignment of the model's layers to stages.
+        partition: Assignment of the model's layers to stages.
         stage: Index of this stage.
         device: Compute device of the stage.
     """
-    stages_of_module = division.module_stages(model)
+    stages_of_module = partition.module_stages(model)
     absent = {key for key, stages in stages_of_module.items() if stage not in stages}
-    stages_of = division.parameter_stages(model)
+    stages_of = partition.parameter_stages(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names[id(one)] for one in group["params"]] for group in (optimizer.param_groups if optimizer else ())]
-    buffers = persistent_buffers(model, division)
+    buffers = persistent_buffers(model, partition)
     tied = _tied_names(model) | {one.names[0]: one.names[1:] for one in buffers if len(one.names) > 1}
     holders = {name: stages for name, stages in stages_of.items() if len(stages) > 1}
-    counted = {
-        name: layout if name not in holders or holders[name][0] == stage else layout.uncounted()
+    owned = {
+        name: layout if name not in holders or holders[name][0] == stage else layout.non_primary()
         for name, layout in layouts.items()
     }
-    parameters = cut_model(model, optimizer, counted, materializer, absent=absent)
+    parameters = shard_parameters(model, optimizer, owned, materializer, absent_ids=absent)
     held = frozenset(name for name, stages in stages_of.items() if stage in stages)
     logical = {id(parameter): name for name, parameter in parameters.items()}
-    plan = division.plan
-    context = PieceContext(plan, SharedBuffers(buffers, stage))
-    return CarvedModel(
-        division=division,
-        pieces=division.pieces(stage),
+    plan = partition.plan
+    context = ChunkContext(plan, SharedBuffers(buffers, stage))
+    return StageModel(
+        partition=partition,
+        chunks=partition.chunks(stage),
         parameters=parameters,
         held=held,
         logical_names={
@@ -133,30 +137,30 @@ def carve(
         holders=holders,
         layouts=layouts,
         context=context,
-        stand_ins=StandIns(context, device),
+        placeholders=PlaceholderModules(context, device),
         buffers={name: one for one in buffers for name in one.names},
         tied=tied,
     )
 
 
-def connect(model: nn.Module, carved: CarvedModel, stage: int) -> None:
+def install_chunk_forward(model: nn.Module, stage_model: StageModel, stage: int) -> None:
     """Let the model's own forward run the stage's chunks. In place, after all other changes of its layers.
 
     Args:
-        model: The user's model, after `carve`.
-        carved: Result of `carve`.
+        model: The user's model, after `build_stage`.
+        stage_model: Result of `build_stage`.
         stage: Index of this stage.
     """
-    plan, division = carved.division.plan, carved.division
+    plan, partition = stage_model.partition.plan, stage_model.partition
     for name in plan.gaps:
-        if stage not in division.stand_in_stages(model, name):
-            carved.stand_ins.put(model.get_submodule(name), name)
+        if stage not in partition.stages_of_gap_module(model, name):
+            stage_model.placeholders.install(model.get_submodule(name), name)
     if plan.sequence is not None:
         return
-    for index, name in enumerate(plan.units):
-        make_unit(model.get_submodule(name), index, carved.context)
-    for name, complete_at in plan.carried.items():
-        make_carried(model.get_submodule(name), name, complete_at, carved.context)
+    for index, name in enumerate(plan.layers):
+        install_layer(model.get_submodule(name), index, stage_model.context)
+    for name, complete_at in plan.skip_outputs.items():
+        install_skip_output(model.get_submodule(name), name, complete_at, stage_model.context)
 
 
 def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

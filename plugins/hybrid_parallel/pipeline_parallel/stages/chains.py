@@ -10,14 +10,18 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import holds_parameters
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tables import PLACES, UNSPLITTABLE, Places
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tables import (
+    OUT_OF_ORDER,
+    UNSPLITTABLE,
+    OutOfOrderModules,
+)
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.tracing import Trace, trace_calls
 from booster.plugins.hybrid_parallel.plans.from_transformers import pretrained_models
 from booster.plugins.hybrid_parallel.plans.stacks import find_stacks
 
-__all__ = ["Chain", "find_chain"]
+__all__ = ["LayerChain", "find_chain"]
 
-# Note [What is a chain]
+# Note [Layer chain]
 # A module list does not imply an order of execution: experts, heads and side branches are lists, too. Sources, in order
 # of preference:
 # - transformers' own pipeline plan;
@@ -31,7 +35,7 @@ _MAIN_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class LayerChain:
     """Layer chain, with what is known of other modules.
 
     Attributes:
@@ -42,14 +46,14 @@ class Chain:
         towers: Layers of side branches, which run beside the chain or before it.
     """
 
-    units: tuple[str, ...]
+    layers: tuple[str, ...]
     source: str
-    known: Mapping[str, int | None] = field(default_factory=dict)
-    carried: Mapping[str, int] = field(default_factory=dict)
-    towers: tuple[str, ...] = ()
+    known_gaps: Mapping[str, int | None] = field(default_factory=dict)
+    skip_outputs: Mapping[str, int] = field(default_factory=dict)
+    side_branches: tuple[str, ...] = ()
 
 
-def find_chain(model: nn.Module) -> Chain:
+def find_chain(model: nn.Module) -> LayerChain:
     """Return the layer chain of a model.
 
     Raises:
@@ -60,7 +64,9 @@ def find_chain(model: nn.Module) -> Chain:
     if (planned := _planned_chain(model, stacks)) is not None:
         return planned
     if _is_sequential(model):
-        return Chain(units=_items("", model, stacks), source="the children of the nn.Sequential that is the model")
+        return LayerChain(
+            layers=_items("", model, stacks), source="the children of the nn.Sequential that is the model"
+        )
     lists = _simple_lists(model, stacks)
     if not any(True for _ in pretrained_models(model)):
         trace = trace_calls(model, (*stacks, *lists))
@@ -69,8 +75,8 @@ def find_chain(model: nn.Module) -> Chain:
     if stacks:
         return _chain_of_stacks(model, stacks)
     if (sequential := _main_sequential(model, lists)) is not None:
-        return Chain(units=sequential, source=f"the children of {_parent(sequential)}, an nn.Sequential")
-    raise _no_chain(model)
+        return LayerChain(layers=sequential, source=f"the children of {_parent(sequential)}, an nn.Sequential")
+    raise _no_chain_error(model)
 
 
 def _check_splittable(model: nn.Module) -> None:
@@ -82,7 +88,7 @@ def _check_splittable(model: nn.Module) -> None:
             )
 
 
-def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain | None:
+def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
     """Return the chain of transformers' pipeline plans, or None if there is not exactly one."""
     for prefix, module, config in pretrained_models(model):
         keys = [f"{prefix}.{key}" if prefix else key for key in (getattr(module, "_pp_plan", None) or {})]
@@ -95,11 +101,11 @@ def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Cha
         beside = [key for key in keys if key.rpartition(".")[0] == above]
         place = beside.index(_parent(units))
         known: dict[str, int | None] = {key: 0 if at < place else len(units) for at, key in enumerate(beside)}
-        return Chain(
-            units=units,
+        return LayerChain(
+            layers=units,
             source=f"the pipeline plan of {type(module).__name__} ({config.model_type})",
-            known=known,
-            towers=tuple(layer for stack in stacks if stack != units for layer in stack),
+            known_gaps=known,
+            side_branches=tuple(layer for stack in stacks if stack != units for layer in stack),
         )
     return None
 
@@ -114,28 +120,28 @@ def _planned_lists(model: nn.Module, keys: Sequence[str]) -> list[tuple[str, ...
 
 def _traced_chain(
     model: nn.Module, trace: Trace, stacks: tuple[tuple[str, ...], ...], lists: tuple[tuple[str, ...], ...]
-) -> Chain:
+) -> LayerChain:
     """Return the lists that are chains in the traced forward: of layers, otherwise of any modules."""
     for candidates in (stacks, lists):
         proven = [items for items in candidates if trace.is_chain(items)]
-        units = _joined(model, trace, proven)
+        units = _merge_lists(model, trace, proven)
         if units:
             source = f"{', '.join(dict.fromkeys(_parent((unit,)) for unit in units))}, as the model's forward runs them"
-            return Chain(units=units, source=source, known=trace.gaps(units))
+            return LayerChain(layers=units, source=source, known_gaps=trace.gaps(units))
     if (pair := _encoder_and_decoder(model, stacks)) is not None:
         return pair
     for items in (*stacks, *lists):
         places = [trace.order(item) for item in items] if trace.runs_once(items) else []
         if len(items) > 1 and places and places == sorted(places):
-            raise _passed_by(model, trace, items)
-    raise _no_chain(model)
+            raise _bypass_error(model, trace, items)
+    raise _no_chain_error(model)
 
 
-def _joined(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -> tuple[str, ...]:
+def _merge_lists(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the items of lists in order of execution; drops small lists until a split is possible after each item."""
     while lists:
         units = tuple(sorted((item for items in lists for item in items), key=trace.order))
-        blocked = next((unit for unit in units[:-1] if not trace.may_end_at(unit)), None)
+        blocked = next((unit for unit in units[:-1] if not trace.may_split_after(unit)), None)
         if blocked is None:
             return units
         behind = [items for items in lists if blocked in items or trace.order(items[-1]) > trace.order(blocked)]
@@ -143,7 +149,7 @@ def _joined(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -> tup
     return ()
 
 
-def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain:
+def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain:
     if (pair := _encoder_and_decoder(model, stacks)) is not None:
         return pair
     sizes = [_num_parameters(model, stack) for stack in stacks]
@@ -156,15 +162,15 @@ def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> C
         )
     units = stacks[sizes.index(largest)]
     others = tuple(layer for stack in stacks if stack != units for layer in stack)
-    return Chain(
-        units=units,
+    return LayerChain(
+        layers=units,
         source=f"the layers of {_parent(units)}" + (", the list with the most parameters" if others else ""),
-        known=_table_places(model, [(units, 0)]),
-        towers=others,
+        known_gaps=_table_places(model, [(units, 0)]),
+        side_branches=others,
     )
 
 
-def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Chain | None:
+def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
     """Return the chain of two layer lists in sibling modules named as encoder and decoder."""
     for encoder in stacks:
         for decoder in stacks:
@@ -172,12 +178,12 @@ def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) 
             if encoder == decoder or not ("encoder" in first and "decoder" in second and "decoder" not in first):
                 continue
             path = f"{above}.{first}" if above else first
-            return Chain(
-                units=(*encoder, *decoder),
+            return LayerChain(
+                layers=(*encoder, *decoder),
                 source=f"the layers of {_parent(encoder)}, then those of {_parent(decoder)}",
-                known=_table_places(model, [(encoder, 0), (decoder, len(encoder))]),
-                carried={path: len(encoder)},
-                towers=tuple(layer for stack in stacks if stack not in (encoder, decoder) for layer in stack),
+                known_gaps=_table_places(model, [(encoder, 0), (decoder, len(encoder))]),
+                skip_outputs={path: len(encoder)},
+                side_branches=tuple(layer for stack in stacks if stack not in (encoder, decoder) for layer in stack),
             )
     return None
 
@@ -196,7 +202,7 @@ def _table_places(model: nn.Module, stacks: list[tuple[tuple[str, ...], int]]) -
     """Return the gaps of siblings of layer lists, which are given with the number of layers before them."""
     known: dict[str, int | None] = {}
     for prefix, _, config in pretrained_models(model):
-        places = PLACES.get(config.model_type, Places())
+        places = OUT_OF_ORDER.get(config.model_type, OutOfOrderModules())
         for stack, start in stacks:
             if not stack[0].startswith(f"{prefix}." if prefix else ""):
                 continue
@@ -275,16 +281,16 @@ def _num_parameters(model: nn.Module, items: tuple[str, ...]) -> int:
     return sum(parameter.numel() for item in items for parameter in model.get_submodule(item).parameters())
 
 
-def _passed_by(model: nn.Module, trace: Trace, items: tuple[str, ...]) -> ConfigError:
-    blocked = next(item for item in items[:-1] if not trace.may_end_at(item))
+def _bypass_error(model: nn.Module, trace: Trace, items: tuple[str, ...]) -> ConfigError:
+    blocked = next(item for item in items[:-1] if not trace.may_split_after(item))
     return ConfigError(
         f"the layers {items[0]!r} to {items[-1]!r} of {type(model).__name__} run one after the other, but what"
-        f" {trace.going_around(blocked)!r} returns goes around {blocked!r} to what comes behind, and only a layer's"
+        f" {trace.bypassing(blocked)!r} returns goes around {blocked!r} to what comes behind, and only a layer's"
         " output travels from stage to stage: let the layers take it and hand it on with their output, or use pp_size=1"
     )
 
 
-def _no_chain(model: nn.Module) -> ConfigError:
+def _no_chain_error(model: nn.Module) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} has no list of layers that are known to run one after the other, so it can't be"
         " divided over stages by itself: give split=[names of the modules at which later stages begin], or"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.chains import Chain, find_chain
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.chains import LayerChain, find_chain
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.gaps import (
     containers_of,
     find_gaps,
@@ -32,7 +32,7 @@ def choose_stage_plan(
     split: Sequence[str] | None = None,
     execution_sequence: Sequence[str | Callable[..., Any]] | None = None,
 ) -> StagePlan:
-    """Return the stage plan of a model; see Note [Units and gaps] and Note [What is a chain].
+    """Return the stage plan of a model; see Note [Layers and gaps] and Note [Layer chain].
 
     Args:
         model: The user's full model; it may be on the meta device.
@@ -49,15 +49,15 @@ def choose_stage_plan(
         plan = _plan_around(model, _checked_names(model, split))
     else:
         plan = _plan_of(model, find_chain(model))
-    return plan if split is None else replace(plan, bounds=_bounds(plan.units, _checked_names(model, split)))
+    return plan if split is None else replace(plan, bounds=_bounds(plan.layers, _checked_names(model, split)))
 
 
-def _plan_of(model: nn.Module, chain: Chain) -> StagePlan:
-    gaps = find_gaps(model, chain.units, {**_output_heads(model, chain.units), **chain.known})
+def _plan_of(model: nn.Module, chain: LayerChain) -> StagePlan:
+    gaps = find_gaps(model, chain.layers, {**_output_heads(model, chain.layers), **chain.known_gaps})
     return StagePlan(
-        units=chain.units,
+        layers=chain.layers,
         gaps=gaps,
-        carried={**_carried_towers(chain.towers, gaps, len(chain.units)), **chain.carried},
+        skip_outputs={**_side_branch_outputs(chain.side_branches, gaps, len(chain.layers)), **chain.skip_outputs},
         source=chain.source,
     )
 
@@ -75,13 +75,15 @@ def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | N
     return found
 
 
-def _carried_towers(towers: tuple[str, ...], gaps: Mapping[str, int], end: int) -> dict[str, int]:
+def _side_branch_outputs(side_branches: tuple[str, ...], gaps: Mapping[str, int], end: int) -> dict[str, int]:
     """Return the gap modules with layers of side branches, except those after the last layer of the chain.
 
     They may run beside the chain instead of before it, so later stages may need their outputs.
     """
     return {
-        name: gap for name, gap in gaps.items() if gap < end and any(tower.startswith(f"{name}.") for tower in towers)
+        name: gap
+        for name, gap in gaps.items()
+        if gap < end and any(tower.startswith(f"{name}.") for tower in side_branches)
     }
 
 
@@ -91,12 +93,12 @@ def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
         chain = find_chain(model)
     except ConfigError:  # no chain, or an ambiguous one, which the split resolves
         chain = None
-    if chain is not None and set(names) <= set(chain.units):
+    if chain is not None and set(names) <= set(chain.layers):
         return _plan_of(model, chain)
-    units = _neighbours(model, names)
+    units = _siblings(model, names)
     missing = [name for name in names if name not in units]
     if missing:
-        known = units if chain is None else chain.units
+        known = units if chain is None else chain.layers
         raise ConfigError(
             f"split names {', '.join(map(repr, missing))}, where the model can't be cut: stages can begin at"
             f" {_listed(known)}, or at modules that all have the same parent"
@@ -104,13 +106,13 @@ def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
     source = f"the children of {_common_parent(names) or 'the model'} that have parameters"
     trace = trace_calls(model, (units,))
     if trace is None or not trace.runs_once(units):
-        _check_outside_of_layers(names, () if chain is None else chain.units)
+        _check_outside_of_layers(names, () if chain is None else chain.layers)
         gaps = find_gaps(model, units, {})
-        return StagePlan(units=units, gaps=gaps, source=f"{source}, in the order in which they are registered")
+        return StagePlan(layers=units, gaps=gaps, source=f"{source}, in the order in which they are registered")
     units = tuple(sorted(units, key=trace.order))
     _check_cuts(units, names, trace)
     gaps = find_gaps(model, units, trace.gaps(units))
-    return StagePlan(units=units, gaps=gaps, source=f"{source}, as the model's forward runs them")
+    return StagePlan(layers=units, gaps=gaps, source=f"{source}, as the model's forward runs them")
 
 
 def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) -> None:
@@ -125,17 +127,17 @@ def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) ->
 def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) -> None:
     for name in names:
         before = units[max(units.index(name) - 1, 0)]
-        if name != units[0] and not trace.may_end_at(before):
-            possible = [after for unit, after in pairwise(units) if trace.may_end_at(unit)]
+        if name != units[0] and not trace.may_split_after(before):
+            possible = [after for unit, after in pairwise(units) if trace.may_split_after(unit)]
             raise ConfigError(
-                f"split names {name!r}, but what {trace.going_around(before)!r} returns goes around {before!r} to what"
+                f"split names {name!r}, but what {trace.bypassing(before)!r} returns goes around {before!r} to what"
                 " comes behind, and only the output of the module before travels from stage to stage: "
                 + (f"of these modules stages can begin at {_listed(possible)}, or " if possible else "")
                 + "let the modules between take it and hand it on with their output"
             )
 
 
-def _neighbours(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+def _siblings(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the named modules and their siblings with parameters; lists are flattened."""
     above = _common_parent(names)
     found: list[str] = []
@@ -178,9 +180,9 @@ def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
 
 
 def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
-    if stranger := next((name for name in names if name not in units), None):
+    if unknown := next((name for name in names if name not in units), None):
         raise ConfigError(
-            f"split names {stranger!r}, which is not in the execution sequence: stages can begin at {_listed(units)}"
+            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {_listed(units)}"
         )
     starts = [units.index(name) for name in names]
     if 0 in starts:

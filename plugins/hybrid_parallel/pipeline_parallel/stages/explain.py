@@ -8,7 +8,7 @@ from torch import nn
 
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import piece_costs, position_of_gap
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import chunk_costs, position_of_gap
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import (
     StagePlan,
     parameters_below,
@@ -28,25 +28,25 @@ def explain_stages(
     schedule: PipelineSchedule,
     num_stages: int,
     num_chunks: int,
-    num_micro_batches: int | None = None,
+    num_microbatches: int | None = None,
 ) -> str:
     """Return a stage plan as a table with a line per chunk, in model order.
 
     Args:
         model: The full model, before it is partitioned.
         plan: Result of `choose_stage_plan`.
-        bounds: Result of `divide_units`.
+        bounds: Result of `partition_layers`.
         schedule: Schedule, which assigns chunks to stages.
         num_stages: Number of stages.
         num_chunks: Model chunks per stage.
-        num_micro_batches: Microbatches per step, from which the bubble is computed; optional.
+        num_microbatches: Microbatches per step, from which the bubble is computed; optional.
     """
-    costs = piece_costs(model, plan, bounds)
+    costs = chunk_costs(model, plan, bounds)
     total = sum(costs) or 1.0
     rows: list[tuple[str, ...]] = []
     for position, cost in enumerate(costs):
         stage, chunk = schedule.place(position, num_stages)
-        units = plan.units[bounds[position] : bounds[position + 1]]
+        units = plan.layers[bounds[position] : bounds[position + 1]]
         outside = [name for name, gap in plan.gaps.items() if position_of_gap(gap, bounds) == position]
         number, size = _size_of(model, (*units, *outside))
         span = units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
@@ -58,10 +58,10 @@ def explain_stages(
         )
     lines = _aligned([_HEADER, *rows])
     lines.append(f"plan: {plan.source}")
-    lines.append(_schedule_line(schedule, num_stages, num_chunks, num_micro_batches))
+    lines.append(_schedule_line(schedule, num_stages, num_chunks, num_microbatches))
     lines.extend(_shared_lines(model, plan, bounds, schedule, num_stages))
-    if plan.carried:
-        lines.append(f"sent on to all later stages: the output of {', '.join(plan.carried)}")
+    if plan.skip_outputs:
+        lines.append(f"sent on to all later stages: the output of {', '.join(plan.skip_outputs)}")
     return "\n".join(lines)
 
 
@@ -72,16 +72,14 @@ def _size_of(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
     return number, sum(parameter.numel() * parameter.element_size() for parameter in held.values())
 
 
-def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int, num_micro_batches: int | None) -> str:
+def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int, num_microbatches: int | None) -> str:
     line = f"schedule: {schedule.name}, {num_stages} stages"
     if num_chunks > 1:
         line += f" of {num_chunks} chunks"
-    if num_micro_batches is None:
+    if num_microbatches is None:
         return line
-    waiting = simulate(schedule, num_stages, num_micro_batches, num_chunks).bubble_fraction
-    return (
-        f"{line}, {num_micro_batches} microbatches: stages wait {waiting:.1%} of the time if all pieces cost the same"
-    )
+    waiting = simulate(schedule, num_stages, num_microbatches, num_chunks).bubble_fraction
+    return f"{line}, {num_microbatches} microbatches: stages wait {waiting:.1%} of the time if all pieces cost the same"
 
 
 def _shared_lines(
@@ -97,7 +95,7 @@ def _shared_lines(
             if full not in names.setdefault(id(parameter), []):
                 names[id(parameter)].append(full)
 
-    for index, name in enumerate(plan.units):
+    for index, name in enumerate(plan.layers):
         hold(name, position_of_gap(index, bounds))
     for name, gap in plan.gaps.items():
         hold(name, position_of_gap(gap, bounds))

@@ -12,11 +12,11 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import Pipeline
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.balance import position_of_gap
 from booster.plugins.hybrid_parallel.pipeline_parallel.stages.stage_plan import StagePlan
 
-__all__ = ["Piece", "StageDivision"]
+__all__ = ["ModelChunk", "StagePartition"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModelChunk:
     """Model chunk: consecutive layers that a stage runs without communication in between.
 
     Attributes:
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class StageDivision:
+class StagePartition:
     """Partition of a model's layers over the stages of a pipeline.
 
     Attributes:
@@ -54,12 +54,12 @@ class StageDivision:
     num_stages: int
     num_chunks: int
 
-    def pieces(self, stage: int) -> list[Piece]:
+    def chunks(self, stage: int) -> list[ModelChunk]:
         """Return the chunks of a stage."""
         positions = [self.schedule.position(stage, chunk, self.num_stages) for chunk in range(self.num_chunks)]
         last = self.num_stages * self.num_chunks - 1
         return [
-            Piece(
+            ModelChunk(
                 position=position,
                 chunk=chunk,
                 start=self.bounds[position],
@@ -70,7 +70,7 @@ class StageDivision:
             for chunk, position in enumerate(positions)
         ]
 
-    def neighbours(self) -> list[tuple[int, int]]:
+    def linked_stages(self) -> list[tuple[int, int]]:
         """Return the pairs of stages that communicate, ascending."""
         stages = [self.schedule.place(position, self.num_stages)[0] for position in range(len(self.bounds) - 1)]
         return sorted({(min(pair), max(pair)) for pair in pairwise(stages) if pair[0] != pair[1]})
@@ -84,12 +84,12 @@ class StageDivision:
 
         Those of a module that contains layers are on all stages, as its forward may use them on any of them.
         """
-        place = self._place_of(module_name)
+        place = self._stage_of(module_name)
         return frozenset(range(self.num_stages)) if place is None else frozenset({place})
 
-    def _place_of(self, module_name: str) -> int | None:
+    def _stage_of(self, module_name: str) -> int | None:
         """Return the stage of the layer or gap module that contains a module, or None."""
-        for index, unit in enumerate(self.plan.units):
+        for index, unit in enumerate(self.plan.layers):
             if _is_within(module_name, unit):
                 return self.stage_of_gap(index)  # the gap before a layer belongs to its chunk
         for name, gap in self.plan.gaps.items():
@@ -105,11 +105,11 @@ class StageDivision:
         everywhere = frozenset(range(self.num_stages))
         found: dict[int, frozenset[int]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            if (place := self._place_of(name)) is not None:
+            if (place := self._stage_of(name)) is not None:
                 found[id(module)] = found.get(id(module), frozenset()) | {place}
         return {id(module): found.get(id(module), everywhere) for module in model.modules()}
 
-    def stand_in_stages(self, model: nn.Module, name: str) -> frozenset[int]:
+    def stages_of_gap_module(self, model: nn.Module, name: str) -> frozenset[int]:
         """Return the stages that hold a gap module, under any of its names."""
         return self.module_stages(model)[id(model.get_submodule(name))]
 
@@ -122,11 +122,11 @@ class StageDivision:
                 holders.setdefault(id(parameter), set()).update(of_module[id(module)])
         return {name: tuple(sorted(holders[id(parameter)])) for name, parameter in model.named_parameters()}
 
-    def units_of(self, stage: int, names: Sequence[str]) -> list[list[str]]:
+    def layers_of(self, stage: int, names: Sequence[str]) -> list[list[str]]:
         """Return which of these modules are layers of a stage, or inside of them, per chunk."""
         found = []
-        for piece in self.pieces(stage):
-            units = self.plan.units[piece.start : piece.stop]
+        for chunk in self.chunks(stage):
+            units = self.plan.layers[chunk.start : chunk.stop]
             found.append([name for name in names if any(_is_within(name, unit) for unit in units)])
         return [one for one in found if one]
 

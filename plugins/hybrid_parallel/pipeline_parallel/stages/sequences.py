@@ -31,7 +31,7 @@ def plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., An
     units = tuple(step for step in sequence if isinstance(step, str))
     _check_names(model, units)
     _check_complete(model, units)
-    return StagePlan(units=units, source="the execution sequence that was given", sequence=tuple(sequence))
+    return StagePlan(layers=units, source="the execution sequence that was given", sequence=tuple(sequence))
 
 
 def _check_steps(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> None:

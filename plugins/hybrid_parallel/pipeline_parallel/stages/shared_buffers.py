@@ -3,7 +3,7 @@
 Note [Shared buffers]
 Modules without parameters outside of the units are on every stage, as are the buffers of modules that contain units,
 because every stage runs the model's own forward. Their actual values are computed on one stage, in a *live* run (see
-Note [Running a piece]): before the units on the stage of the first chunk, after them on that of the last. Other stages
+Note [Chunk forward]): before the units on the stage of the first chunk, after them on that of the last. Other stages
 run the same code on placeholders, or do not reach it. So after each batch the stage that changed a buffer in a live run
 broadcasts it. Only persistent buffers take part, as only they are model state. A buffer that several stages change
 differently has no value that one process would have, and raises.
@@ -21,7 +21,7 @@ from torch import nn
 from booster.comm import all_gather_equal, broadcast
 from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StageDivision
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.pieces import StagePartition
 
 __all__ = ["PersistentBuffer", "SharedBuffers", "persistent_buffers"]
 
@@ -50,7 +50,7 @@ class PersistentBuffer:
         return next(tensor for tensor in found if tensor is not None)
 
 
-def persistent_buffers(model: nn.Module, division: StageDivision) -> list[PersistentBuffer]:
+def persistent_buffers(model: nn.Module, division: StagePartition) -> list[PersistentBuffer]:
     """Return the persistent buffers of a full model, tied ones once."""
     of_module = division.module_stages(model)
     places: dict[int, list[tuple[str, nn.Module]]] = {}
@@ -84,7 +84,7 @@ class SharedBuffers:
         self._at_start: list[torch.Tensor] | None = None
         self._live_from: list[torch.Tensor] = []
 
-    def begin_piece(self, *, is_first: bool, is_live: bool) -> None:
+    def begin_chunk(self, *, is_first: bool, is_live: bool) -> None:
         """Start a chunk forward.
 
         Args:
@@ -103,7 +103,7 @@ class SharedBuffers:
                 one.tensor.copy_(before)
         self._live_from = self._copies()
 
-    def end_piece(self) -> None:
+    def end_chunk(self) -> None:
         """End a chunk forward, and record changed buffers."""
         for one, before in zip(self._held, self._live_from, strict=False):
             if _differ(one.tensor, before):
@@ -128,7 +128,7 @@ class SharedBuffers:
             if not found:
                 continue
             if len(set(found.values())) > 1 or not one.is_replicated:
-                raise _no_common_value(one, list(found))
+                raise _conflict_error(one, list(found))
             broadcast([one.tensor], group, source=min(found))
 
     def _copies(self) -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape != other.shape or one.dtype != other.dtype or not torch.equal(_bytes(one), _bytes(other))
 
 
-def _no_common_value(buffer: PersistentBuffer, changers: Sequence[int]) -> ConfigError:
+def _conflict_error(buffer: PersistentBuffer, changers: Sequence[int]) -> ConfigError:
     return ConfigError(
         f"the persistent buffer {' = '.join(map(repr, buffer.names))} is on the pipeline stages"
         f" {', '.join(map(str, buffer.stages))} and was changed in a forward by {', '.join(map(str, changers))}: every"

@@ -10,7 +10,7 @@ from torch import nn
 
 __all__ = ["StagePlan", "parameters_below", "shared_parameter_names"]
 
-# Note [Units and gaps]
+# Note [Layers and gaps]
 # *Units* are the modules after which a chunk may end, usually the layers of a transformer. They run in sequence, and a
 # unit depends on earlier ones only through the output of the previous one. Any other module has a *gap*: the number of
 # units that run before it, 0 before the first and len(units) after the last. Modules that contain units have no gap.
@@ -21,7 +21,7 @@ __all__ = ["StagePlan", "parameters_below", "shared_parameter_names"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Possible splits of a model into chunks; see Note [Units and gaps].
+    """Possible splits of a model into chunks; see Note [Layers and gaps].
 
     Attributes:
         units: Names of the layers, in order of execution.
@@ -33,21 +33,21 @@ class StagePlan:
         bounds: Bounds of the user's split: position p has the units bounds[p] to bounds[p + 1] - 1; optional.
     """
 
-    units: tuple[str, ...]
+    layers: tuple[str, ...]
     gaps: Mapping[str, int] = field(default_factory=dict)
-    carried: Mapping[str, int] = field(default_factory=dict)
+    skip_outputs: Mapping[str, int] = field(default_factory=dict)
     source: str = ""
     sequence: tuple[str | Callable[..., Any], ...] | None = None
     bounds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        places = set(self.units) | set(self.gaps)
+        places = set(self.layers) | set(self.gaps)
         nested = [name for name in places for other in _parents(name) if other in places]
-        outside = [name for name, gap in {**self.gaps, **self.carried}.items() if not 0 <= gap <= len(self.units)]
-        assert self.units, "no units"
-        assert len(set(self.units)) == len(self.units), f"units twice: {self.units}"
+        outside = [name for name, gap in {**self.gaps, **self.skip_outputs}.items() if not 0 <= gap <= len(self.layers)]
+        assert self.layers, "no units"
+        assert len(set(self.layers)) == len(self.layers), f"units twice: {self.layers}"
         assert not nested, f"in another unit or gap module: {nested}"
-        assert not outside, f"gaps outside of 0 to {len(self.units)}: {outside}"
+        assert not outside, f"gaps outside of 0 to {len(self.layers)}: {outside}"
 
 
 def parameters_below(module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
@@ -61,7 +61,7 @@ def shared_parameter_names(model: nn.Module, plan: StagePlan) -> tuple[str, ...]
 
     A tied parameter is listed only under its names outside of units and gap modules.
     """
-    places = (*plan.units, *plan.gaps)
+    places = (*plan.layers, *plan.gaps)
     # Another name for a unit, or for a module around units, leads to parameters that have their place already.
     placed = {id(module) for name in places for module in model.get_submodule(name).modules()}
     names: list[str] = []

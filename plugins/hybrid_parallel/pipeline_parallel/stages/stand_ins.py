@@ -1,6 +1,6 @@
 """Placeholders of the modules of other stages: no parameters, outputs of the right shape.
 
-Note [Stand-ins]
+Note [Placeholder modules]
 A placeholder keeps the module's name, class and attributes, and drops its parameters and buffers, so that the model has
 only the names of the stage's own tensors. If the forward calls it before the stage's own layers, it runs on the meta
 device with parameters of the original shapes, and returns expanded scalars of nan, which take no memory. A result that
@@ -19,16 +19,16 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from booster.errors import ConfigError
-from booster.interface import layout_of
-from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import PieceContext
+from booster.interface import shard_spec_of
+from booster.plugins.hybrid_parallel.pipeline_parallel.stages.running import ChunkContext
 from booster.tensor_tree import map_tensors
 
-__all__ = ["StandIns", "cast_absent_tensors", "show_stand_ins", "take_tensors"]
+__all__ = ["PlaceholderModules", "cast_absent_tensors", "drop_tensors", "replace_by_meta"]
 
 _ABSENT = "_pipeline_absent"  # attribute with the dropped tensors of a placeholder
 
 
-class _AbsentTensors:
+class _DroppedTensors:
     """Dropped tensors of a module, by name: parameters on the meta device, and buffers."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class _AbsentTensors:
         self.buffers: dict[str, torch.Tensor | None] = {}
 
 
-def show_stand_ins(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
+def replace_by_meta(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
     """Replace a module's direct parameters by ones of their logical shapes on the meta device.
 
     Args:
@@ -47,14 +47,14 @@ def show_stand_ins(module: nn.Module, known: dict[int, nn.Parameter]) -> None:
         if parameter is None:
             continue
         if id(parameter) not in known:
-            empty = torch.empty(layout_of(parameter).logical_shape, dtype=parameter.dtype, device="meta")
+            empty = torch.empty(shard_spec_of(parameter).logical_shape, dtype=parameter.dtype, device="meta")
             known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
         module._parameters[name] = known[id(parameter)]
 
 
-def take_tensors(module: nn.Module) -> None:
+def drop_tensors(module: nn.Module) -> None:
     """Drop a module's direct parameters, on the meta device already, and its buffers. In place."""
-    absent = _AbsentTensors()
+    absent = _DroppedTensors()
     absent.parameters, absent.buffers = dict(module._parameters), dict(module._buffers)
     module.__dict__[_ABSENT] = absent
     module._parameters.clear()
@@ -72,7 +72,7 @@ def cast_absent_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-class StandIns:
+class PlaceholderModules:
     """Creates placeholders of modules, and detects results that depend on them.
 
     Args:
@@ -80,22 +80,22 @@ class StandIns:
         device: Device of their outputs.
     """
 
-    def __init__(self, context: PieceContext, device: torch.device) -> None:
+    def __init__(self, context: ChunkContext, device: torch.device) -> None:
         self.context = context
         self.device = device
         self.leaves: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self.is_on_meta = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StandIns:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderModules:
         return self
 
-    def put(self, module: nn.Module, name: str) -> None:
+    def install(self, module: nn.Module, name: str) -> None:
         """Turn a module, whose tensors were dropped, into a placeholder, with its submodules. In place."""
         for own_name, inner in module.named_modules():
             full = f"{name}.{own_name}" if own_name else name
             base = type(inner)
             if base not in _classes:
-                _classes[base] = type(base.__name__, (_Absent, base), {"__module__": base.__module__})
+                _classes[base] = type(base.__name__, (_Placeholder, base), {"__module__": base.__module__})
             inner.__class__ = _classes[base]
             inner.__dict__["_pipeline_stand_in"] = (full, self)
 
@@ -108,7 +108,7 @@ class StandIns:
             self.leaves[key] = torch.full((), math.nan, dtype=like.dtype, device=self.device, requires_grad=True)
         return self.leaves[key].expand(like.shape)
 
-    def require_independent(self, tensors: Sequence[torch.Tensor]) -> None:
+    def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors do not depend on outputs of placeholders.
 
         Raises:
@@ -131,9 +131,9 @@ class StandIns:
             ConfigError: The stage's own layers have run already, so the actual values would be needed.
         """
         run = self.context.require_run()
-        if run.is_live:
+        if run.is_computing:
             raise ConfigError(
-                f"the model ran {name!r} on the stage that has {self.context.plan.units[run.piece.start]!r}, while the"
+                f"the model ran {name!r} on the stage that has {self.context.plan.layers[run.chunk.start]!r}, while the"
                 " pipeline's plan has it on another: it was taken for a module that runs before or after all layers by"
                 " the place where it is registered. Give execution_sequence= to say how your model runs"
             )
@@ -141,16 +141,16 @@ class StandIns:
         self.is_on_meta = True
         try:
             for one in inside:
-                _show(one)
+                _restore_on_meta(one)
             outputs = call(*_to_meta(args), **_to_meta(kwargs))
         finally:
             self.is_on_meta = False
             for one in inside:
-                _hide(one)
+                _drop(one)
         return map_tensors(lambda tensor: self.values(name, tensor), outputs)
 
 
-class _Absent(nn.Module):
+class _Placeholder(nn.Module):
     """Mixin of placeholders."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class _Absent(nn.Module):
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _show(module: nn.Module) -> None:
+def _restore_on_meta(module: nn.Module) -> None:
     """Restore the dropped tensors on the meta device."""
     absent = module.__dict__.get(_ABSENT)
     if absent is not None:
@@ -184,7 +184,7 @@ def _show(module: nn.Module) -> None:
         module._buffers.update({name: None if one is None else one.to("meta") for name, one in absent.buffers.items()})
 
 
-def _hide(module: nn.Module) -> None:
+def _drop(module: nn.Module) -> None:
     if _ABSENT in module.__dict__:
         module._parameters.clear()
         module._buffers.clear()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["PLACES", "UNSPLITTABLE", "Places"]
+__all__ = ["OUT_OF_ORDER", "UNSPLITTABLE", "OutOfOrderModules"]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class OutOfOrderModules:
     """Siblings of a layer list that run out of registration order.
 
     Modules are assumed to run in the order of registration, as in nearly all models of transformers, or in that of a
@@ -24,12 +24,13 @@ class Places:
     after: tuple[str, ...] = ()
 
 
-PLACES: Mapping[str, Places] = {
-    "opt": Places(before=("project_in",), after=("final_layer_norm", "project_out")),
+OUT_OF_ORDER: Mapping[str, OutOfOrderModules] = {
+    "opt": OutOfOrderModules(before=("project_in",), after=("final_layer_norm", "project_out")),
     **dict.fromkeys(
-        ("bart", "mbart", "mvp", "plbart", "led", "blenderbot-small"), Places(before=("layernorm_embedding",))
+        ("bart", "mbart", "mvp", "plbart", "led", "blenderbot-small"),
+        OutOfOrderModules(before=("layernorm_embedding",)),
     ),
-    "prophetnet": Places(before=("embeddings_layer_norm",)),
+    "prophetnet": OutOfOrderModules(before=("embeddings_layer_norm",)),
 }
 
 UNSPLITTABLE: Mapping[str, str] = {

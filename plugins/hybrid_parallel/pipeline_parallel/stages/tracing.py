@@ -24,7 +24,7 @@ class Trace:
 
     def __init__(self, model: nn.Module, graph: torch.fx.Graph, containers: frozenset[str]) -> None:
         self._nodes = list(graph.nodes)
-        self._place = {node: place for place, node in enumerate(self._nodes)}
+        self._index = {node: place for place, node in enumerate(self._nodes)}
         self._calls: dict[str, list[int]] = {}
         self._reads: dict[str, list[int]] = {}
         # Whether a node depends on parameters of only one stage. All others are computed on every stage.
@@ -52,30 +52,30 @@ class Trace:
         if not self.runs_once(items):
             return False
         places = [self.order(item) for item in items]
-        return places == sorted(places) and all(self.may_end_at(item) for item in items[:-1])
+        return places == sorted(places) and all(self.may_split_after(item) for item in items[:-1])
 
-    def may_end_at(self, name: str) -> bool:
+    def may_split_after(self, name: str) -> bool:
         """Return whether all values used after a module depend on it, or are computed on every stage."""
         end = self.order(name)
         return not any(
-            self._is_local[before] and self._place[before] < end
+            self._is_local[before] and self._index[before] < end
             for node in self._nodes[end + 1 :]
             for before in node.all_input_nodes
         )
 
-    def going_around(self, name: str) -> str:
+    def bypassing(self, name: str) -> str:
         """Return the name of a module or parameter whose value bypasses a module."""
         end = self.order(name)
         for node in self._nodes[end + 1 :]:
             for before in node.all_input_nodes:
-                if self._is_local[before] and self._place[before] < end:
+                if self._is_local[before] and self._index[before] < end:
                     return self._origin(before)
         raise ValueError(f"nothing goes around {name!r}")
 
     def _origin(self, node: torch.fx.Node) -> str:
         """Return the module or parameter that a value was last computed from."""
         while node.op not in ("call_module", "get_attr"):
-            node = max((one for one in node.all_input_nodes if self._is_local[one]), key=self._place.__getitem__)
+            node = max((one for one in node.all_input_nodes if self._is_local[one]), key=self._index.__getitem__)
         return str(node.target)
 
     def gaps(self, units: tuple[str, ...]) -> dict[str, int | None]:
